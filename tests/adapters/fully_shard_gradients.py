@@ -370,6 +370,24 @@ def other_meshes():
     return found
 
 
+def replicated_groups():
+    """Batches go over two mesh dims, and weights are sharded over one of them (HSDP), or some over both."""
+    found = {}
+    both = {r".*\.(up|down)\.weight": (("replica", "batch"), None)} | BY_BATCH
+    for name, rules, options in (
+        ("one dim", BY_BATCH, {}),
+        ("both dims", both, {}),
+        ("gathered by layoutmap", BY_BATCH, {"gather": "own"}),
+    ):
+        plain, model = pair(rules=rules, mesh="replica=2,batch=2", batch_dim=("replica", "batch"), **options)
+        found[name] = passes(plain, model)
+        found[name] = [abs(found[name][0] - found[name][1]), apart(plain, model, gradient)]
+        for each in (plain, model):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+        found[name].append(apart(plain, model))
+    return found
+
+
 def copies_and_conversions():
     found = {}
     plain, model = pair()

@@ -38,13 +38,13 @@ def plain_of(tensor):
     return torch.from_numpy(get_engine("torch").to_numpy(tensor))
 
 
-def pair(make=Transformer, rules=RULES, mesh=MESH, **options):
+def pair(make=Transformer, rules=RULES, mesh=MESH, batch_dim="batch", **options):
     """A plain model, and the same model laid out."""
     torch.manual_seed(0)
     plain = make()
     torch.manual_seed(0)
     layout_map = lm.LayoutMap(lm.create_mesh(mesh), rules)
-    with layout_map.scope(batch_dim="batch", **options) as scope:
+    with layout_map.scope(batch_dim=batch_dim, **options) as scope:
         model = make()
     model.plan = scope.plan
     return plain, model

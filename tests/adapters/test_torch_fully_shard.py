@@ -15,7 +15,7 @@ NEAR = 1e-5
 
 
 FEW = (  # what makes all gathers late comes last
-    *("gradients_of_all_strides", "steps", "other_optimizers", "what_the_plan_says"),
+    *("gradients_of_all_strides", "replicated_groups", "steps", "other_optimizers", "what_the_plan_says"),
     *("as_many_collectives", "mixed_precision", "refused_options", "ahead"),
 )
 MANY = (
@@ -74,6 +74,11 @@ def test_steps_are_those_of_one_device(few):
 def test_other_optimizers_step_as_on_one_device(few):
     """Adafactor and LBFGS, whose weights are near."""
     assert is_near(few["other_optimizers"]), few["other_optimizers"]
+
+
+def test_a_batch_over_two_dims(few):
+    """HSDP: losses, gradients, and a step of SGD are those of one device, also of weights that both dims shard."""
+    assert is_near(few["replicated_groups"]), few["replicated_groups"]
 
 
 def test_gradients_of_all_strides(few):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
 from layoutmap.core.errors import ScopeError
+from layoutmap.core.specs import BatchDim
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,8 @@ class ScopeOptions:
 
     Args:
         strict: Whether what is only worth a warning (a variable without a rule, a rule without a variable) is an error.
-        batch_dim: The mesh dim over which `fit`, `evaluate` and `predict` split the batch; `None`: they do not.
+        batch_dim: The mesh dim over which `fit`, `evaluate` and `predict` split the batch, or a tuple of several, major
+            to minor, as in `("replica", "fsdp")`; `None`: they do not.
         progress: Whether to show on stderr how far the making is; `None`: if it takes long, on a terminal.
         check_batches: Whether several processes compare the data that they bring, where it must be the same in all of
             them: each batch of a Keras model, and what the first calls of a torch module are given. It costs a
@@ -30,10 +32,14 @@ class ScopeOptions:
     """
 
     strict: bool = False
-    batch_dim: str | None = None
+    batch_dim: BatchDim | None = None
     progress: bool | None = None
     check_batches: bool = True
     own: Any = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batch_dim, list):
+            object.__setattr__(self, "batch_dim", tuple(self.batch_dim))
 
 
 Draws = Literal["exact", "tiles"]
@@ -44,7 +50,7 @@ class OptionsByName(TypedDict, total=False):
     """The options of a scope as they are passed, those of every library and torch's own, so that editors know them."""
 
     strict: bool
-    batch_dim: str | None
+    batch_dim: BatchDim | None
     progress: bool | None
     check_batches: bool
     draws: Draws

@@ -11,6 +11,7 @@ from layoutmap.cli.output import PROBLEMS, WELL, add_wide_option, get_width, pri
 from layoutmap.cli.plans import read_plan
 from layoutmap.cli.users_code import import_function, parse_function_name, users_code
 from layoutmap.core.errors import LayoutMapError, format_count, join_names
+from layoutmap.core.specs import parse_batch_dim
 from layoutmap.engines.launchers import detect_launcher
 from layoutmap.plan.completeness import find_missing_weights
 from layoutmap.plan.problems import group_problems
@@ -25,7 +26,9 @@ def add_inspect_options(parser: argparse.ArgumentParser) -> None:
         help="compare the values of replicas on all devices; always done where torchrun or SLURM has started several "
         "processes",
     )
-    parser.add_argument("--batch-dim", metavar="DIM", help="the mesh dim over which batches are sharded")
+    parser.add_argument(
+        "--batch-dim", type=parse_batch_dim, metavar="DIM", help="the mesh dim over which batches are sharded (several: replica,fsdp)"
+    )
     parser.add_argument(
         "--backend", choices=("jax", "tensorflow", "torch"), help="the backend that Keras runs on"
     )

@@ -18,6 +18,7 @@ from layoutmap.cli.output import add_wide_option, print_text
 from layoutmap.cli.users_code import import_function, parse_function_name, users_code
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.mesh import UNSHARDED, Mesh
+from layoutmap.core.specs import parse_batch_dim
 from layoutmap.plan.completeness import find_missing_weights
 from layoutmap.rules.yaml_file import from_yaml
 from layoutmap.scope.layout_map import LayoutMap
@@ -93,8 +94,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_attention_option(parser)
     parser.add_argument(
         "--batch-dim",
+        type=parse_batch_dim,
         metavar="DIM",
-        help="the mesh dim over which the batch is sharded, for lint and --on; default: that of the rules for "
+        help="the mesh dim over which the batch is sharded (several: replica,fsdp), for lint and --on; default: that of the rules for "
         "activations, or one with a usual name",
     )
     parser.add_argument(

@@ -23,6 +23,7 @@ from layoutmap.cli.sizes import parse_size
 from layoutmap.cli.users_code import import_function, parse_function_name, users_code
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.specs import parse_batch_dim
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +55,10 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         help="the mesh; default: that of --start, or else its shape is searched as well",
     )
     parser.add_argument(
-        "--batch-dim", metavar="DIM", help="the dim of --mesh over which the batch is sharded"
+        "--batch-dim",
+        type=parse_batch_dim,
+        metavar="DIM",
+        help="the dim of --mesh over which the batch is sharded (several: replica,fsdp)",
     )
     parser.add_argument("--start", metavar="FILE", help="a rules file to start from")
     parser.add_argument(

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.specs import BatchDim
 
 
 def make_idle_dims_warning(
-    step: str, mesh: Mesh, dims: Sequence[str], batch_dim: str | None, called: str
+    step: str, mesh: Mesh, dims: Sequence[str], batch_dim: BatchDim | None, called: str
 ) -> LayoutMapWarning:
     """Return the warning that groups of devices compute the same step.
 
@@ -17,7 +18,7 @@ def make_idle_dims_warning(
         step: The name of the step.
         mesh: The mesh.
         dims: The mesh dims that shard no weight, no layer output and no batch; at least one.
-        batch_dim: The mesh dim over which batches are sharded; `None`: batches are replicated.
+        batch_dim: The mesh dim over which batches are sharded, or several; `None`: batches are replicated.
         called: The function that takes `batch_dim`, as the user calls it.
     """
     names = ", ".join(map(repr, dims))

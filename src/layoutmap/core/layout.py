@@ -97,12 +97,12 @@ class Layout:
         return cls.from_valid_specs((UNSHARDED,) * check_rank(rank), mesh)
 
     @classmethod
-    def batch_sharded(cls, mesh: Mesh, batch_dim: str, rank: int, axis: int = 0) -> Layout:
-        """Make a layout in which one axis, by default the first, is sharded over one mesh dim.
+    def batch_sharded(cls, mesh: Mesh, batch_dim: ShardingSpec, rank: int, axis: int = 0) -> Layout:
+        """Make a layout in which one axis, by default the first, is sharded over one mesh dim or several.
 
         Args:
             mesh: The mesh.
-            batch_dim: The mesh dim.
+            batch_dim: The mesh dim, or a tuple of several, major to minor.
             rank: The number of axes.
             axis: The axis that is sharded, 0 to `rank - 1`.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -295,20 +295,22 @@ def _check_name(name: str) -> None:
 
 def check_dim(
     what: str,
-    dim: str | None,
+    dim: str | Sequence[str] | None,
     mesh: Mesh,
     why: str,
     error: type[LayoutMapError] = ScopeError,
     otherwise: str = ", or leave it out",
 ) -> None:
-    """Raise if a mesh lacks a dim. A `dim` of None always passes."""
-    if dim is not None and dim not in mesh:
-        raise error(
-            f"{what} {dim!r} is not a dim of the mesh",
-            facts={"mesh": str(mesh)},
-            why=why,
-            fix=f"use one of {', '.join(map(repr, mesh.dim_names))}{otherwise}",
-        )
+    """Raise if a mesh lacks a dim, or one of several, or one is named twice. A `dim` of None always passes."""
+    dims = () if dim is None else (dim,) if isinstance(dim, str) else tuple(dim)
+    for number, name in enumerate(dims):
+        if name not in mesh or name in dims[:number]:
+            raise error(
+                f"{what} {name!r} is {'named twice' if name in mesh else 'not a dim of the mesh'}",
+                facts={"mesh": str(mesh)},
+                why=why,
+                fix=f"use one of {', '.join(map(repr, mesh.dim_names))}{otherwise}",
+            )
 
 
 def convert_mesh(mesh: Any) -> Any:

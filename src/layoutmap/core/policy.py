@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.specs import BatchDim, count_batch_shards, format_batch_dim, list_batch_dims
 from layoutmap.core.users_line import find_user_stacklevel
 
 
@@ -18,12 +19,12 @@ class LayoutPolicy:
 
     Args:
         mesh: The mesh.
-        batch_dim: The mesh dim over which batches are sharded; `None`: they are replicated.
+        batch_dim: The mesh dim over which batches are sharded, or several; `None`: they are replicated.
         activations: Looks up the rule for what the layer at a path returns; `None`: there are no such rules.
     """
 
     mesh: Mesh
-    batch_dim: str | None = None
+    batch_dim: BatchDim | None = None
     activations: Callable[[str], Layout | None] | None = None
     batches: dict[bool, int] = field(default_factory=dict[bool, int], compare=False, repr=False)
     """The rows of the last batch that was sharded, under `True`, and of the last that did not divide."""
@@ -34,8 +35,9 @@ class LayoutPolicy:
 
     def derive_compute_layout(self, layout: Layout) -> Layout:
         """Return the layout of a weight in a computation, which is not sharded over the batch dim."""
+        batch_dims = list_batch_dims(self.batch_dim)
         dims = (
-            [d for d in layout.list_mesh_dims(axis) if d != self.batch_dim] for axis in range(layout.rank)
+            [d for d in layout.list_mesh_dims(axis) if d not in batch_dims] for axis in range(layout.rank)
         )
         return Layout.from_valid_specs(map(tuple, dims), layout.mesh)
 
@@ -44,7 +46,7 @@ class LayoutPolicy:
         dim = self.batch_dim
         if dim is None or not shape:
             return self.replicated(len(shape))
-        divides = shape[0] % self.mesh.dim_size(dim) == 0
+        divides = shape[0] % count_batch_shards(dim, self.mesh) == 0
         self.batches[divides] = shape[0]
         if not divides:
             return self.replicated(len(shape))
@@ -59,9 +61,9 @@ class LayoutPolicy:
         """
         dim = self.batch_dim
         assert dim is not None, "without it no batch is sharded"
-        rows, size = self.batches[False], self.mesh.dim_size(dim)
+        rows, size = self.batches[False], count_batch_shards(dim, self.mesh)
         warning = LayoutMapWarning(
-            f"{caller}: no batch was sharded over mesh dim {dim!r}",
+            f"{caller}: no batch was sharded over mesh dim {format_batch_dim(dim)!r}",
             facts={"rows": rows, "mesh": str(self.mesh)},
             why=f"{rows} is not a multiple of {size}, so every device computed with all rows",
             fix=f"use a batch_size that is a multiple of {size}",

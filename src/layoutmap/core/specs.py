@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -15,6 +16,31 @@ ShardingSpec = str | tuple[str, ...]
 
 Specs = tuple[ShardingSpec | None, ...]
 """The sharding of all axes, with `None` for `UNSHARDED`."""
+
+
+BatchDim = ShardingSpec
+"""The mesh dim over which the first axis of batches is sharded, or several, major to minor."""
+
+
+def list_batch_dims(batch_dim: BatchDim | None) -> tuple[str, ...]:
+    """Return the mesh dims over which batches are sharded, or an empty tuple where they are replicated."""
+    return () if batch_dim is None else list_spec_dims(batch_dim)
+
+
+def parse_batch_dim(text: str) -> BatchDim:
+    """Return the mesh dims that a command line names: `data`, or `replica,fsdp`."""
+    dims = tuple(part.strip() for part in text.split(","))
+    return dims[0] if len(dims) == 1 else dims
+
+
+def count_batch_shards(batch_dim: BatchDim | None, mesh: Mesh) -> int:
+    """Return the number of shards of a batch."""
+    return math.prod(map(mesh.dim_size, list_batch_dims(batch_dim)))
+
+
+def format_batch_dim(batch_dim: BatchDim) -> str:
+    """Return the mesh dims over which batches are sharded as text: `batch`, or `replica and fsdp`."""
+    return " and ".join(list_spec_dims(batch_dim))
 
 
 def read_specs(given: Any, mesh: Mesh) -> tuple[ShardingSpec, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from layoutmap.core.paths import merge_paths, replace_numbers, split_at_numbers
+from layoutmap.core.specs import BatchDim
 from layoutmap.core.text_table import format_bytes, format_html_table, format_table
 from layoutmap.cost.machine import DeviceGroup, Machine
 from layoutmap.cost.table import PARTITIONED, Collective, PeakTensors, StepCost
@@ -108,7 +109,7 @@ class Cost:
     step: StepCost
     machine: Machine
     weights: frozenset[str] = field(default=frozenset(), compare=False)
-    batch_dim: str | None = None
+    batch_dim: BatchDim | None = None
     verified: Verified | None = field(default=None, compare=False)
     tried: tuple[Advice, ...] = field(default=(), compare=False)
     untried: tuple[str, ...] = field(default=(), compare=False)

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.specs import BatchDim, list_batch_dims
 from layoutmap.cost.machine import Device, Machine, Network
 from layoutmap.cost.table import (
     ESTIMATE,
@@ -45,7 +46,11 @@ _COUNTS = ("traffic_bytes", "argument_bytes", "peak_bytes")
 
 
 def make_cost_fields(
-    step: StepCost, machine: Machine, batch_dim: str | None, tried: Sequence[Advice], untried: Sequence[str]
+    step: StepCost,
+    machine: Machine,
+    batch_dim: BatchDim | None,
+    tried: Sequence[Advice],
+    untried: Sequence[str],
 ) -> tuple[Iterator[list[Any]], dict[str, Any]]:
     """Return the collectives of a cost and its other fields, as a plan's file stores them."""
     written: dict[str, Any] = {"flops": dict(step.flops), **{name: getattr(step, name) for name in _COUNTS}}
@@ -112,22 +117,22 @@ class _Cost(PlanObject):
     notes: tuple[str, ...] = ()
     known_by: str = ESTIMATE
     least_peak_bytes: Number = 0
-    batch_dim: str | None = None
+    batch_dim: str | tuple[str, ...] | None = None
     tried: tuple[tuple[str, str, str, Number, str], ...] = ()
     untried: tuple[str, ...] = ()
 
 
 def read_cost_fields(
     data: dict[str, Any], rows: list[Any], mesh: Mesh
-) -> tuple[StepCost, Machine, str | None, tuple[Advice, ...], tuple[str, ...]]:
+) -> tuple[StepCost, Machine, BatchDim | None, tuple[Advice, ...], tuple[str, ...]]:
     """Read the arguments of `make_cost_fields` from a plan's file."""
     collectives = [convert(row, _Collective, f"collectives[{i}]") for i, row in enumerate(rows)]
     for i, row in enumerate(collectives):
         for dim in row.dims:
             _check_dim(dim, f"collectives[{i}]", mesh)
     found = convert(data, _Cost, "cost")
-    if found.batch_dim is not None:
-        _check_dim(found.batch_dim, "cost.batch_dim", mesh)
+    for dim in list_batch_dims(found.batch_dim):
+        _check_dim(dim, "cost.batch_dim", mesh)
     step = StepCost(
         mesh,
         tuple(Collective(*msgspec.structs.astuple(each)) for each in collectives),

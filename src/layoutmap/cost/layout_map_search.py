@@ -17,6 +17,7 @@ from layoutmap.core.arguments import as_int, describe_type
 from layoutmap.core.errors import MeshError, PlanError, RuleError, ScopeError, shorten_repr
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.paths import merge_paths, replace_numbers
+from layoutmap.core.specs import BatchDim
 from layoutmap.core.text_table import format_bytes, format_html_table, format_pre, format_table
 from layoutmap.cost.cost import Cost, format_duration
 from layoutmap.cost.lower_step import LoweredStep, lower_step
@@ -69,7 +70,7 @@ class SearchResult:
         self,
         outcome: Outcome,
         plan: Plan,
-        batch_dim: str | None,
+        batch_dim: BatchDim | None,
         target: str | None = None,
         recompute: str = "",
     ):
@@ -139,7 +140,7 @@ def search(
     loss: Callable[..., Any] | None = None,
     memory: int | None = None,
     mesh: Mesh | str | None = None,
-    batch_dim: str | None = None,
+    batch_dim: BatchDim | None = None,
     start: RuleSet | None = None,
     keep: Iterable[str] = (),
     tries: int = 32,
@@ -244,7 +245,7 @@ def search(
     )
     if not meshes:
         raise _make_mesh_error(machine, batch, widest)
-    evaluate = _MapEvaluator(lowered, machine, {grid.mesh: grid.data for grid in meshes})
+    evaluate = _MapEvaluator(lowered, machine, {grid.mesh: grid.batch for grid in meshes})
     evaluate(
         RuleSet(meshes[0].mesh, rest="replicated")
     )  # what layers return is known once a step has been traced
@@ -255,7 +256,7 @@ def search(
         else None
     )
     recomputing = again and _MapEvaluator(again, machine, evaluate.batch_dims)
-    over = sorted({str(grid.data) for grid in meshes})  # what shards the batch, which no rule says
+    over = sorted({str(grid.batch) for grid in meshes})  # what shards the batch, which no rule says
     fingerprint = f"{lowered.fingerprint} {machine!r} {over}"
 
     def cache_figures(of: Evaluate, more: str = "") -> Evaluate:
@@ -357,7 +358,7 @@ def _read_mesh(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
     return found if found is not None else start.mesh if start is not None else None
 
 
-def _make_mesh_grid(mesh: Mesh, batch_dim: str | None, start: RuleSet | None) -> Grid:
+def _make_mesh_grid(mesh: Mesh, batch_dim: BatchDim | None, start: RuleSet | None) -> Grid:
     """Return the grid of a given mesh."""
     check_dim("search: batch_dim", batch_dim, mesh, "the batch is sharded over it", MeshError)
     outputs = list(start.activations.values()) if start is not None else []
@@ -414,12 +415,12 @@ def _make_mesh_error(machine: Machine, batch: int | None, widest: int) -> PlanEr
 class _MapEvaluator:
     """Evaluator of layout maps by the cost of a step on one machine."""
 
-    def __init__(self, lowered: LoweredStep, machine: Machine, batch_dims: dict[Mesh, str | None]):
+    def __init__(self, lowered: LoweredStep, machine: Machine, batch_dims: dict[Mesh, BatchDim | None]):
         self._lowered, self._machine, self.batch_dims = lowered, machine, batch_dims
         paths = (path for v in lowered.step.variables for path in (v.path, *v.aliases))
         self._weights = frozenset(map(replace_numbers, paths))  # as a plan's cost has them
 
-    def find_batch_dim(self, layout_map: RuleSet) -> str | None:
+    def find_batch_dim(self, layout_map: RuleSet) -> BatchDim | None:
         """Return the mesh dim that shards batches with a map."""
         assert layout_map.mesh is not None
         return self.batch_dims[layout_map.mesh]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from layoutmap.core.paths import replace_numbers
+from layoutmap.core.specs import format_batch_dim
 from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Kind
 from layoutmap.cost.cost import Cost, format_duration
@@ -49,7 +50,7 @@ def check_gathered_weights(cost: Cost, linted: Linted) -> Iterator[Problem]:
     found = [
         c
         for c in cost.step.collectives
-        if c.kind == "all_gather" and cost.is_overlapped(c) and batch not in c.dims
+        if c.kind == "all_gather" and cost.is_overlapped(c) and not {*linted.batch_dims} & {*c.dims}
     ]
     for cause, of_weight in _group_by_cause(cost, found):
         over = " and ".join(dict.fromkeys(dim for c in of_weight for dim in c.dims))
@@ -81,14 +82,16 @@ def check_summed_activations(cost: Cost, linted: Linted) -> Iterator[Problem]:
     found = [
         c
         for c in cost.step.collectives
-        if c.kind in ("all_reduce", "reduce_scatter") and not cost.is_overlapped(c) and batch in c.dims
+        if c.kind in ("all_reduce", "reduce_scatter")
+        and not cost.is_overlapped(c)
+        and {*linted.batch_dims} & {*c.dims}
     ]
     for path, of_layer in _group_by_cause(cost, found):
         yield Problem(
             "summed activation",
             "warning",
             path,
-            f"{path}: its activation is summed over {batch}, over which the batch is sharded",
+            f"{path}: its activation is summed over {format_batch_dim(batch)}, over which the batch is sharded",
             _describe_traffic(cost, of_layer),
             "a weight is sharded along an axis that is summed over, so each device computes a part of every sum, for "
             "the rows of all devices",
@@ -103,7 +106,7 @@ def check_costly_dims(cost: Cost, linted: Linted) -> Iterator[Problem]:
         return
     for dim in plan.mesh.mesh_dims:
         over = [c for c in cost.step.collectives if dim.name in c.dims]
-        if dim.size == 1 or dim.name == linted.batch_dim or not over:
+        if dim.size == 1 or dim.name in linted.batch_dims or not over:
             continue
         gathered = {replace_numbers(c.cause) for c in over if c.kind == "all_gather"}
         sharded = [

@@ -13,6 +13,7 @@ from layoutmap.adapters import Training, get_adapter, get_imported_adapter, requ
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.mesh import check_dim
 from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.specs import BatchDim, list_batch_dims
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment
 from layoutmap.cost.model_steps import make_training_step
@@ -33,7 +34,7 @@ class LoweredStep:
 
     Args:
         step: The step.
-        batch_dim: The mesh dim over which batches are sharded, where `count` is told no other one.
+        batch_dim: The mesh dim over which batches are sharded, or several, where `count` is told no other one.
         remat: See `lower_step`.
         missing: What the model was found to lack; `None`: all its layers have weights.
         fuse_attention: See `lower_step`.
@@ -45,7 +46,7 @@ class LoweredStep:
     def __init__(
         self,
         step: TrainingStep,
-        batch_dim: str | None,
+        batch_dim: BatchDim | None,
         remat: str | None = None,
         missing: Problem | None = None,
         fuse_attention: bool = False,
@@ -73,7 +74,7 @@ class LoweredStep:
         self,
         layout_map: RuleSet,
         *,
-        batch_dim: str | None = None,
+        batch_dim: BatchDim | None = None,
         target: str | None = None,
         progress: bool | None = None,
     ) -> StepCost:
@@ -81,7 +82,8 @@ class LoweredStep:
 
         Args:
             layout_map: The rules, those for activations too, on any mesh.
-            batch_dim: The mesh dim over which batches are sharded; `None`: that of `lower_step`, if the mesh has it.
+            batch_dim: The mesh dim over which batches are sharded, or several; `None`: that of `lower_step`, if
+                the mesh has it.
             target: A target of `compile`, but no TPU: collectives and memory are those of what XLA compiles for it, of
                 equal blocks two and three, some seconds. `None`: what its partitioner says, with buffers estimated.
             progress: See `verify`.
@@ -99,7 +101,7 @@ class LoweredStep:
                 *self._assign_layouts(layout_map, batch_dim), target=target, on_wait=shown
             )
 
-    def compile(self, layout_map: RuleSet, *, batch_dim: str | None = None, target: str = "cpu") -> Any:
+    def compile(self, layout_map: RuleSet, *, batch_dim: BatchDim | None = None, target: str = "cpu") -> Any:
         """Have XLA compile the step under rules for devices that need not exist. This may take minutes.
 
         Args:
@@ -121,7 +123,7 @@ class LoweredStep:
         self,
         layout_map: RuleSet,
         *,
-        batch_dim: str | None = None,
+        batch_dim: BatchDim | None = None,
         target: str = "cpu",
         progress: bool | None = None,
     ) -> Verified:
@@ -142,11 +144,12 @@ class LoweredStep:
             return self._lowered.verify(assignments, policy, target, cost, shown)
 
     def _assign_layouts(
-        self, layout_map: RuleSet, batch_dim: str | None
+        self, layout_map: RuleSet, batch_dim: BatchDim | None
     ) -> tuple[list[Assignment], LayoutPolicy]:
         plan = self.plan(layout_map).check()
         check_dim("batch_dim", batch_dim, plan.mesh, "the batch is sharded over it")
-        batch_dim = batch_dim or (self._batch_dim if self._batch_dim in plan.mesh else None)
+        usual = {*list_batch_dims(self._batch_dim)}
+        batch_dim = batch_dim or (self._batch_dim if usual <= {*plan.mesh.dim_names} else None)
         activations = layout_map.activations
         policy = LayoutPolicy(plan.mesh, batch_dim, activations.__getitem__ if activations else None)
         found = {assignment.variable.key: assignment for assignment in plan.assignments}
@@ -168,7 +171,7 @@ def lower_step(
     layout_map: RuleSet,
     *,
     inputs: object,
-    batch_dim: str | None = None,
+    batch_dim: BatchDim | None = None,
     optimizer: object = None,
     loss: Callable[..., Any] | None = None,
     remat: str | None = None,
@@ -182,7 +185,7 @@ def lower_step(
         layout_map: Rules with a mesh, as for `plan`. The step does not depend on them.
         inputs: What the model is called with in a step, or like: arrays, or anything with `shape` and `dtype`, nested
             as the model takes it. The first axis is that of the global batch.
-        batch_dim: The mesh dim over which batches are sharded; `None`: they are replicated.
+        batch_dim: The mesh dim over which batches are sharded, or several; `None`: they are replicated.
         optimizer: For Keras the name of one, as in `"adamw"`, or a function that makes one; for flax.nnx and pytrees
             an optimizer of optax. `None`: that of the model, or none.
         loss: Called with what the model returns, returns a number. `None`: the loss that a Keras model was compiled
@@ -225,7 +228,7 @@ def step_cost(
     layout_map: RuleSet,
     *,
     inputs: object,
-    batch_dim: str | None = None,
+    batch_dim: BatchDim | None = None,
     optimizer: object = None,
     loss: Callable[..., Any] | None = None,
     remat: str | None = None,
@@ -240,7 +243,7 @@ def step_cost(
         make_model: See `lower_step`, as for all arguments.
         layout_map: The rules, those for activations too.
         inputs: What the model is called with, of the shape of a global batch.
-        batch_dim: The mesh dim over which batches are sharded.
+        batch_dim: The mesh dim over which batches are sharded, or several.
         optimizer: What updates the weights.
         loss: What is derived.
         remat: Whose activations are computed again in the backward pass.

@@ -13,6 +13,7 @@ from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, Sha
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.paths import find_repeated_layers
 from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.specs import BatchDim, format_batch_dim, list_batch_dims
 from layoutmap.core.steps import Shape, TrainingStep
 from layoutmap.core.variables import Assignment
 from layoutmap.cost.cost import Cost
@@ -53,7 +54,7 @@ class CostRequest:
     """
 
     machine: Machine
-    batch_dim: str | None
+    batch_dim: BatchDim | None
     loss: Callable[..., Any] | None
     target: str | None
     counted_for: str | None
@@ -163,9 +164,14 @@ def add_cost(
     from layoutmap.cost.search.space import find_blocks
 
     step, on_jax = counting.step, context.adapter.engine_name == "jax"
+    *_, data = (None, *list_batch_dims(policy.batch_dim))
     variables = [a.variable for a in plan.assignments]
     tried, untried = advise(
-        replace(counting.way, preset=find_preset(context.layout_map), data=policy.batch_dim),
+        replace(
+            counting.way,
+            preset=find_preset(context.layout_map),
+            data=data,
+        ),
         plan,
         found.cost.step.peak_bytes,
         counting.count_way,
@@ -259,7 +265,9 @@ class _ModelCounter:
     ) -> Plan:
         """Return the plan with the cost of a counted step."""
         dim = policy.batch_dim
-        over = f"sharded over {dim}" if dim else "replicated, since no mesh dim is known to shard them"
+        over = "replicated, since no mesh dim is known to shard them"
+        if dim:
+            over = f"sharded over {format_batch_dim(dim)}"
         counted = replace(counted, notes=(f"batches are {over}", *counted.notes))
         machine = Machine(self._request.machine.device, policy.mesh.size)
         is_open = plan.free_activations and not policy.activations and dim is not None

@@ -13,6 +13,7 @@ from layoutmap.core.garbage import pause_garbage_collection
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import AS_FOUND, Match
 from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.specs import BatchDim, list_batch_dims
 from layoutmap.core.variables import Assignment
 from layoutmap.engines import Engine, get_engine
 from layoutmap.engines.protocol import Unplaced
@@ -27,7 +28,7 @@ Place = Layout | Unplaced
 
 # A guessed layout would mislead, so an array without a known layout is left out with a warning (decisions/0162).
 def inspect(
-    model: object, optimizer: object = None, *, batch_dim: str | None = None, across: bool = False
+    model: object, optimizer: object = None, *, batch_dim: BatchDim | None = None, across: bool = False
 ) -> Plan:
     """Return the plan of an existing model from the layouts of its arrays, even if other code created them.
 
@@ -71,7 +72,7 @@ def inspect(
         return _make_plan(model, optimizer, batch_dim, across)
 
 
-def _make_plan(model: object, optimizer: object, batch_dim: str | None, across: bool) -> Plan:
+def _make_plan(model: object, optimizer: object, batch_dim: BatchDim | None, across: bool) -> Plan:
     adapter = require_capability(get_model_adapter(model), Inspecting, "inspect")
     stored = adapter.describe_variables(model, optimizer)
     engine = get_engine(adapter.engine_name)
@@ -102,7 +103,7 @@ def _make_plan(model: object, optimizer: object, batch_dim: str | None, across: 
         problems += find_differences(held, engine, mesh)
     gathered = tuple(dim for dim in adapter.gathered_dims(model) if dim in mesh)
     plan = Plan(mesh, tuple(assignments), sort_problems(problems), gathered_dims=gathered)
-    plan = replace(plan, batches=(batch_dim,) if batch_dim else scope and scope.batches)
+    plan = replace(plan, batches=list_batch_dims(batch_dim) if batch_dim else scope and scope.batches)
     if scope is not None:
         return _add_rules(plan, scope.plan)
     return plan.add_problems([*_find_unused_dims(plan, batch_dim)])
@@ -258,9 +259,9 @@ def _add_rules(found: Plan, planned: PlanTable) -> Plan:
     )
 
 
-def _find_unused_dims(plan: Plan, batch_dim: str | None) -> Iterator[Problem]:
+def _find_unused_dims(plan: Plan, batch_dim: BatchDim | None) -> Iterator[Problem]:
     for dim in plan.unused_dims:
-        if dim.name != batch_dim:
+        if dim.name not in list_batch_dims(batch_dim):
             what = f"mesh dim {dim.name!r} shards no weight"
             why = f"groups of {dim.size} devices hold the same weights, and compute the same unless their data differs"
             fix = f"pass batch_dim={dim.name!r} if batches are sharded over it"

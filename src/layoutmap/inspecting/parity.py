@@ -31,6 +31,7 @@ from layoutmap.adapters import Training, get_adapter, get_imported_adapter, requ
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import ParityError
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.specs import BatchDim
 from layoutmap.engines import get_engine
 from layoutmap.inspecting.rounding import move_arrays, move_variables
 from layoutmap.scope.arguments import check_maker
@@ -159,7 +160,7 @@ def check_parity(
     steps: int = 3,
     seed: int = 0,
     tolerance: float = 1e-5,
-    batch_dim: str | None = None,
+    batch_dim: BatchDim | None = None,
     library: str | None = None,
     raises: bool = True,
 ) -> ParityReport:

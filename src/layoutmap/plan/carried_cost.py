@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any, Protocol, Self
 
+from layoutmap.core.specs import BatchDim
 from layoutmap.plan.advice import Advice
 
 
@@ -37,7 +38,7 @@ class PlanCost(Protocol):
         ...
 
     @property
-    def batch_dim(self) -> str | None:
+    def batch_dim(self) -> BatchDim | None:
         """The mesh dim over which batches are sharded."""
         ...
 

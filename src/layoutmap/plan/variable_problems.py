@@ -9,6 +9,7 @@ from layoutmap.core.errors import LayoutError
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.paths import format_path_pattern
+from layoutmap.core.specs import BatchDim, format_batch_dim, list_batch_dims
 from layoutmap.core.uneven import keep_largest_dims
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
@@ -165,7 +166,7 @@ def find_several_dims(match: Match, layout: Layout) -> Iterator[Problem]:
 
 
 def find_free_activations(
-    assignments: Sequence[Assignment], batch_dim: str | None = None
+    assignments: Sequence[Assignment], batch_dim: BatchDim | None = None
 ) -> Iterator[Problem]:
     """Yield a problem if weights are sharded along two axes, or as the batch is, without rules for activations.
 
@@ -178,12 +179,13 @@ def find_free_activations(
         if batch_dim is None:
             return sum(count > 1 for count in layout.shard_counts) > 1
         dims = [dim for axis in range(layout.rank) for dim in layout.list_mesh_dims(axis)]
-        return layout.rank > 1 and batch_dim in dims and layout.mesh.dim_size(batch_dim) > 1
+        shared = [dim for dim in list_batch_dims(batch_dim) if dim in dims]
+        return layout.rank > 1 and any(layout.mesh.dim_size(dim) > 1 for dim in shared)
 
     sharded = [a for a in assignments if a.variable.kind is Kind.WEIGHT and is_open(a.layout)]
     if sharded:
         first = sharded[0]
-        how = f"over {batch_dim}, as the batch is" if batch_dim else "along two axes"
+        how = f"over {format_batch_dim(batch_dim)}, as the batch is" if batch_dim else "along two axes"
         yield Problem(
             "no activations",
             "warning",

@@ -16,7 +16,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.match import Rule
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import make_path_regex, split_at_numbers
-from layoutmap.core.specs import replace_unsharded
+from layoutmap.core.specs import BatchDim, format_batch_dim, list_batch_dims, replace_unsharded
 from layoutmap.core.steps import Shape
 from layoutmap.core.variables import Assignment
 from layoutmap.plan.lint import guess_batch_dim
@@ -64,7 +64,7 @@ class Way:
     on: str = ""
     inputs: tuple[Shape, ...] = ()
     named: bool = False
-    batch_dim: str | None = None
+    batch_dim: BatchDim | None = None
     remat: str | None = None
     fuse_attention: bool = False
     dtype: str = ""
@@ -250,7 +250,10 @@ def _find_differences(before: Way, after: Way) -> Iterator[Difference]:
         yield from _find_rule_differences(before, after)
     if after.batch_dim != before.batch_dim:
         dim = after.batch_dim
-        yield Difference(f"shard the batch over {dim}", f'batch_dim="{dim}"', f"--batch-dim {dim}")
+        assert dim is not None, "no way stops to shard the batch"
+        written = f'"{dim}"' if isinstance(dim, str) else str(dim)
+        option = f"--batch-dim {','.join(list_batch_dims(dim))}"
+        yield Difference(f"shard the batch over {format_batch_dim(dim)}", f"batch_dim={written}", option)
     if after.inputs != before.inputs:
         texts = [
             f"{x.name}=" * after.named + f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in after.inputs

@@ -10,6 +10,7 @@ from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import MeshError, RuleError
 from layoutmap.core.match import AS_REST, Rest, check_rest
 from layoutmap.core.mesh import Mesh, convert_mesh
+from layoutmap.core.specs import BatchDim
 from layoutmap.core.uneven import Uneven
 from layoutmap.rules import presets, yaml_file
 from layoutmap.rules.rules import WRITING, MeshSlot, Rules
@@ -175,7 +176,13 @@ class RuleSet(Rules):
 
     @classmethod
     def preset(
-        cls, name: str, mesh: Mesh, *, model_dim: str | None = "model", fsdp_dim: str | None = None
+        cls,
+        name: str,
+        mesh: Mesh,
+        *,
+        model_dim: str | None = "model",
+        fsdp_dim: str | None = None,
+        batch_dim: BatchDim | None = None,
     ) -> Self:
         """Return a map for a model family that has a preset.
 
@@ -190,6 +197,8 @@ class RuleSet(Rules):
                 where they are used. It must be the one that batches are sharded over, as
                 `scope(batch_dim=..)` says: `activations` then keep blocks' outputs sharded along the
                 batch. `None`: there is none, and there are no such rules.
+            batch_dim: The mesh dims that batches are sharded over, if they are more than `fsdp_dim`, as in
+                `("replica", "fsdp")` (HSDP).
 
         Raises:
             RuleError: There is no such preset, or the mesh has no such dim.
@@ -206,7 +215,7 @@ class RuleSet(Rules):
             ('data', 'unsharded', 'unsharded')
         """
         mesh = read_mesh(mesh) or mesh
-        return cls._from_fields(presets.read_preset(name, mesh, model_dim, fsdp_dim), mesh)
+        return cls._from_fields(presets.read_preset(name, mesh, model_dim, fsdp_dim, batch_dim), mesh)
 
     @classmethod
     def _from_fields(cls, fields: yaml_file.RulesFields, mesh: Mesh | None) -> Self:

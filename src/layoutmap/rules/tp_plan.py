@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from layoutmap.core.errors import RuleError, format_message
+from layoutmap.core.specs import BatchDim, Specs
 
 ShardedAxis = Literal["out", "in", "first", "last", "nothing", "none of its own"]
 Output = Literal["as it comes", "replicated", "sequence", "tokens"]
@@ -89,7 +90,7 @@ class TpRules:
     """Rules of a plan before they are checked: specs by pattern, and warnings about parts that rules cannot express."""
 
     rules: Mapping[str, tuple[str | None, ...]]
-    activations: Mapping[str, tuple[str | None, ...]]
+    activations: Mapping[str, Specs]
     warnings: tuple[str, ...]
 
 
@@ -133,7 +134,7 @@ def convert_tp_plan(
     plan: Mapping[str, str],
     *,
     dim: str,
-    batch_dim: str | None,
+    batch_dim: BatchDim | None,
     prefix: str,
     parameters: Mapping[str, Sequence[int]] | None,
     layers: Iterable[str] | None,
@@ -165,7 +166,7 @@ def convert_tp_plan(
         if plan and not any(found.values()):
             _refuse_unmatched_plan(next(iter(plan)), prefix, parameters)
     rules: dict[str, tuple[str | None, ...]] = {}
-    activations: dict[str, tuple[str | None, ...]] = {}
+    activations: dict[str, Specs] = {}
     unmatched: list[str] = []
     for key, name in plan.items():
         style, pattern = STYLES[name], re.escape(prefix) + _make_regex(key)

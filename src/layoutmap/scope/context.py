@@ -18,6 +18,7 @@ from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.specs import list_batch_dims
 from layoutmap.core.uneven import keep_largest_dims
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.users_line import find_user_stacklevel
@@ -218,7 +219,7 @@ class Scope:
     def _find_unused_dims(self, plan: Plan) -> Iterator[Problem]:
         """Yield a note for each unused mesh dim. A dry run skips this, since it has no batch dim."""
         for dim in plan.unused_dims:
-            if dim.name != self.policy.batch_dim:
+            if dim.name not in list_batch_dims(self.policy.batch_dim):
                 yield Problem(
                     "unused dim",
                     "note",
@@ -235,7 +236,7 @@ class Scope:
         """Mesh dims that shard batches, as far as training steps have shown, or `None` if the program places them."""
         dim, seen = self.policy.batch_dim, self.policy.batches
         if dim is not None:
-            return () if seen and True not in seen else (dim,)
+            return () if seen and True not in seen else list_batch_dims(dim)
         return () if self.adapter.places_batches else None
 
     def warn_of_idle_dims(self, step: str, sharded: Collection[str] = ()) -> None:
@@ -243,9 +244,8 @@ class Scope:
         if self._has_stepped:
             return
         self._has_stepped = True
-        idle = [
-            each.name for each in self.plan.unused_dims if each.name not in (self.policy.batch_dim, *sharded)
-        ]
+        used = (*list_batch_dims(self.policy.batch_dim), *sharded)
+        idle = [each.name for each in self.plan.unused_dims if each.name not in used]
         if idle:
             warning = make_idle_dims_warning(step, self.mesh, idle, self.policy.batch_dim, "build or scope")
             warnings.warn(warning, stacklevel=find_user_stacklevel({self.adapter.name}))

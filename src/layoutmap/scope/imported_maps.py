@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from layoutmap.core.errors import LayoutMapWarning, MeshError, RuleError, format_count
 from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.specs import BatchDim
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.to_rules import derive_rules
@@ -93,7 +94,7 @@ class ImportedMaps(RuleSet):
         mesh: Mesh,
         *,
         dim: str = "model",
-        batch_dim: str | None = None,
+        batch_dim: BatchDim | None = None,
         prefix: str = "",
         parameters: Mapping[str, Any] | None = None,
         activations: bool = True,

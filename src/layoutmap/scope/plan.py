@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, ParamSpec
 
 from layoutmap.core.layout import Layout
+from layoutmap.core.specs import BatchDim
 from layoutmap.plan.diff import PlanDiff, diff_plans
 from layoutmap.plan.keras_names import collect_keras_layouts
 from layoutmap.plan.lint import Findings, lint_plan
@@ -133,7 +134,7 @@ class Plan(PlanTable):
         """
         return diff_plans(self, other)
 
-    def lint(self, batch_dim: str | None = None) -> Findings:
+    def lint(self, batch_dim: BatchDim | None = None) -> Findings:
         """Find layouts that are probably a mistake, each with its evidence and a fix.
 
         Args:
@@ -349,7 +350,7 @@ class Plan(PlanTable):
 
         return Plan.of(plan_from_json(text))
 
-    def to_html(self, batch_dim: str | None = None) -> str:
+    def to_html(self, batch_dim: BatchDim | None = None) -> str:
         """Return the plan as one HTML page, which loads nothing: mesh, memory, and slices of each variable.
 
         What `lint` finds stands beside the problems.

@@ -26,6 +26,7 @@ from layoutmap.adapters.options import NEUTRAL, OptionsByName, ScopeOptions
 from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, join_names
 from layoutmap.core.garbage import pause_garbage_collection
 from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.specs import BatchDim, list_batch_dims
 from layoutmap.engines import get_engine
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.completeness import has_weights, make_unbuilt_problem
@@ -162,7 +163,7 @@ def plan(
     library: str | None = None,
     optimizer: object = None,
     on: object = None,
-    batch_dim: str | None = None,
+    batch_dim: BatchDim | None = None,
     loss: Callable[..., Any] | None = None,
     verify: bool | str | None = None,
     remat: str | None = None,
@@ -337,6 +338,16 @@ def _check_options(adapter: Building, given: Mapping[str, Any], mesh: Mesh, acro
     """Return the options that were given by name, after a check."""
     options = ScopeOptions(**{name: value for name, value in given.items() if name in NEUTRAL})
     check_dim("batch_dim", options.batch_dim, mesh, "the batch is sharded over it")
+    if (
+        len(dims := list_batch_dims(options.batch_dim)) > 1
+        and not get_engine(adapter.engine_name).several_dims
+    ):
+        raise ScopeError(
+            f"batch_dim={options.batch_dim!r} has {len(dims)} dims",
+            facts={"mesh": str(mesh), "engine": adapter.engine_name},
+            why=f"an axis of an array of {adapter.engine_name} is sharded over one mesh dim at most",
+            fix="make a mesh in which one dim has all devices of the batch, or use JAX or PyTorch",
+        )
     own = {name: value for name, value in given.items() if name not in NEUTRAL}
     return replace(options, own=adapter.read_own_options(own, options, across=across))
 

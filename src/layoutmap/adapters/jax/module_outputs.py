@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.specs import BatchDim
 from layoutmap.core.steps import Tracer
 from layoutmap.engines import get_engine
 from layoutmap.engines.jax.ambient import change_axis_types, differs_from_ambient_mesh, use_mesh
@@ -33,12 +34,12 @@ class OutputLayout:
 
     Args:
         layout: The layout of the rule.
-        batch_dim: The mesh dim over which batches are sharded.
+        batch_dim: The mesh dim over which batches are sharded, or several.
         path: The module's path; blocks that differ in nothing else are equal, and compile one program.
     """
 
     layout: Layout
-    batch_dim: str | None
+    batch_dim: BatchDim | None
     path: str = field(compare=False)
 
     def call_module(

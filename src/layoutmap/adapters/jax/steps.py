@@ -27,6 +27,7 @@ from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, Scop
 from layoutmap.core.idle_dims import make_idle_dims_warning
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.specs import BatchDim, count_batch_shards, format_batch_dim, list_batch_dims
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_program
@@ -47,7 +48,7 @@ def jit_step(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
-    batch_dim: str | None = None,
+    batch_dim: BatchDim | None = None,
     batch_argnums: int | Sequence[int] | None = None,
 ) -> JitStep: ...
 
@@ -58,7 +59,7 @@ def jit_step(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
-    batch_dim: str | None = None,
+    batch_dim: BatchDim | None = None,
     batch_argnums: int | Sequence[int] | None = None,
 ) -> Callable[[Callable[..., object]], JitStep]: ...
 
@@ -69,7 +70,7 @@ def jit_step(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
-    batch_dim: str | None = None,
+    batch_dim: BatchDim | None = None,
     batch_argnums: int | Sequence[int] | None = None,
 ) -> Any:
     """Compile a training step that keeps the layouts of its arguments in its results.
@@ -89,7 +90,8 @@ def jit_step(
         donate_argnums: The positional arguments whose memory the results may take, as for `jax.jit`.
         static_argnums: The positional arguments that are constants of the compiled step, as for `jax.jit`.
         static_argnames: The same, by name.
-        batch_dim: The mesh dim over which the first axis of batches is sharded; `None`: they are replicated.
+        batch_dim: The mesh dim over which the first axis of batches is sharded, or a tuple of several, as in
+            `("replica", "fsdp")`; `None`: they are replicated.
         batch_argnums: The positional arguments that are batches; `None`: every numpy array is one. Of several processes
             each passes its own rows.
 
@@ -206,7 +208,7 @@ class JitStep:
         donate_argnums: int | Sequence[int] = (),
         static_argnums: int | Sequence[int] = (),
         static_argnames: str | Sequence[str] = (),
-        batch_dim: str | None = None,
+        batch_dim: BatchDim | None = None,
         batch_argnums: int | Sequence[int] | None = None,
     ):
         functools.update_wrapper(self, function)
@@ -216,7 +218,7 @@ class JitStep:
         self._last_number = max(_as_tuple(donate_argnums) + _as_tuple(batch_argnums), default=-1)
         self._donate = self._find_keys(donate_argnums)
         self._static = self._find_keys(static_argnums, static_argnames)
-        self._batch_dim = batch_dim
+        self._batch_dim = tuple(batch_dim) if isinstance(batch_dim, list) else batch_dim
         self._batches = None if batch_argnums is None else self._find_keys(batch_argnums)
         # For the signature of a call the program, and the leaves to place before it runs: whether each is a batch.
         self._entries: dict[Hashable, tuple[_Program, dict[int, bool]]] = {}
@@ -492,7 +494,8 @@ class JitStep:
         """Refuse a batch with uneven shards. With several processes, JAX checks the rows of each."""
         if not shape or self._batch_dim is None or native.is_multi_process:
             return
-        layout, size = Layout.batch_sharded(mesh, self._batch_dim, len(shape)), mesh.dim_size(self._batch_dim)
+        layout = Layout.batch_sharded(mesh, self._batch_dim, len(shape))
+        size = count_batch_shards(self._batch_dim, mesh)
         if layout.find_uneven_axes(shape):
             error, rows = (
                 layout.make_uneven_error(shape, 0, f"{self._name}: {name}"),
@@ -501,7 +504,7 @@ class JitStep:
             raise LayoutError(
                 error.what,
                 facts=error.facts,
-                why=f"{error.why}, the devices of {self._batch_dim}",
+                why=f"{error.why}, the devices of {format_batch_dim(self._batch_dim)}",
                 fix=f"take a batch of {rows} rows, pad it to {rows + size}, or leave batch_dim out",
             )
 
@@ -516,7 +519,8 @@ class JitStep:
         if self._has_stepped:
             return
         self._has_stepped = True
-        used = {dim for each in shardings for dim in jax.tree.leaves(tuple(each.spec))} | {self._batch_dim}
+        used = {dim for each in shardings for dim in jax.tree.leaves(tuple(each.spec))}
+        used.update(list_batch_dims(self._batch_dim))
         idle = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name not in used]
         if idle:  # lowering takes time, so it is done for such meshes alone
             with leave_ambient_mesh():

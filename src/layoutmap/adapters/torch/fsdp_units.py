@@ -27,6 +27,7 @@ from layoutmap.adapters.torch.paths import Holder, find_layer_paths
 from layoutmap.core.errors import join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import merge_paths, split_at_numbers
+from layoutmap.core.specs import format_batch_dim, list_batch_dims
 from layoutmap.engines.torch.gather import Unit, can_gather
 from layoutmap.engines.torch.operators import Args, Kwargs
 from layoutmap.engines.torch.specs import get_axis, get_local
@@ -150,15 +151,24 @@ def _format_note(by: str, context: ScopeContext, paths: Sequence[str], why: str 
     names = join_names([merge_paths(each) for each in groups.values()])
     what = "1 weight is" if len(paths) == 1 else f"{len(paths)} weights are"
     reason = f", as {why}" if why else ""
-    return f"{what} gathered over {context.policy.batch_dim!r} by {by}{reason}: {names}"
+    assert context.policy.batch_dim is not None, "or nothing would be gathered"
+    return f"{what} gathered over {format_batch_dim(context.policy.batch_dim)!r} by {by}{reason}: {names}"
 
 
 def _apply_fully_shard(outermost: Gathering, below: Sequence[Gathering], context: ScopeContext) -> None:
     """Apply torch's `fully_shard` to the weights that it can gather, and note the others with the reasons."""
-    batch_dim = context.policy.batch_dim
-    assert batch_dim is not None, "or nothing would be gathered"
     mesh = context.engine.native(context.policy.replicated(0), 0)[0]
-    mesh_dim = mesh.mesh_dim_names.index(batch_dim)
+    dims = [mesh.mesh_dim_names.index(dim) for dim in list_batch_dims(context.policy.batch_dim)]
+    held = [weight.held for each in (outermost, *below) for weight in each.weights]
+    sharded_over = Counter(
+        dim
+        for tensor in held
+        if isinstance(tensor, DTensor)
+        for dim in dims
+        if not tensor.placements[dim].is_replicate()  # pyright: ignore[reportUnknownMemberType]
+    )
+    mesh_dim = max(dims, key=lambda dim: sharded_over[dim])
+    others = [dim for dim in dims if dim != mesh_dim]
     users = Counter(key for each in (outermost, *below) for key in {id(w.held) for w in each.weights})
     reasons: dict[str, list[str]] = {}
     paths: list[str] = []
@@ -177,7 +187,10 @@ def _apply_fully_shard(outermost: Gathering, below: Sequence[Gathering], context
                 gathering.others += places
                 continue
             reason = _explain_refusal(tensor, mesh_dim)
-            if users[id(tensor)] > 1:  # fully_shard would free it after the first
+            elsewhere = [dim for dim in others if not tensor.placements[dim].is_replicate()]  # pyright: ignore[reportUnknownMemberType]
+            if elsewhere:
+                reason = "several mesh dims of the batch shard them"
+            elif users[id(tensor)] > 1:  # fully_shard would free it after the first
                 reason = "several blocks share them"
             elif tensor.dtype != usual:
                 reason = "most weights of the block are of another element type"
@@ -197,7 +210,7 @@ def _apply_fully_shard(outermost: Gathering, below: Sequence[Gathering], context
 
     make_unit(outermost, [made for each in below if (made := make_unit(each)) is not None])
     if paths:
-        context.note(batch_dim, _format_note("torch's fully_shard", context, paths))
+        context.note(mesh.mesh_dim_names[mesh_dim], _format_note("torch's fully_shard", context, paths))
     for reason, those in reasons.items():
         context.note(reason, _format_note("layoutmap", context, those, reason))
 

@@ -48,7 +48,7 @@ def choose_preset(model: Model, grid: Grid) -> str | None:
 
 
 def _read_preset(name: str, grid: Grid, *, data: bool = False) -> RuleSet:
-    fields = presets.read_preset(name, grid.mesh, grid.model, grid.data if data else None)
+    fields = presets.read_preset(name, grid.mesh, grid.model, grid.data if data else None, grid.batch)
     made = RuleSet(grid.mesh, activations=fields.activations, rest="replicated")
     for pattern, specs in fields.rules.items():
         made.add(pattern, specs, uneven="shrink" if grid.model else fields.uneven_rules.get(pattern))
@@ -72,7 +72,7 @@ def make_expert_maps(
         grid: The mesh.
         preset: The preset that fits the model; `None`: the split follows from what layers do with their weights.
     """
-    batch = {b: (grid.data, *(None,) * (len(b.shape) - 1)) if grid.data else None for b in model.free_blocks}
+    batch = {b: (grid.batch, *(None,) * (len(b.shape) - 1)) if grid.data else None for b in model.free_blocks}
     free = dict.fromkeys(model.free_blocks)
     biases = match_biases(model.groups)
     large = [group for group in model.groups if group.rank > 1 and group not in biases]

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from layoutmap.core.errors import MeshError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.specs import ShardingSpec, Specs, replace_unsharded
+from layoutmap.core.specs import (
+    BatchDim,
+    ShardingSpec,
+    Specs,
+    count_batch_shards,
+    format_batch_dim,
+    list_batch_dims,
+    replace_unsharded,
+    spec_from_dims,
+)
 from layoutmap.cost.search.groups import VariableGroup
 
 
@@ -42,17 +51,24 @@ class Grid:
 
     Args:
         mesh: The mesh.
-        data: The dim that the batch is sharded over; `None`: there is none of several devices.
+        data: The dim that the batch is sharded over, and weights may be; `None`: there is none of several devices.
         model: The other dim; `None`: there is none of several devices.
+        replicas: More dims that the batch is sharded over, and no weight is.
     """
 
     mesh: Mesh
     data: str | None
     model: str | None
+    replicas: tuple[str, ...] = ()
+
+    @property
+    def batch(self) -> BatchDim | None:
+        """The dims that the batch is sharded over."""
+        return spec_from_dims((*self.replicas, self.data)) if self.data else None
 
     @property
     def num_data(self) -> int:
-        """Number of shards of the batch."""
+        """Number of devices along `data`."""
         return self.mesh.dim_size(self.data) if self.data else 1
 
     @property
@@ -61,22 +77,23 @@ class Grid:
         return self.mesh.dim_size(self.model) if self.model else 1
 
 
-def make_grid(mesh: Mesh, data: str | None) -> Grid:
-    """Return the grid of a mesh with at most one dim of several devices besides `data`.
+def make_grid(mesh: Mesh, batch_dim: BatchDim | None) -> Grid:
+    """Return the grid of a mesh with at most one dim of several devices besides those of the batch.
 
     Raises:
         MeshError: It has more.
     """
-    others = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name != data]
+    batch_dims = list_batch_dims(batch_dim)
+    others = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name not in batch_dims]
     if len(others) > 1:
         raise MeshError(
             f"search: the mesh has {len(others)} dims besides that of the batch",
-            facts={"mesh": str(mesh), "batch": data or "not sharded"},
+            facts={"mesh": str(mesh), "batch": format_batch_dim(batch_dim) if batch_dim else "not sharded"},
             why="layouts are searched over the dim of the batch and one other",
             fix="search without a mesh, or with one of two dims",
         )
-    sharded = data if data is not None and mesh.dim_size(data) > 1 else None
-    return Grid(mesh, sharded, others[0] if others else None)
+    *replicas, data = [dim for dim in batch_dims if mesh.dim_size(dim) > 1] or [None]
+    return Grid(mesh, data, others[0] if others else None, tuple(filter(None, replicas)))
 
 
 def list_grids(num_devices: int, batch_size: int | None, widest: int) -> tuple[Grid, ...]:
@@ -168,10 +185,10 @@ def list_activation_options(shape: tuple[int, ...], grid: Grid) -> tuple[Specs |
     if grid.data is None:
         return (None,)
     rest = (None,) * (len(shape) - 1)
-    found: list[Specs | None] = [None, (grid.data, *rest)]
+    found: list[Specs | None] = [None, (grid.batch, *rest)]
     if grid.model:
-        if shape[0] % (grid.num_data * grid.num_model) == 0:
-            found.append(((grid.data, grid.model), *rest))
+        if shape[0] % (count_batch_shards(grid.batch, grid.mesh) * grid.num_model) == 0:
+            found.append(((*list_batch_dims(grid.batch), grid.model), *rest))
         if len(shape) > 2 and shape[1] % grid.num_model == 0:
-            found.append((grid.data, grid.model, *rest[1:]))
+            found.append((grid.batch, grid.model, *rest[1:]))
     return tuple(found)

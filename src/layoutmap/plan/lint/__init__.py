@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from layoutmap.core.errors import PlanError
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.mesh import check_dim
+from layoutmap.core.specs import BatchDim, format_batch_dim, spec_from_dims
 from layoutmap.core.text_table import format_html_table
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.lint import checks
@@ -50,7 +51,7 @@ class Findings:
     """
 
     problems: tuple[Problem, ...]
-    batch_dim: str | None
+    batch_dim: BatchDim | None
     is_known: bool = False
 
     def __iter__(self) -> Iterator[Problem]:
@@ -76,11 +77,11 @@ class Findings:
         found = f"{count} finding{'' if count == 1 else 's'}" if count else "nothing found"
         if self.batch_dim:
             how = "are sharded" if self.is_known else "are assumed to be sharded"
-            return f"{found}; batches {how} over {escape_text(self.batch_dim)}"
+            return f"{found}; batches {how} over {escape_text(format_batch_dim(self.batch_dim))}"
         return f"{found}; {'batches are replicated' if self.is_known else 'the batch dim is not known'}"
 
 
-def lint_plan(plan: PlanTable, batch_dim: str | None = None) -> Findings:
+def lint_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> Findings:
     """Look for layouts that are probably not intended. See `Plan.lint`.
 
     Raises:
@@ -88,7 +89,7 @@ def lint_plan(plan: PlanTable, batch_dim: str | None = None) -> Findings:
     """
     check_dim("lint: batch_dim", batch_dim, plan.mesh, "batches are sharded over it", PlanError)
     of_cost = plan.cost.batch_dim if plan.cost else None
-    known = batch_dim or of_cost or next(iter(plan.batches or ()), None)
+    known = batch_dim or of_cost or (spec_from_dims(plan.batches) if plan.batches else None)
     is_known = known is not None or plan.batches is not None
     linted = Linted(plan, known if is_known else guess_batch_dim(plan))
     found = [problem for check in checks.CHECKS for problem in check(linted)]

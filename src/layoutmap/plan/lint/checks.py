@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from layoutmap.core.layout import Layout
+from layoutmap.core.specs import format_batch_dim
 from layoutmap.core.uneven import derive_layout, fit_layout
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.repeated import find_odd_blocks
@@ -24,14 +25,14 @@ def _find_batch_dim_sums(linted: Linted) -> Iterator[Problem]:
     if batch is None or linted.plan.activations or not linted.plan.free_activations:
         return
     for w in linted.kernels:
-        axes = [axis for axis in w.axes("in") if batch in w.dims(axis)]
-        if not axes or any(set(w.dims(axis)) - {batch} for axis in range(len(w.shape))):
+        axes = [axis for axis in w.axes("in") if {*w.dims(axis)} & {*linted.batch_dims}]
+        if not axes or any({*w.dims(axis)} - {*linted.batch_dims} for axis in range(len(w.shape))):
             continue
         axis = axes[0]
         yield _make_problem(
             "sum over the batch dim",
             w,
-            f"axis {axis}, which is summed over, is sharded over {batch}, and so is the batch",
+            f"axis {axis}, which is summed over, is sharded over {format_batch_dim(batch)}, and so is the batch",
             {},
             "for its rows a device needs the whole weight, and for its part of the weight all rows: in each step one "
             "of them is gathered, and no rule says which",
@@ -70,7 +71,7 @@ def _find_swapped_axes(linted: Linted) -> Iterator[Problem]:
 def _find_outer_sharding(linted: Linted, first: Weight, then: Weight) -> Iterator[Problem]:
     """Yield problems of two consecutive kernels that are sharded along their outer axes, not the shared one."""
     dims = {d for w in (first, then) for axis in (*w.axes("in"), *w.axes("out")) for d in [w.dims(axis)] if d}
-    if len(dims) != 1 or linted.batch_dim is None or (over := dims.pop()) == (linted.batch_dim,):
+    if len(dims) != 1 or linted.batch_dim is None or (over := dims.pop()) == linted.batch_dims:
         return
     for w, near, far, does in (
         (first, "out", "in", "sums over an axis"),
@@ -214,7 +215,7 @@ def _find_replicated_tables(linted: Linted) -> Iterator[Problem]:
         return  # no more than half of the model is sharded: so the table is no exception
     for w in tables:
         a = w.assignment
-        proposed = _propose_sharding(w, linted.batch_dim) if a.layout.is_fully_replicated() else None
+        proposed = _propose_sharding(w, linted.batch_dims) if a.layout.is_fully_replicated() else None
         if proposed is None or a.shard_bytes < _LEAST_SHARE * held:
             continue
         saved = a.shard_bytes - a.shard_bytes // proposed.num_distinct_shards
@@ -233,10 +234,10 @@ def _find_replicated_tables(linted: Linted) -> Iterator[Problem]:
         )
 
 
-def _propose_sharding(w: Weight, batch_dim: str | None) -> Layout | None:
+def _propose_sharding(w: Weight, batch_dims: tuple[str, ...]) -> Layout | None:
     """Return the weight's layout over the largest dim that divides it, the batch dim last, or None without one."""
     dims = [dim for dim in w.layout.mesh.mesh_dims if dim.size > 1]
-    for dim in sorted(dims, key=lambda dim: (dim.name == batch_dim, -dim.size)):
+    for dim in sorted(dims, key=lambda dim: (dim.name in batch_dims, -dim.size)):
         for axis, n in enumerate(w.shape):
             if n and n % dim.size == 0:
                 specs: list[str | None] = [None] * len(w.shape)
@@ -290,7 +291,7 @@ def _find_unused_dims(linted: Linted) -> Iterator[Problem]:
     """Yield a problem for each mesh dim over which nothing is sharded."""
     mesh = linted.plan.mesh
     for dim in linted.plan.unused_dims:
-        if dim.name == linted.batch_dim:
+        if dim.name in linted.batch_dims:
             continue
         fix = f"shard weights over {dim.name}, or plan for a mesh without it"
         if linted.batch_dim is None:

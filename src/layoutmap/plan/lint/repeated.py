@@ -67,12 +67,12 @@ def _group_siblings(linted: Linted) -> dict[object, list[tuple[str, Assignment]]
 
 def _find_sharding_dims(a: Assignment) -> frozenset[str]:
     """Return the mesh dims of several devices over which a weight is sharded, including those of `fully_shard`."""
-    return frozenset(dim for axis in find_compute_dims(a.layout, (), None) for dim in axis)
+    return frozenset(dim for axis in find_compute_dims(a.layout, (), ()) for dim in axis)
 
 
 def _describe_block(linted: Linted, block: str, weights: Sequence[_Odd]) -> Problem:
     first = weights[0]
-    computes = first.dims - {linted.batch_dim, *linted.plan.gathered_dims}
+    computes = first.dims - {*linted.batch_dims, *linted.plan.gathered_dims}
     over = " and ".join(dim for dim in first.assignment.layout.mesh.dim_names if dim in first.dims)
     facts = [
         (

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from layoutmap.core.layout import Layout
+from layoutmap.core.specs import BatchDim, list_batch_dims
 from layoutmap.core.variables import Assignment, Kind, Use
 from layoutmap.plan.table import PlanTable
 
@@ -28,7 +29,7 @@ class Weight:
     assignment: Assignment
     use: Use
     gathered: tuple[str, ...] = ()
-    batch_dim: str | None = None
+    batch_dims: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:
@@ -75,7 +76,7 @@ class Weight:
 
     def dims(self, axis: int) -> tuple[str, ...]:
         """Return the mesh dims over which an axis is sharded while its layer computes."""
-        return find_compute_dims(self.layout, self.gathered, self.batch_dim)[axis]
+        return find_compute_dims(self.layout, self.gathered, self.batch_dims)[axis]
 
     def num_shards(self, axis: int) -> int:
         """Return the number of shards of an axis while its layer computes."""
@@ -99,7 +100,7 @@ def _group_axes(roles: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
 
 @lru_cache(4096)
 def find_compute_dims(
-    layout: Layout, gathered: tuple[str, ...], batch_dim: str | None
+    layout: Layout, gathered: tuple[str, ...], batch_dims: tuple[str, ...]
 ) -> tuple[tuple[str, ...], ...]:
     """Return for each axis the mesh dims over which a weight is sharded while its layer computes.
 
@@ -110,7 +111,7 @@ def find_compute_dims(
     def find_axis_dims(axis: int) -> tuple[str, ...]:
         dims = [dim for dim in layout.list_mesh_dims(axis) if layout.mesh.dim_size(dim) > 1]
         dims = [dim for dim in dims if dim not in gathered]
-        return tuple(dim for dim in dims if dim != batch_dim or len(dims) == 1)
+        return tuple(dim for dim in dims if dim not in batch_dims or len(dims) == 1)
 
     return tuple(map(find_axis_dims, range(layout.rank)))
 
@@ -118,11 +119,12 @@ def find_compute_dims(
 class Linted:
     """One plan, sorted for the checks."""
 
-    def __init__(self, plan: PlanTable, batch_dim: str | None) -> None:
+    def __init__(self, plan: PlanTable, batch_dim: BatchDim | None) -> None:
         self.plan = plan
         self.batch_dim = batch_dim
+        self.batch_dims = list_batch_dims(batch_dim)
         self.weights = [
-            Weight(a, a.variable.use, plan.gathered_dims, batch_dim)
+            Weight(a, a.variable.use, plan.gathered_dims, self.batch_dims)
             for a in plan.assignments
             if a.variable.use is not None and a.variable.kind is Kind.WEIGHT and a.fits
         ]

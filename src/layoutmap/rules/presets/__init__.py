@@ -20,6 +20,7 @@ from dataclasses import replace
 from layoutmap.core.errors import RuleError
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.old_names import warn_about_old_name
+from layoutmap.core.specs import BatchDim, Specs
 from layoutmap.rules.yaml_file import RulesFields, from_yaml
 
 _FOLDER = os.path.dirname(__file__)  # not of `pathlib`, which takes long to import
@@ -60,7 +61,9 @@ def describe_preset(name: str) -> str:
 
 
 # Meshes have different dim names, so yours replace `model` and `fsdp` of a preset (decisions/0024).
-def read_preset(name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | None) -> RulesFields:
+def read_preset(
+    name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | None, batch_dim: BatchDim | None = None
+) -> RulesFields:
     """Return the rules of a preset for a mesh.
 
     Args:
@@ -68,6 +71,7 @@ def read_preset(name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | No
         mesh: The mesh.
         model_dim: The mesh's dim for `model`; `None`: nothing is sharded over it.
         fsdp_dim: The mesh's dim for `fsdp`; `None`: nothing is sharded over it, and activations have no rules.
+        batch_dim: The mesh dims that batches, and so activations, are sharded over; `None`: `fsdp_dim`.
 
     Raises:
         RuleError: There is none of that name, or the mesh has no such dim.
@@ -81,10 +85,13 @@ def read_preset(name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | No
     for role, dim in dims.items():
         where, why = f"preset {name!r}: {role}_dim", "weights are sharded over it"
         check_dim(where, dim, mesh, why, RuleError, ", or pass None")
+    check_dim(f"preset {name!r}: batch_dim", batch_dim, mesh, "activations are sharded over it", RuleError)
     return replace(
         fields,
         rules=_rename_dims(fields.rules, dims),
-        activations=_rename_dims(fields.activations, dims) if fsdp_dim else {},
+        activations=_rename_dims(fields.activations, {**dims, "fsdp": batch_dim or fsdp_dim})
+        if fsdp_dim
+        else {},
     )
 
 
@@ -106,10 +113,11 @@ def _read_file(name: str) -> str:
         return file.read()
 
 
-def _rename_dims(
-    rules: Mapping[str, tuple[str | None, ...]], dims: Mapping[str, str | None]
-) -> dict[str, tuple[str | None, ...]]:
-    return {pattern: tuple(spec and dims[spec] for spec in specs) for pattern, specs in rules.items()}
+def _rename_dims(rules: Mapping[str, Specs], dims: Mapping[str, BatchDim | None]) -> dict[str, Specs]:
+    return {
+        pattern: tuple(dims[spec] if isinstance(spec, str) else spec for spec in specs)
+        for pattern, specs in rules.items()
+    }
 
 
 def __getattr__(name: str) -> object:

@@ -179,7 +179,9 @@ def _find_blocks(layout: Layout, devices: object) -> dict[int, tuple[int, ...]]:
     dims = layout.list_mesh_dims(0)
     if not dims:
         return dict.fromkeys(processes.flat, (0,))
-    rows = np.moveaxis(processes, layout.mesh.dim_names.index(dims[0]), 0)
+    positions = [layout.mesh.dim_names.index(dim) for dim in dims]
+    rows = np.moveaxis(processes, positions, range(len(dims)))
+    rows = rows.reshape(layout.num_shards(0), -1)
     return {
         process: tuple(i for i, row in enumerate(rows) if process in np.ravel(row))
         for process in np.unique(processes).tolist()
