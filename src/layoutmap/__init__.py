@@ -28,6 +28,7 @@ from layoutmap.scope.scope import apply, build, layout_map_scope, plan, scope
 
 if TYPE_CHECKING:
     from layoutmap import dtensor
+    from layoutmap.adapters.jax.microbatches import microbatches
     from layoutmap.adapters.jax.steps import jit_step
     from layoutmap.cost.layout_map_search import SearchResult, search
     from layoutmap.cost.lower_step import lower_step, step_cost
@@ -87,6 +88,7 @@ __all__ = [
     "layout_map_scope",
     "load",
     "lower_step",
+    "microbatches",
     "plan",
     "save",
     "scope",
@@ -107,6 +109,7 @@ _LATE = {
     "guard": "layoutmap.inspecting.guard",
     "inspect": "layoutmap.inspecting.inspect",
     "jit_step": "layoutmap.adapters.jax.steps",
+    "microbatches": "layoutmap.adapters.jax.microbatches",
     "StepCost": "layoutmap.cost.table",
     "load": "layoutmap.saving.load",
     "lower_step": "layoutmap.cost.lower_step",

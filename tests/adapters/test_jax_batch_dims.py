@@ -14,6 +14,7 @@ MESH, DIMS = "replica=2,fsdp=2,model=2", ("replica", "fsdp")
 X = np.random.default_rng(0).normal(size=(8, 16)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(8, 4)).astype("float32")
 
+
 class Net(nnx.Module):
     def __init__(self, rngs):
         self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 4, rngs=rngs)

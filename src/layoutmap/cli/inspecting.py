@@ -27,7 +27,10 @@ def add_inspect_options(parser: argparse.ArgumentParser) -> None:
         "processes",
     )
     parser.add_argument(
-        "--batch-dim", type=parse_batch_dim, metavar="DIM", help="the mesh dim over which batches are sharded (several: replica,fsdp)"
+        "--batch-dim",
+        type=parse_batch_dim,
+        metavar="DIM",
+        help="the mesh dim over which batches are sharded (several: replica,fsdp)",
     )
     parser.add_argument(
         "--backend", choices=("jax", "tensorflow", "torch"), help="the backend that Keras runs on"

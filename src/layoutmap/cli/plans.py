@@ -96,8 +96,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--batch-dim",
         type=parse_batch_dim,
         metavar="DIM",
-        help="the mesh dim over which the batch is sharded (several: replica,fsdp), for lint and --on; default: that of the rules for "
-        "activations, or one with a usual name",
+        help="the mesh dim over which the batch is sharded (several: replica,fsdp), for lint and --on; default: that "
+        "of the rules for activations, or one with a usual name",
     )
     parser.add_argument(
         "--backend", choices=("jax", "tensorflow", "torch"), help="the backend that Keras runs on"

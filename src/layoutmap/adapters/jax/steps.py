@@ -9,7 +9,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, overload
 
@@ -17,11 +17,14 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.adapters.fingerprints import hash_lowered, list_versions
+from layoutmap.adapters.jax.microbatches import find_consecutive_splits
 from layoutmap.adapters.jax.objects import StepObjects, find_changed_arrays, is_object, open_objects
 from layoutmap.adapters.jax.outputs import Input, Place, Tree, choose_shardings
+from layoutmap.adapters.jax.tracing import is_key
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError, shorten_repr
 from layoutmap.core.idle_dims import make_idle_dims_warning
@@ -92,8 +95,8 @@ def jit_step(
         static_argnames: The same, by name.
         batch_dim: The mesh dim over which the first axis of batches is sharded, or a tuple of several, as in
             `("replica", "fsdp")`; `None`: they are replicated.
-        batch_argnums: The positional arguments that are batches; `None`: every numpy array is one. Of several processes
-            each passes its own rows.
+        batch_argnums: The positional arguments that are batches; `None`: every numpy array is one, and so are random
+            keys of which there is one for each row. Of several processes each passes its own rows.
 
     Returns:
         The compiled step, called as the function is. Its `lower` takes the same arguments and returns what `lower` of
@@ -344,6 +347,7 @@ class JitStep:
         self._check_leaves(call, call.leaves)
         names, owners = call.list_names()
         mesh, native = self._find_mesh(names, call.leaves)
+        num_rows = {np.shape(leaf)[0] for leaf in call.leaves if isinstance(leaf, np.ndarray) and leaf.ndim}
         off_mesh, places, shapes = dict[int, bool](), dict[int, bool](), list[jax.ShapeDtypeStruct]()
         shardings: list[Any] = [getattr(leaf, "sharding", None) for leaf in call.leaves]
         for n, (leaf, sharding) in enumerate(zip(call.leaves, shardings, strict=True)):
@@ -351,7 +355,14 @@ class JitStep:
                 self._refuse(names[n], leaf)
             if sharding is None or 1 == len(sharding.device_set) < mesh.size:
                 is_of_object, rank = owners[n] in call.variant.nodes, np.ndim(leaf)
-                is_batch = not is_of_object and self._is_batch(call.variant.keys[owners[n]], leaf, names[n])
+                is_batch = not is_of_object and (
+                    (
+                        self._batches is None
+                        and not native.is_multi_process
+                        and _has_key_per_row(leaf, num_rows)
+                    )
+                    or self._is_batch(call.variant.keys[owners[n]], leaf, names[n])
+                )
                 if is_batch:
                     self._check_rows(mesh, native, np.shape(leaf), names[n])
                 dims = [self._batch_dim if is_batch else None] * min(rank, 1) + [None] * (rank - 1)
@@ -425,6 +436,7 @@ class JitStep:
         # JAX traces a function once for both.
         with leave_ambient_mesh():
             traced = jax.jit(run, donate_argnums=donate).trace(*shapes)
+        self._warn_of_splits(traced.jaxpr.jaxpr, inputs, shardings)
         arrays, changed = traced.out_info
         results = _fill(program.tree, dict.fromkeys(program.constants), arrays)
         program.result_shardings = (
@@ -435,6 +447,22 @@ class JitStep:
             run, in_shardings=tuple(shardings), out_shardings=program.result_shardings, donate_argnums=donate
         )
         return program
+
+    def _warn_of_splits(
+        self, jaxpr: Jaxpr, inputs: Sequence[Input], shardings: Sequence[NamedSharding]
+    ) -> None:
+        """Warn of a scan over microbatches whose rows are on few devices."""
+        dims = {*list_batch_dims(self._batch_dim)}
+        sharded = [n for n, each in enumerate(shardings) if dims & {*jax.tree.leaves(tuple(each.spec[:1]))}]
+        for number, count in find_consecutive_splits(jaxpr, sharded):
+            name, rows = inputs[number].name, inputs[number].shape[0]
+            warning = LayoutMapWarning(
+                f"{self._name}: a scan goes over {count} microbatches of {name}, and each device computes all rows",
+                facts={"rows": f"{rows}, sharded over {', '.join(sorted(dims))}"},
+                why=f"x.reshape({count}, ..) puts consecutive rows into a microbatch, which are on few devices",
+                fix=f"split it by layoutmap.microbatches(x, {count}), which takes some rows of each device",
+            )
+            warnings.warn(warning, stacklevel=find_user_stacklevel())
 
     def _list_arguments(self, variant: _Variant) -> list[Place]:
         """List the arguments that results can replace, in the order of the function's own."""
@@ -645,6 +673,11 @@ def _fill(tree: Tree, constants: Mapping[int, object], others: Iterable[object])
         return tree.unflatten(others)
     rest = iter(others)
     return tree.unflatten([constants[n] if n in constants else next(rest) for n in range(tree.num_leaves)])
+
+
+def _has_key_per_row(leaf: Any, num_rows: Set[int]) -> bool:
+    """Return whether an array has a random key for each row of a batch."""
+    return isinstance(leaf, jax.Array) and is_key(leaf) and leaf.ndim > 0 and leaf.shape[0] in num_rows
 
 
 def _describe_shape(leaf: object, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,107 @@
+"""Split batches into microbatches without moving rows between devices, and find steps that do move them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, Literal
+
+from layoutmap.core.errors import LayoutError
+from layoutmap.engines.jax.programs import CALLS, iterate_inner_jaxprs
+
+_KEEPS_ROWS = ("convert_element_type", "copy", "copy_p", "sharding_constraint", "reshard")
+
+
+def microbatches(batch: Any, num: int) -> Any:
+    """Split each array of a batch into microbatches, along a new first axis to scan over.
+
+    Microbatch `i` has the rows `i`, `i + num`, `i + 2 * num`, ...: some of each device, so that each device computes
+    with its own rows. `x.reshape(num, -1, ..)` takes rows in a row instead, which are on one device, or on few: in a
+    scan over them every device computes with all rows of a microbatch. Results are the same, except that losses that
+    depend on the order of rows see another one.
+
+    Args:
+        batch: A pytree of arrays, of shape `(rows, ...)`. In a step their rows may be sharded.
+        num: The number of microbatches, which divides the number of rows.
+
+    Returns:
+        The same tree, of arrays of shape `(num, rows // num, ...)`.
+
+    Raises:
+        LayoutError: An array has no first axis, or its rows do not divide.
+
+    Example:
+        >>> lm.microbatches(np.arange(6), 2)
+        array([[0, 2, 4],
+               [1, 3, 5]])
+
+    References:
+        `optax.microbatching.reshape_batch_axis`, https://optax.readthedocs.io/en/latest/api/microbatching.html
+    """
+
+    def split(path: Any, array: Any) -> Any:
+        shape = np.shape(array)
+        if not shape or num < 1 or shape[0] % num:
+            name = f"batch{jax.tree_util.keystr(path)}"
+            raise LayoutError(
+                f"microbatches: {name} cannot be split into {num}",
+                facts={"shape": shape},
+                why=f"{num} does not divide its {shape[0]} rows" if shape else "it has no rows",
+                fix="take another number of microbatches or rows"
+                if shape
+                else "pass it to each microbatch as it is",
+            )
+        kind = np if isinstance(array, np.ndarray) else jnp
+        return kind.swapaxes(kind.reshape(array, (shape[0] // num, num, *shape[1:])), 0, 1)
+
+    return jax.tree_util.tree_map_with_path(split, batch)
+
+
+def find_consecutive_splits(jaxpr: Jaxpr, batches: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield each batch that a scan goes over in microbatches of consecutive rows, and the number of these.
+
+    Args:
+        jaxpr: The program of a step.
+        batches: The numbers of its arguments whose first axis is sharded.
+    """
+    yield from _search(jaxpr, {jaxpr.invars[number]: number for number in batches}, {})
+
+
+def _search(
+    jaxpr: Jaxpr, rows: dict[Any, int], splits: dict[Any, tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Yield the splits in a program, where `rows` are batches as they are, and `splits` are reshaped ones."""
+    for eqn in jaxpr.eqns:
+        name, inputs = eqn.primitive.name, [var for var in eqn.invars if not isinstance(var, Literal)]
+        if name in _KEEPS_ROWS and inputs and inputs[0] in rows:
+            rows[eqn.outvars[0]] = rows[inputs[0]]
+        elif name == "reshape" and inputs and inputs[0] in rows:
+            source: Any = inputs[0]
+            before, after = source.aval.shape, eqn.outvars[0].aval.shape  # type: ignore[attr-defined]
+            if len(after) > 1 and 1 < after[0] < before[0] == after[0] * after[1]:
+                splits[eqn.outvars[0]] = rows[inputs[0]], after[0]
+        elif name == "scan":
+            skipped = eqn.params["num_consts"] + eqn.params["num_carry"]
+            for var in eqn.invars[skipped:]:
+                if not isinstance(var, Literal) and var in splits:
+                    yield splits[var]
+        elif name in CALLS:
+            for inner in iterate_inner_jaxprs(eqn.params.values()):
+                pairs = [
+                    p for p in zip(inner.invars, eqn.invars, strict=False) if not isinstance(p[1], Literal)
+                ]
+                inner_rows = {mine: rows[outer] for mine, outer in pairs if outer in rows}
+                inner_splits = {mine: splits[outer] for mine, outer in pairs if outer in splits}
+                yield from _search(inner, inner_rows, inner_splits)
+                rows |= _follow(inner, eqn.outvars, inner_rows)
+                splits |= _follow(inner, eqn.outvars, inner_splits)
+
+
+def _follow(inner: Jaxpr, results: Sequence[Any], found: dict[Any, Any]) -> dict[Any, Any]:
+    """Return what is known of an inner program's results, by the variables outside of it."""
+    pairs = zip(inner.outvars, results, strict=False)
+    return {outer: found[mine] for mine, outer in pairs if not isinstance(mine, Literal) and mine in found}
