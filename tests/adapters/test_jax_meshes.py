@@ -30,8 +30,10 @@ class Plain(nnx.Module):
     """Names no mesh dim."""
 
     def __init__(self, rngs):
-        self.up = nnx.Linear(16, 32, rngs=rngs)
-        self.down = nnx.Linear(32, 16, rngs=rngs)
+        self.up = nnx.Linear(
+            16, 256, rngs=rngs
+        )  # kernels of more elements than what is computed on one device
+        self.down = nnx.Linear(256, 16, rngs=rngs)
 
     def __call__(self, x):
         return self.down(nnx.relu(self.up(x)))
@@ -49,7 +51,7 @@ class Mapped(Plain):
 
     def __call__(self, x):
         def double(h):
-            assert h.shape[1] * jax.sharding.get_abstract_mesh().shape["model"] == 32
+            assert h.shape[1] * jax.sharding.get_abstract_mesh().shape["model"] == 256
             return 2 * h
 
         return self.down(

@@ -158,7 +158,7 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
 
 
 def set_axis_types(dims: tuple[MeshDimension, ...], axis_types: Any) -> tuple[MeshDimension, ...]:
-    """Return dims with axis types: one for all, one for each, or some by name; `None` changes none.
+    """Return dims with other axis types: one for all, one for each, or some by name.
 
     Raises:
         MeshError: A type is neither `"auto"` nor `"explicit"`, or there is no such dim.

@@ -18,6 +18,7 @@ Specs = tuple[ShardingSpec | None, ...]
 """The sharding of all axes, with `None` for `UNSHARDED`."""
 
 
+# Rows have a spec as every axis has, and hybrid FSDP shards them over two dims (decisions/0202).
 BatchDim = ShardingSpec
 """The mesh dim over which the first axis of batches is sharded, or several, major to minor."""
 

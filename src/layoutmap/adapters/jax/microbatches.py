@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal, Var
 
 from layoutmap.core.errors import LayoutError
 from layoutmap.engines.jax.programs import CALLS, iterate_inner_jaxprs
 
+T = TypeVar("T")
 _KEEPS_ROWS = ("convert_element_type", "copy", "copy_p", "sharding_constraint", "reshard")
 
 
-def microbatches(batch: Any, num: int) -> Any:
+def microbatches(batch: T, num: int) -> T:
     """Split each array of a batch into microbatches, along a new first axis to scan over.
 
     Microbatch `i` has the rows `i`, `i + num`, `i + 2 * num`, ...: some of each device, so that each device computes
@@ -43,7 +44,7 @@ def microbatches(batch: Any, num: int) -> Any:
         `optax.microbatching.reshape_batch_axis`, https://optax.readthedocs.io/en/latest/api/microbatching.html
     """
 
-    def split(path: Any, array: Any) -> Any:
+    def split(path: tuple[object, ...], array: Any) -> object:
         shape = np.shape(array)
         if not shape or num < 1 or shape[0] % num:
             name = f"batch{jax.tree_util.keystr(path)}"
@@ -72,7 +73,7 @@ def find_consecutive_splits(jaxpr: Jaxpr, batches: Sequence[int]) -> Iterator[tu
 
 
 def _search(
-    jaxpr: Jaxpr, rows: dict[Any, int], splits: dict[Any, tuple[int, int]]
+    jaxpr: Jaxpr, rows: dict[Var, int], splits: dict[Var, tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
     """Yield the splits in a program, where `rows` are batches as they are, and `splits` are reshaped ones."""
     for eqn in jaxpr.eqns:
@@ -101,7 +102,7 @@ def _search(
                 splits |= _follow(inner, eqn.outvars, inner_splits)
 
 
-def _follow(inner: Jaxpr, results: Sequence[Any], found: dict[Any, Any]) -> dict[Any, Any]:
-    """Return what is known of an inner program's results, by the variables outside of it."""
+def _follow(inner: Jaxpr, results: Sequence[Var], found: dict[Var, T]) -> dict[Var, T]:
+    """Return the findings about an inner program's results, by the variables outside of it."""
     pairs = zip(inner.outvars, results, strict=False)
     return {outer: found[mine] for mine, outer in pairs if not isinstance(mine, Literal) and mine in found}

@@ -451,7 +451,7 @@ class JitStep:
     def _warn_of_splits(
         self, jaxpr: Jaxpr, inputs: Sequence[Input], shardings: Sequence[NamedSharding]
     ) -> None:
-        """Warn of a scan over microbatches whose rows are on few devices."""
+        """Warn of a scan over microbatches that each have rows of few devices."""
         dims = {*list_batch_dims(self._batch_dim)}
         sharded = [n for n, each in enumerate(shardings) if dims & {*jax.tree.leaves(tuple(each.spec[:1]))}]
         for number, count in find_consecutive_splits(jaxpr, sharded):

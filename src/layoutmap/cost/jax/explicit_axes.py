@@ -1,4 +1,4 @@
-"""Explain an operation that JAX refuses under explicit axes: the user's line, the operands, and what to write there."""
+"""Explain an operation that JAX refuses under explicit axes: the user's line, the operands, and the fix."""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ class LoweredStep:
                 raise _UnequalStackError(
                     next(n for n, s in enumerate(self._step.blocks) if error.path in s)
                 ) from None
-            self._modules[key, place if is_explicit or found.names_mesh else None] = found
+            self._modules[key, place if is_explicit or found.has_own_mesh else None] = found
         return found
 
 
@@ -383,9 +383,9 @@ class _LoweredModule:
     attention_notes: Sequence[str]
 
     @property
-    def names_mesh(self) -> bool:
+    def has_own_mesh(self) -> bool:
         """Whether the step itself names mesh dims, as in `with_sharding_constraint(x, P("batch"))`."""
-        return shardy.names_mesh(self.module)
+        return shardy.has_own_mesh(self.module)
 
     def make_output_lookup(self, policy: LayoutPolicy) -> Callable[[str, tuple[int, ...]], Layout | None]:
         """Return a lookup of an output's layout by the layer's path and the output's shape."""
@@ -608,7 +608,7 @@ class _StandInDevice:
 
 
 def _constrain_output(leaves: Sequence[Any], policy: LayoutPolicy, path: str) -> list[Any]:
-    """Return what a layer returns, with its arrays in the layouts of a rule for activations."""
+    """Return a layer's output with its arrays in the layouts of a rule for activations."""
     rule = policy.find_activation_layout(path)
     arrays = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
     placed = [*leaves]

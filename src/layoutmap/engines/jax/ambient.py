@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.core
@@ -14,6 +14,7 @@ from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.users_line import find_user_stacklevel
 
 AnyMesh = AbstractMesh | jax.sharding.Mesh
+T = TypeVar("T")
 
 
 def leave_ambient_mesh() -> AbstractContextManager[object]:
@@ -23,6 +24,7 @@ def leave_ambient_mesh() -> AbstractContextManager[object]:
     return jax.set_mesh(None)  # type: ignore[arg-type]
 
 
+# Your program's own mesh may have other axis types, so the map's is entered (decisions/0201).
 def use_mesh(mesh: AnyMesh) -> AbstractContextManager[object]:
     """Make a mesh the one that `jax.P`, `jax.shard_map` and `jax.reshard` refer to, inside of a trace, too."""
     return jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
@@ -34,7 +36,14 @@ def differs_from_ambient_mesh(mesh: AnyMesh) -> bool:
     return not ambient.empty and (ambient.shape, ambient.axis_types) != (mesh.shape, mesh.axis_types)
 
 
-def change_axis_types(tree: Any, mesh: AbstractMesh) -> Any:
+def use_auto_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    """Return a mesh of the same devices and dims with auto axes."""
+    if jax.sharding.AxisType.Explicit not in mesh.axis_types:
+        return mesh
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names)
+
+
+def change_axis_types(tree: T, mesh: AbstractMesh) -> T:
     """Return a tree with its arrays on a mesh of the same devices and dims, with other axis types, without a copy."""
 
     def change(leaf: object) -> object:
@@ -43,9 +52,10 @@ def change_axis_types(tree: Any, mesh: AbstractMesh) -> Any:
         sharding = leaf.sharding
         if not isinstance(sharding, NamedSharding) or sharding.mesh.shape != mesh.shape:
             return leaf
-        devices: Any = sharding.mesh.devices
-        other = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-        return jax.device_put(leaf, NamedSharding(other, sharding.spec))
+        assert sharding.mesh.devices is not None, "an array has devices"
+        other = jax.sharding.Mesh(sharding.mesh.devices, mesh.axis_names, axis_types=mesh.axis_types)
+        changed = NamedSharding(other, sharding.spec, memory_kind=sharding.memory_kind)
+        return jax.device_put(leaf, changed)
 
     return jax.tree.map(change, tree)
 

@@ -32,7 +32,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -43,6 +42,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from layoutmap.engines.jax import far_products
 from layoutmap.engines.jax.ambient import use_mesh
+from layoutmap.engines.jax.meshless import remove_sharding
 from layoutmap.engines.patches import Closing, Patches
 from layoutmap.engines.tested import Needed
 
@@ -134,14 +134,14 @@ def _lower_corrected(form: Form, plain: Form, context: Any, *operands: object, *
 
 
 def _lower_explicit(
-    form: Form, context: Any, operands: Sequence[object], params: dict[str, Any]
+    form: Form, context: Any, operands: Sequence[object], params: dict[str, object]
 ) -> Sequence[object]:
     """Lower a form under explicit axes. Its own reshapes name no `out_sharding`, so it is traced without a mesh."""
     if "out_sharding" in params:
         params = {**params, "out_sharding": None}
     untyped = context.replace(
-        avals_in=[*map(_remove_sharding, context.avals_in)],
-        avals_out=[*map(_remove_sharding, context.avals_out)],
+        avals_in=[*map(remove_sharding, context.avals_in)],
+        avals_out=[*map(remove_sharding, context.avals_out)],
     )
     with use_mesh(AbstractMesh((), ())):
         lower = mlir.lower_fun(functools.partial(form, **params), multiple_results=False)
@@ -152,14 +152,10 @@ def _lower_explicit(
     ]
 
 
-def _is_explicit(aval: Any) -> bool:
+def _is_explicit(aval: object) -> bool:
     """Return whether the sharding of a value is part of its type."""
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     return mesh is not None and AxisType.Explicit in mesh.axis_types
-
-
-def _remove_sharding(aval: Any) -> Any:
-    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def _is_partitioned(axes: Any) -> bool:

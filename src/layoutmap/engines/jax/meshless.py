@@ -28,18 +28,27 @@ def remove_mesh(closed: ClosedJaxpr) -> ClosedJaxpr:
     return closed.replace(jaxpr=_Remover().convert_jaxpr(closed.jaxpr))
 
 
+def remove_sharding(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
+    """Return the type of a value without its sharding."""
+    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
 class _Remover:
     """Converts one program. Equal layers share inner programs, which stay shared."""
 
     def __init__(self) -> None:
-        self._vars: dict[Any, Any] = {}
+        self._vars: dict[Var, Var | Literal] = {}
 
     def convert_jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
+        """Return a program without its mesh."""
         eqns = [new for eqn in jaxpr.eqns if (new := self._convert_eqn(eqn)) is not None]
+        outvars: Any = list(
+            map(self._convert_var, jaxpr.outvars)
+        )  # with literals, which JAX's types leave out
         return jaxpr.replace(
             constvars=list(map(self._convert_var, jaxpr.constvars)),
             invars=list(map(self._convert_var, jaxpr.invars)),
-            outvars=list(map(self._convert_var, jaxpr.outvars)),
+            outvars=outvars,
             eqns=eqns,
         )
 
@@ -49,21 +58,26 @@ class _Remover:
             return None
         return eqn.replace(
             invars=list(map(self._convert_var, eqn.invars)),
-            outvars=list(map(self._convert_var, eqn.outvars)),
+            outvars=[self._convert_result(var) for var in eqn.outvars],
             params={key: _convert_param(key, value) for key, value in eqn.params.items()},
             ctx=_make_context(eqn.ctx),
         )
 
-    def _convert_var(self, var: Any) -> Any:
-        if isinstance(var, Literal) or not _has_mesh(var.aval):
-            return self._vars.get(var, var) if isinstance(var, Var) else var
-        if var not in self._vars:
-            aval = jax.core.ShapedArray(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)
-            self._vars[var] = Var(aval)
-        return self._vars[var]
+    def _convert_result(self, var: Var) -> Var:
+        converted = self._convert_var(var)
+        assert isinstance(converted, Var), "an operation returns variables"
+        return converted
+
+    def _convert_var(self, var: Var | Literal) -> Var | Literal:
+        if isinstance(var, Literal):
+            return var
+        aval = var.aval
+        if var not in self._vars and isinstance(aval, jax.core.ShapedArray) and not aval.sharding.mesh.empty:
+            self._vars[var] = Var(remove_sharding(aval))
+        return self._vars.get(var, var)
 
 
-def _convert_param(key: str, value: Any) -> Any:
+def _convert_param(key: str, value: object) -> object:
     if key in _SHARDINGS:
         return None
     if key in _JIT_SHARDINGS and isinstance(value, tuple):
@@ -90,13 +104,8 @@ def _remove_from_inner(closed: ClosedJaxpr) -> ClosedJaxpr:
     return _inner[closed.jaxpr]
 
 
-def _has_mesh(aval: Any) -> bool:
-    sharding = getattr(aval, "sharding", None)
-    return isinstance(aval, jax.core.ShapedArray) and sharding is not None and not sharding.mesh.empty
-
-
 @functools.cache
-def _get_unspecified() -> Any:
+def _get_unspecified() -> object:
     """Return the value with which `jax.jit` states that a sharding is not given."""
     return jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["in_shardings"][0]
 

@@ -25,7 +25,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from layoutmap.engines.jax.ambient import leave_ambient_mesh
+from layoutmap.engines.jax.ambient import leave_ambient_mesh, use_auto_axes
 
 _MAX_CONSTANT_SIZE = 1024
 
@@ -152,6 +152,11 @@ class ShardedProgram:
 
     def __init__(self, closed: ClosedJaxpr, sharding: NamedSharding):
         self._closed = closed
+        self._sharding = sharding
+        # The program names no shardings, so it is computed under auto axes, whatever the axes of the result are.
+        sharding = NamedSharding(
+            use_auto_axes(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind
+        )
         jaxpr = closed.jaxpr
         (self._result,) = jaxpr.outvars
         eqns, self._literals = _replace_literals(jaxpr.eqns)
@@ -185,8 +190,12 @@ class ShardedProgram:
             values.update(zip(step.gives, made, strict=True))
             del made
         if self._steps and self._result in self._steps[-1].gives:
-            return values[self._result]
-        return self._place(self._result.val if isinstance(self._result, Literal) else values[self._result])
+            made = values[self._result]
+        else:
+            made = self._place(
+                self._result.val if isinstance(self._result, Literal) else values[self._result]
+            )
+        return made if made.sharding == self._sharding else jax.device_put(made, self._sharding)
 
     def _list_first_values(self, seed: Sequence[jax.Array]) -> dict[Var, Any]:
         """Return the values that the first step may use."""
