@@ -154,9 +154,9 @@ class ShardedProgram:
         self._closed = closed
         self._sharding = sharding
         # The program names no shardings, so it is computed under auto axes, whatever the axes of the result are.
-        sharding = NamedSharding(
-            use_auto_axes(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind
-        )
+        assert isinstance(sharding.mesh, jax.sharding.Mesh), "an array has devices"
+        mesh = use_auto_axes(sharding.mesh)
+        sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
         jaxpr = closed.jaxpr
         (self._result,) = jaxpr.outvars
         eqns, self._literals = _replace_literals(jaxpr.eqns)
