@@ -371,7 +371,7 @@ options:
   --backend {jax,tensorflow,torch}
                         the backend that Keras runs on
   --library {keras,torch,jax}
-                        the library of the model, if none or several are imported
+                        the library of the model, if none is imported, or torch and Keras are
 """,
 }
 

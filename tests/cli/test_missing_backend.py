@@ -1,4 +1,4 @@
-"""Where the backend that Keras would have is not installed, the only other one is used, or those that are there are named.
+"""Where the backend that Keras would have is not installed, the only other one is used, or those there are named.
 
 Here backends are hidden from a process; in tests/test_clean_environments.py they are not there.
 """
