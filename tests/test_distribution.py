@@ -141,6 +141,18 @@ def test_every_extra_that_a_text_names_exists():
     assert {"selftest", "xla-gpu", "proto", "keras"} <= {name for name, _ in named}
 
 
+def test_pages_install_from_a_checkout():
+    """No release is on an index yet, so `pip install "layoutmap[x]"` of a page would fail: a page says `".[x]"`."""
+    pages = [README, *sorted((frameworks.ROOT / "docs").rglob("*.md"))]
+    wrong = [
+        page.name
+        for page in pages
+        if re.search(r'pip install "?layoutmap\b', page.read_text(encoding="utf-8"))
+    ]
+
+    assert [] == wrong
+
+
 SMALL = {
     "rules.yaml": "version: 1\nmesh:\n  dims: {model: 4}\nrules:\n  up: [null, model]\n",
     "try.py": """
