@@ -238,7 +238,7 @@ def test_lint_fails_when_it_finds_something(folder, capsys):
 
     assert 0 == code
     assert (
-        "<Findings: 1 finding; batches are assumed to be sharded over batch>: see layoutmap lint cli_models:make ...\n"
+        "Lint: 1 finding; batches are assumed to be sharded over batch; to see them: layoutmap lint cli_models:make ...\n"
         in out
     )
     assert (1, f"{told}\n", "") == run(capsys, "lint", "odd.json")
