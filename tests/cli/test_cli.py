@@ -238,8 +238,8 @@ def test_lint_fails_when_it_finds_something(folder, capsys):
 
     assert 0 == code
     assert (
-        "Lint: 1 finding; batches are assumed to be sharded over batch; to see them: layoutmap lint cli_models:make ...\n"
-        in out
+        "Lint: 1 finding; batches are assumed to be sharded over batch; "
+        "to see them: layoutmap lint cli_models:make ...\n" in out
     )
     assert (1, f"{told}\n", "") == run(capsys, "lint", "odd.json")
     assert (1, f"{told}\n") == run(capsys, "lint", "cli_models:make", "--rules", "odd.yaml")[:2]

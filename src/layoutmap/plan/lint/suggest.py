@@ -5,7 +5,6 @@ The plan's list of replicated variables, the fix of a variable without a rule, a
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -50,7 +49,8 @@ class Suggestions:
         if sibling := self._find_sibling(w.assignment):
             return sibling
         if id(w) in self._rows:
-            return self._shard_largest(w, into)
+            dims = self._without_batch(self._previous[id(w)].dims(self._previous[id(w)].axes("out")[0]))
+            return self._shard(w, into, dims) if dims else self._shard_largest(w, into)
         found = self._shard_largest(w, out)
         is_paired = id(w) in self._linted.makers or id(w) in self._linted.takers
         return found if found is not None or is_paired else self._shard_largest(w, into)
@@ -122,14 +122,26 @@ class Suggestions:
         return found
 
     @cached_property
+    def _previous(self) -> Mapping[int, Weight]:
+        """The last kernel of the block before a kernel whose output has the sizes of its input."""
+        found: dict[int, Weight] = {}
+        for block in self._linted.blocks:
+            outputs: dict[tuple[int, ...], Weight] = {}
+            for w in block:
+                if w.sizes("in") in outputs:
+                    found[id(w)] = outputs[w.sizes("in")]
+                outputs[w.sizes("out")] = w
+        return found
+
+    @cached_property
     def _rows(self) -> frozenset[int]:
         """Kernels that are sharded by input axes, since those before them are sharded by output axes."""
-        roles: dict[int, str] = defaultdict(str)
-        for first, then in self._linted.pairs:
-            roles[id(first)] = roles[id(first)] or "columns"
-            if roles[id(first)] == "columns":
-                roles[id(then)] = roles[id(then)] or "rows"
-        return frozenset(key for key, role in roles.items() if role == "rows")
+        rows: set[int] = set()
+        for w in self._linted.kernels:
+            before = self._previous.get(id(w))
+            if before is not None and id(before) not in rows and id(w) not in self._parts:
+                rows.add(id(w))
+        return frozenset(rows)
 
 
 def make_sharded_layout(layout: Layout, axis: int, dims: tuple[str, ...]) -> Layout:
