@@ -38,10 +38,10 @@ class Suggestions:
     def _suggest_for_kernel(self, w: Weight) -> Layout | None:
         out, into = w.axes("out")[0], w.axes("in")[0]
         for maker in self._linted.makers.get(id(w), ()):
-            if dims := self._without_batch(maker.dims(maker.axes("out")[0])):
+            if dims := self._remove_batch_dim(maker.dims(maker.axes("out")[0])):
                 return self._shard(w, into, dims)
         for taker in self._linted.takers.get(id(w), ()):
-            if dims := self._without_batch(taker.dims(taker.axes("in")[0])):
+            if dims := self._remove_batch_dim(taker.dims(taker.axes("in")[0])):
                 return self._shard(w, out, dims)
         for part in self._parts.get(id(w), ()):
             if dims := part.dims(part.axes("out")[0]):
@@ -49,7 +49,7 @@ class Suggestions:
         if sibling := self._find_sibling(w.assignment):
             return sibling
         if id(w) in self._rows:
-            dims = self._without_batch(self._previous[id(w)].dims(self._previous[id(w)].axes("out")[0]))
+            dims = self._remove_batch_dim(self._previous[id(w)].dims(self._previous[id(w)].axes("out")[0]))
             return self._shard(w, into, dims) if dims else self._shard_largest(w, into)
         found = self._shard_largest(w, out)
         is_paired = id(w) in self._linted.makers or id(w) in self._linted.takers
@@ -92,7 +92,7 @@ class Suggestions:
                     return make_sharded_layout(a.layout, axis, (dim.name,))
         return None
 
-    def _without_batch(self, dims: tuple[str, ...]) -> tuple[str, ...]:
+    def _remove_batch_dim(self, dims: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(dim for dim in dims if dim != self._linted.batch_dim)
 
     @cached_property
@@ -123,7 +123,7 @@ class Suggestions:
 
     @cached_property
     def _previous(self) -> Mapping[int, Weight]:
-        """The last kernel of the block before a kernel whose output has the sizes of its input."""
+        """The last kernel before a kernel in its block that outputs the sizes of its input."""
         found: dict[int, Weight] = {}
         for block in self._linted.blocks:
             outputs: dict[tuple[int, ...], Weight] = {}
