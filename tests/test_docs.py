@@ -180,6 +180,14 @@ def test_a_block_that_does_not_run_says_why(page: Path):
     assert [] == odd
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name == "get-started"], ids=lambda p: p.stem)
+def test_a_first_page_begins_with_the_reasons(page: Path):
+    """Its first line after the title links the page that says why an axis is sharded."""
+    _, first, _ = page.read_text(encoding="utf-8").split("\n\n", 2)
+
+    assert "](../why.md)" in first
+
+
 @pytest.mark.timeout(900)
 def test_the_commands_of_the_readme_run_as_printed(tmp_path: Path):
     """In an empty folder with the files that it shows, after its Python, with no variable set."""
