@@ -227,7 +227,7 @@ def test_a_clean_environment_needs_nothing_but_the_wheel(which, built, index, tm
     assert [
         "(unsharded, model)\n(model, unsharded)\nTrue []\n",
         f"layoutmap {lm.__version__}\n",
-        "rules.yaml: 1 rules\n",
+        "rules.yaml: 1 rule\n",
         "no change\n",
     ] == said
 
