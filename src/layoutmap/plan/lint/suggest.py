@@ -32,7 +32,9 @@ class Suggestions:
         """Return the layout for a replicated variable, or None if it is best replicated or no axis divides."""
         w = self._weights.get(id(a))
         if w is None or w.axes("rows"):
-            return self._find_sibling(a) or self._shard_first(a, range(len(a.variable.shape)))
+            rows = w.axes("rows") if w else ()
+            axes = sorted(range(len(a.variable.shape)), key=lambda axis: axis not in rows)
+            return self._find_sibling(a) or self._shard_first(a, axes)
         return self._suggest_for_kernel(w) if w.axes("in") and w.axes("out") else self._follow_kernel(w)
 
     def _suggest_for_kernel(self, w: Weight) -> Layout | None:
