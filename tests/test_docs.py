@@ -3,7 +3,7 @@
 A file is one program: its blocks run in order in one namespace, in a process of its own with eight simulated devices,
 unless it simulates them itself: then with no variable set.
 A block that cannot run says why in its opening line: ```python no-run: needs two machines
-A block that is a file has its name there, ```python title="train.py", for a later block to import or to start.
+A block that is a file has its name there, ```python title="train.py" or ```yaml title="rules.yaml", for a later block.
 
 A ```text block is something that the program prints, in which "..." stands for anything. In a ```console block a line
 that begins with `$ ` is a command, and those below it are what it prints, errors not counted. How many spaces there
@@ -83,7 +83,7 @@ def read_blocks(text: str) -> list[Block]:
         )
         for m in FENCE.finditer(text)
     ]
-    return [b for b in blocks if b.is_python or b.is_console or b.is_printed]
+    return [b for b in blocks if b.is_python or b.is_console or b.is_printed or b.title]
 
 
 def program_of(page: Path) -> str:
@@ -118,6 +118,13 @@ def environment(program: str) -> dict[str, str]:
         return {**os.environ, "KERAS_BACKEND": "jax"}
     set_here = ("KERAS_BACKEND", "XLA_FLAGS", "JAX_PLATFORMS")
     return {name: value for name, value in os.environ.items() if name not in set_here}
+
+
+def run_without_variables(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a shell command in a folder, with no variable set that a framework or Keras reads."""
+    tools = Path(sys.executable).parent
+    kept = {**environment("lm.simulate_devices("), "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=folder, env=kept)
 
 
 def not_printed(page: Path, printed: str) -> list[str]:
@@ -173,17 +180,34 @@ def test_a_block_that_does_not_run_says_why(page: Path):
     assert [] == odd
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name == "get-started"], ids=lambda p: p.stem)
+def test_a_first_page_begins_with_the_reasons(page: Path):
+    """Its first line after the title links the page that says why an axis is sharded."""
+    _, first, _ = page.read_text(encoding="utf-8").split("\n\n", 2)
+
+    assert "](../why.md)" in first
+
+
+@pytest.mark.timeout(900)
+def test_the_commands_of_the_readme_run_as_printed(tmp_path: Path):
+    """In an empty folder with the files that it shows, after its Python, with no variable set."""
+    text = PAGES[0].read_text(encoding="utf-8")
+    (block,) = (m[4] for m in FENCE.finditer(text) if m[3] == "bash" and "my_models:" in m[4])
+    page = run_page(PAGES[0], tmp_path)
+    assert 0 == page.returncode, page.stderr
+    run = run_without_variables(f"set -e\n{block}", tmp_path)
+
+    assert 0 == run.returncode, run.stdout[-2000:] + run.stderr[-2000:]
+    assert {"plan.html", "found.yaml"} <= {path.name for path in tmp_path.iterdir()}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "command", re.findall(r"^layoutmap plan keras_hub:(?:.*\\\n)*.*", PAGES[0].read_text(), re.M)
 )
 def test_published_models_of_the_readme_fit_as_they_are_copied(command: str, tmp_path: Path):
     """Exit code 0, and the verdict says so."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "KERAS_BACKEND": "jax"}
-    run = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, env=environment
-    )
+    run = run_without_variables(command, tmp_path)
 
     assert 0 == run.returncode, run.stderr
     assert run.stdout.startswith("Verdict: fits: ")

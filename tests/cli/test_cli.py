@@ -238,8 +238,8 @@ def test_lint_fails_when_it_finds_something(folder, capsys):
 
     assert 0 == code
     assert (
-        "<Findings: 1 finding; batches are assumed to be sharded over batch>: see layoutmap lint cli_models:make ...\n"
-        in out
+        "Lint: 1 finding; batches are assumed to be sharded over batch; "
+        "to see them: layoutmap lint cli_models:make ...\n" in out
     )
     assert (1, f"{told}\n", "") == run(capsys, "lint", "odd.json")
     assert (1, f"{told}\n") == run(capsys, "lint", "cli_models:make", "--rules", "odd.yaml")[:2]
@@ -371,7 +371,7 @@ options:
   --backend {jax,tensorflow,torch}
                         the backend that Keras runs on
   --library {keras,torch,jax}
-                        the library of the model, if none or several are imported
+                        the library of the model, if none is imported, or torch and Keras are
 """,
 }
 

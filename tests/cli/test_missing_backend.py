@@ -1,4 +1,4 @@
-"""Where the backend that Keras would have is not installed, command and library name those that are.
+"""Where the backend that Keras would have is not installed, the only other one is used, or those there are named.
 
 Here backends are hidden from a process; in tests/test_clean_environments.py they are not there.
 """
@@ -90,6 +90,25 @@ def test_the_command_says_which_backends_there_are(arguments, backend, hidden, e
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize("name", ["net:make", "late:make"])
+def test_the_only_backend_is_used(name):
+    """Without `KERAS_BACKEND`, although Keras's own choice is another one."""
+    code, said = command(["plan", name, "--library", "keras"], ["tensorflow", "torch"])
+
+    assert 0 == code, said
+
+
+def test_the_library_uses_the_only_backend():
+    """In Python, too, where Keras is not imported yet."""
+    text = (
+        "import sys; sys.modules.update(tensorflow=None, torch=None)\n"
+        f"import layoutmap as lm\n{LATE}\nprint(lm.plan(make, lm.LayoutMap('x=2'), library='keras').verdict)"
+    )
+    done = run(text, {**PLAIN, "KERAS_BACKEND": None})
+
+    assert 0 == done.returncode, done.stderr
+
+
 def test_another_import_that_fails_keeps_its_traceback():
     """A model's own import of a framework that is not there is no matter of Keras's backend."""
     code, said = command(["plan", "more:make"], ["tensorflow"])
@@ -102,7 +121,7 @@ def test_another_import_that_fails_keeps_its_traceback():
 def test_the_library_says_it_in_python():
     """What to write, and where."""
     text = (
-        "import sys; sys.modules.update(tensorflow=None, torch=None)\n"
+        "import sys; sys.modules.update(tensorflow=None)\n"
         "import layoutmap as lm; lm.plan(lambda: None, lm.LayoutMap('x=2'), library='keras')"
     )
     done = run(text, {**PLAIN, "KERAS_BACKEND": None})
@@ -110,7 +129,7 @@ def test_the_library_says_it_in_python():
     assert 1 == done.returncode
     assert done.stderr.endswith("""\
 ScopeError: Keras cannot be imported: its backend, tensorflow, is not installed
-  installed  jax
+  installed  jax, torch
   why        KERAS_BACKEND is not set, and then Keras chooses by itself
   fix        start Python anew, and write os.environ["KERAS_BACKEND"] = "jax" before Keras is imported, \
 or pip install "layoutmap[tensorflow]"

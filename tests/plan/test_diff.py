@@ -242,12 +242,30 @@ def test_slots_that_change_as_their_weights_do_are_one_row():
     assert text("""
         blocks.{0..1}.up.kernel              shape  (8, 32) -> (8, 64)
         optimizer.tokens.v                   dtype  float32 -> bfloat16
-        optimizer.*.m                        shape  as its weight
-        optimizer.*.v                        shape  as its weight
+        optimizer.*.m                        shape  as its weight: (8, 32) -> (8, 64)
+        optimizer.*.v                        shape  as its weight: (8, 32) -> (8, 64)
         optimizer.blocks.{0..1}.up.kernel.v  dtype  float32 -> bfloat16
 
         9 changes; per device 3.0 KiB -> 3.8 KiB
         """) == str(trained(32).diff(trained(64, "bfloat16")))
+
+
+def test_a_row_of_slots_has_an_arrow():
+    """It shows the change of the first, and how many others there are."""
+    slots = [
+        VariableSpec(f"optimizer.{v.path}.m", v.shape, "float32", Kind.SLOT, parent=v.path) for v in model()
+    ]
+    before = plan_of([*model(), *slots], {"tokens": ("model", None), r".*up\.kernel": (None, "model")})
+    after = plan_of([*model(), *slots], {r".*up\.kernel": ("model", None)})
+    changed = "(model, unsharded) -> (unsharded, unsharded)"
+
+    assert text(f"""
+        tokens                   layout  {changed}
+        blocks.{{0..1}}.up.kernel  layout  (unsharded, model) -> (model, unsharded)
+        optimizer.*.m            layout  as its weight: {changed}, and 1 other
+
+        6 changes; per device 2.0 KiB -> 5.0 KiB
+        """) == str(before.diff(after))
 
 
 def test_what_a_rule_does_to_a_step_is_shown():

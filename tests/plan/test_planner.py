@@ -49,7 +49,7 @@ KINDS = {
           shape        (16, 64)
           near misses  d1\.kernel
           why          every device holds all 4,096 bytes of it
-          fix          add a rule: layout_map[r"d2\.kernel$"] = (None, None)
+          fix          add a rule: layout_map[r"d2\.kernel$"] = (None, 'model')
         """,
     ),
     "unused rule": (

@@ -338,7 +338,7 @@ blocks.{0..1}.up.kernel  layout   (batch, model) -> (model, batch)
 blocks.{0..1}.up.lora_a  layout   (unsharded, model) -> (model, unsharded)
 flat                     removed  float32[64] (unsharded, model)
 odd                      layout   (unsharded, model) -> (unsharded, unsharded)
-optimizer.*.m            layout   as its weight
+optimizer.*.m            layout   as its weight: (model, unsharded) -> (unsharded, unsharded)
 optimizer.tokens.r       layout   (model,) -> (unsharded,)
 blocks.2.up.kernel       added    bfloat16[16, 64] (model, batch)
 blocks.{0..1}            output   (batch, unsharded)

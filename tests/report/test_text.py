@@ -7,7 +7,7 @@ from report.test_golden import one_of_each
 
 import layoutmap as lm
 from layoutmap.core.text_table import format_bytes, format_html_table
-from layoutmap.core.variables import VariableSpec
+from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.report.rows import make_rows
 from layoutmap.report.text import format_warnings
 from layoutmap.scope.plan import make_plan
@@ -48,6 +48,22 @@ def test_every_variable_is_in_exactly_one_row():
         a.variable.path for r in rows for a in r.assignments
     )
     assert plan.global_bytes == sum(row.global_bytes for row in rows)
+
+
+def test_numbers_of_an_optimizer_are_one_row():
+    """Such as `step` of torch's Adam, which each weight has one of."""
+    weights = [VariableSpec(f"{name}.weight", (8, 4), "float32") for name in ("embed", "norm", "head")]
+    slots = [
+        VariableSpec(f"optimizer.{v.path}.{name}", shape, "float32", Kind.SLOT, parent=v.path)
+        for v in weights
+        for name, shape in (("step", ()), ("exp_avg", v.shape))
+    ]
+    rows = make_rows(make_plan([*weights, *slots], lm.LayoutMap("model=4", {"head": ("model", None)})))
+
+    assert ["embed.weight", "norm.weight", "head.weight", "optimizer.*.step", "optimizer.*.exp_avg"] == [
+        row.path for row in rows
+    ]
+    assert [False, True] == [row.follows for row in rows[3:]]
 
 
 def test_models_are_distinguished():

@@ -30,7 +30,25 @@ _KEYS = [
     "batch",
 ]
 _SCALARS = st.sampled_from(
-    [None, True, False, 0, 1, 2, 3, 4, -1, 1.5, "", "batch", "shrink", "error", "replicated"]
+    [
+        None,
+        True,
+        False,
+        0,
+        1,
+        2,
+        3,
+        4,
+        -1,
+        1.5,
+        "",
+        "batch",
+        "batch=2, model=4",
+        "batch=x",
+        "shrink",
+        "error",
+        "replicated",
+    ]
 )
 _VALUES = st.recursive(
     _SCALARS,

@@ -36,6 +36,22 @@ def test_the_file_is_as_documented():
     assert list(layout_map) == list(lm.LayoutMap.from_yaml(RULES_FILE))
 
 
+@pytest.mark.parametrize("mesh", ["batch=2,model=4", "{dims: {batch: 2, model: 4}}"])
+@pytest.mark.parametrize("version", ["", "version: 1\n"], ids=["no version", "version"])
+def test_a_file_may_be_written_short(version, mesh):
+    """The version may be left out, and the mesh may be written as everywhere else."""
+    text = f"{version}mesh: {mesh}\nrules:\n  up: [null, model]\n"
+
+    assert lm.LayoutMap("batch=2,model=4", {"up": (None, "model")}) == lm.LayoutMap.from_yaml(text)
+
+
+def test_a_mesh_as_text_replaces_that_of_the_file():
+    """As in `LayoutMap(\"model=2\")`."""
+    text = "mesh: model=4\nrules: {up: [model]}"
+
+    assert lm.LayoutMap("model=2", {"up": ("model",)}) == lm.LayoutMap.from_yaml(text, "model=2")
+
+
 @given(strategies.layout_maps())
 def test_every_map_is_read_back_as_it_was(layout_map):
     """Writing and reading a map changes neither its rules, nor their order, nor its mesh."""
@@ -112,7 +128,15 @@ rules file: 'a' is there twice
             """\
 rules file of version 2
   why   this layoutmap reads version 1
-  fix   write version: 1 in its first line, or use the layoutmap that wrote it""",
+  fix   write version: 1 in its first line, leave it out, or use the layoutmap that wrote it""",
+        ),
+        (
+            "mesh: batch=2,batch=4\n",
+            """\
+rules file: mesh: mesh dim 'batch' of size 4 is not allowed
+  mesh  batch=2, batch=4
+  why   a layout could not tell the two dims of that name apart
+  fix   rename one of them, to 'batch_2' for instance""",
         ),
         (
             "version: 1\nrule: {}\n",
@@ -145,7 +169,7 @@ rules file: it is not a mapping
   fix    write it as LayoutMap.to_yaml() does: version, mesh and rules""",
         ),
     ],
-    ids=["twice", "version", "key", "activation specs", "specs", "text"],
+    ids=["twice", "version", "mesh", "key", "activation specs", "specs", "text"],
 )
 def test_what_is_wrong_is_reported(text, message):
     """A rules file that cannot be read says what, where and the fix."""

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
-from layoutmap.adapters.missing_backend import make_backend_error
+from layoutmap.adapters.missing_backend import choose_only_backend, make_backend_error
 from layoutmap.adapters.protocol import Adapter, Building, Inspecting, Keeping, Training
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.engines.tested import import_for
@@ -102,6 +102,8 @@ def get_adapter(name: str) -> Building:
             why=f"no package {name!r} is found in this environment",
             fix=f'pip install "layoutmap[{name}]"',
         )
+    if name == "keras":
+        choose_only_backend()
     try:
         return import_for(name, ADAPTERS[name]).adapter()
     except ModuleNotFoundError as error:

@@ -12,6 +12,13 @@ from layoutmap.engines import ENGINES, list_installed_engines
 _IN_PYTHON = 'start Python anew, and write os.environ["KERAS_BACKEND"] = "{}" before Keras is imported'
 
 
+def choose_only_backend() -> None:
+    """Set `KERAS_BACKEND` to the only installed framework, unless the program has set it or imported Keras."""
+    there = list_installed_engines()
+    if len(there) == 1 and "keras" not in sys.modules:
+        os.environ.setdefault("KERAS_BACKEND", there[0])
+
+
 def make_backend_error(error: BaseException | None, choose: str = _IN_PYTHON) -> ScopeError | None:
     """Return the error for a Keras import that failed because its backend is not installed, else None."""
     if not isinstance(error, ModuleNotFoundError) or not _is_keras_import_failure(error):

@@ -300,7 +300,7 @@ def _show(made: Plan, files: Mapping[str, str], options: Any, lint: str, refused
     rest = f"{made.to_text(width)}\n\n{memory.to_text(width)}".removeprefix(str(verdict))
     print_text(verdict.text(as_command=True, refused=refused) + translate_to_yaml(rest), out, width)
     if findings:
-        print_text(f"\n{findings!r}: see layoutmap lint {lint} ...", out, width)
+        print_text(f"\nLint: {findings.line}; to see them: layoutmap lint {lint} ...", out, width)
     if made.cost is not None:
         print_text(f"\n{made.cost.to_text(width)}", out, width)
     print_text(f"\nVerdict: {verdict.headline}", out, width)  # the first line is out of sight by now

@@ -103,7 +103,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--backend", choices=("jax", "tensorflow", "torch"), help="the backend that Keras runs on"
     )
     parser.add_argument(
-        "--library", choices=tuple(ADAPTERS), help="the library of the model, if none or several are imported"
+        "--library",
+        choices=tuple(ADAPTERS),
+        help="the library of the model, if none is imported, or torch and Keras are",
     )
 
 
@@ -209,9 +211,10 @@ def _plan_model(name: str, options: Any) -> Plan:
             if known
             else import_function(module_name, function_name)
         )
-        library = options.library or ("keras" if known else find_imported_library())
+        library = options.library or ("keras" if known else None)
         # Slots of torch are those of a step, and its plans have none.
-        optimizer = options.optimizer if library == "torch" and options.on else None
+        is_torch = (library or find_imported_library()) == "torch"
+        optimizer = options.optimizer if is_torch and options.on else None
         return make_plan(
             make_model
             if optimizer or not options.optimizer
@@ -279,10 +282,10 @@ def _add_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[]
 
 
 def find_imported_library() -> str:
-    """Return the only model library that is imported.
+    """Return the first model library that is imported.
 
     Raises:
-        ScopeError: No library is imported, or several are.
+        ScopeError: No library is imported.
     """
     try:
         return get_imported_adapter().name

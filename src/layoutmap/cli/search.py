@@ -133,7 +133,9 @@ def run_search_command(options: Any) -> int:
             if known
             else import_function(module_name, function_name)
         )
-        library = options.library or ("keras" if known else find_imported_library())
+        library = options.library or ("keras" if known else None)
+        if library is None:
+            find_imported_library()
         found = search(
             make_model,
             inputs,

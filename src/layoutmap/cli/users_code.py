@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from layoutmap.adapters.missing_backend import make_backend_error
+from layoutmap.adapters.missing_backend import choose_only_backend, make_backend_error
 from layoutmap.cli.models import refuse_unknown_model
 from layoutmap.core.errors import LayoutMapError
 
@@ -58,6 +58,7 @@ def users_code(name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap
         LayoutMapError: The code called `sys.exit`, or the backend of Keras is not installed.
         UsersCodeError: The code raised an error that is not this library's.
     """
+    choose_only_backend()
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:

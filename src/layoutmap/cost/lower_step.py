@@ -24,6 +24,7 @@ from layoutmap.plan.problems import Problem
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import check_maker, check_remat
 from layoutmap.scope.context import Scope
+from layoutmap.scope.owner import infer_library
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import ElapsedTime
 from layoutmap.scope.scope import make_model_in_scope
@@ -166,6 +167,7 @@ class LoweredStep:
         return self._lowered.fingerprint
 
 
+@infer_library
 def lower_step(
     make_model: Callable[[], Any],
     layout_map: RuleSet,
@@ -216,7 +218,9 @@ def lower_step(
     context = Scope(layout_map, adapter)
     check_dim("batch_dim", batch_dim, context.mesh, "the batch is sharded over it")
     with adapter.keep_random_states():
-        model = make_model_in_scope(context, lambda: training.set_optimizer(make_model(), optimizer), inputs)
+        model = make_model_in_scope(
+            context, make_model, inputs, lambda model: training.set_optimizer(model, optimizer)
+        )
         step = make_training_step(context, model, inputs, optimizer, loss)
     unbuilt = context.session.list_unbuilt_layers()
     missing = make_unbuilt_problem(type(model).__name__, unbuilt, called=True) if unbuilt else None

@@ -190,7 +190,7 @@ def _find_problems(held: StoredVariable, mesh: Mesh) -> Iterator[Problem]:
                 "the plan",
                 "lay it out by names, in equal shards, or look at it with the framework's own tools",
             )
-        elif mesh.size > 1:
+        elif mesh.size > 1 and variable.shape:  # a number cannot be sharded
             why = "it counts as replicated"
             yield Problem("plain", "note", path, f"{path}: {place.what}", facts, why)
     elif layout is None:

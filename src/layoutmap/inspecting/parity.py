@@ -36,6 +36,7 @@ from layoutmap.engines import get_engine
 from layoutmap.inspecting.rounding import move_arrays, move_variables
 from layoutmap.scope.arguments import check_maker
 from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.scope.owner import infer_library
 from layoutmap.scope.scope import build
 
 ROUNDINGS = 30
@@ -152,6 +153,7 @@ class ParityReport:
         return f"<ParityReport: {'agrees' if self.agrees else self.first_difference}>"
 
 
+@infer_library
 def check_parity(
     make_model: Callable[[], object],
     layout_map: LayoutMap,

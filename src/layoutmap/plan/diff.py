@@ -38,6 +38,11 @@ class Change:
     after: str
     weight: str = ""
 
+    @property
+    def text(self) -> str:
+        """How both plans have it, with an arrow between, or how the only one has it."""
+        return " -> ".join(filter(None, (self.before, self.after)))
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlanDiff:
@@ -105,10 +110,7 @@ class PlanDiff:
     @property
     def _cells(self) -> list[tuple[str, str, str]]:
         """Cells of a row for each change: path, kind of change, and both values."""
-        return [
-            (each.path or "the mesh", each.what, " -> ".join(filter(None, (each.before, each.after))))
-            for _, each in self.grouped_changes
-        ]
+        return [(each.path or "the mesh", each.what, each.text) for _, each in self.grouped_changes]
 
     @property
     def grouped_changes(self) -> list[tuple[int, Change]]:
@@ -130,7 +132,9 @@ def _merge_changes(group: list[Change]) -> Change:
     first = group[0]
     if first.weight:
         slot = first.path.rpartition(f"{first.weight}.")[2]
-        return Change(f"optimizer.*.{slot}", first.what, "", "as its weight", "*")
+        others = len({(change.before, change.after) for change in group}) - 1
+        more = f", and {format_count(others, 'other')}" if others else ""
+        return Change(f"optimizer.*.{slot}", first.what, "", f"as its weight: {first.text}{more}", "*")
     return replace(first, path=merge_paths([change.path for change in group]))
 
 

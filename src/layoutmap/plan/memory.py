@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from layoutmap.core.paths import merge_paths, split_at_numbers
 from layoutmap.core.text_table import format_bytes, format_table
 from layoutmap.core.variables import Assignment, Kind
+from layoutmap.plan.lint import make_suggestions
 from layoutmap.plan.table import PlanTable
 
 _MOST_ROWS = 10
@@ -15,7 +16,7 @@ _MOST_ROWS = 10
 
 @dataclass(frozen=True, slots=True)
 class ShardableVariable:
-    """Replicated variable, with the axis and mesh dim for which sharding would save the most memory.
+    """Replicated variable, with an axis and a mesh dim along which lint reports no sharding.
 
     Args:
         assignment: The variable as it is planned.
@@ -60,7 +61,8 @@ class Memory:
         gradients: A gradient for each of them.
         slots: What the optimizer keeps, as far as it is in the plan.
         state: All else: moving statistics, frozen weights, random states, metrics.
-        could_be_sharded: Variables that are replicated and need not be, those that would save most first.
+        could_be_sharded: Variables that are replicated and need not be, those that would save most first. Each is
+            sharded as its layer computes best with: see `layoutmap.plan.lint.suggest`.
     """
 
     weights: int
@@ -132,20 +134,14 @@ def count_memory(plan: PlanTable) -> Memory:
 
 def _find_shardable(plan: PlanTable, fitting: list[Assignment]) -> Iterator[ShardableVariable]:
     """Yield each replicated variable that could be sharded over a mesh dim."""
-    dims = sorted((dim for dim in plan.mesh.mesh_dims if dim.size > 1), key=lambda dim: -dim.size)
+    suggestions = make_suggestions(plan)
     for a in fitting:
         # What follows another variable saves where that does.
         if a.variable.follows or not a.layout.is_fully_replicated():
             continue
-        found = next(
-            (
-                (axis, dim)
-                for dim in dims
-                for axis, n in enumerate(a.variable.shape)
-                if n and n % dim.size == 0
-            ),
-            None,
-        )
-        if found is not None:
-            axis, dim = found
-            yield ShardableVariable(a, axis, dim.name, a.shard_bytes - a.shard_bytes // dim.size)
+        layout = suggestions.suggest_layout(a)
+        if layout is not None:
+            axis = max(range(layout.rank), key=layout.num_shards)
+            dim = max(layout.list_mesh_dims(axis), key=layout.mesh.dim_size)
+            saved = a.shard_bytes - a.shard_bytes // layout.mesh.dim_size(dim)
+            yield ShardableVariable(a, axis, dim, saved)

@@ -25,6 +25,7 @@ from layoutmap.plan.rule_problems import (
     find_idle_activation_rules,
     find_idle_rules,
     find_layer_outputs,
+    suggest_rules,
 )
 from layoutmap.plan.slots import is_sharded_by_zero, make_zero_note
 from layoutmap.plan.table import PlanTable
@@ -105,7 +106,8 @@ def make_table(
     if complete and free_activations and not laid_out:
         problems += find_free_activations(assignments)
     problems += find_unsupported(unsupported, assignments)
-    return PlanTable(mesh, tuple(assignments), sort_problems(problems), laid_out, free_activations)
+    plan = PlanTable(mesh, tuple(assignments), sort_problems(problems), laid_out, free_activations)
+    return replace(plan, problems=tuple(suggest_rules(plan)))
 
 
 class _Planning:

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from layoutmap.core.errors import format_count, join_names
+from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.match import Match, Rule
-from layoutmap.core.paths import format_path_pattern
+from layoutmap.core.paths import format_path_pattern, split_at_numbers
+from layoutmap.plan.lint import make_suggestions
 from layoutmap.plan.problems import Problem
 from layoutmap.plan.slots import NO_RULES, SLOTS
+from layoutmap.plan.table import PlanTable
 from layoutmap.rules.index import RuleIndex
 from layoutmap.rules.keras_rules import is_keras_rule
 from layoutmap.rules.near_misses import Candidates
@@ -110,14 +113,41 @@ def correct_typos(problems: Sequence[Problem], unused: Mapping[str, Problem]) ->
     """
     for problem in problems:
         near = dict(problem.facts).get("near misses", "").split(", ") if problem.kind == "no rule" else ()
+        block = split_at_numbers(problem.subject)
+        # A rule has one variable that it is nearest to: it would be changed twice if others were told to change it.
         meant = [unused[pattern] for pattern in near if pattern in unused]
-        meant.sort(key=lambda rule: not dict(rule.facts)["near misses"].startswith(problem.subject))
+        meant = [rule for rule in meant if split_at_numbers(_get_nearest(rule)) == block]
         if meant:
             name = meant[0].what.partition(": matches no")[0]
             problem = replace(
                 problem, fix=f"correct {name} to {format_path_pattern([problem.subject])}, or add a rule"
             )
         yield problem
+
+
+def _get_nearest(rule: Problem) -> str:
+    """Return the path that an unused rule is nearest to."""
+    return dict(rule.facts)["near misses"].partition(", ")[0]
+
+
+def suggest_rules(plan: PlanTable) -> Iterator[Problem]:
+    """Yield the problems of a plan, with a rule that shards a variable in the fix of one without a rule."""
+    by_path = {(a.variable.model, a.variable.path): a for a in plan.assignments}
+    models = {a.variable.model for a in plan.assignments}
+    suggestions = make_suggestions(plan)
+    for problem in plan.problems:
+        model = problem.model if problem.model or len(models) > 1 else next(iter(models), "")
+        a = by_path.get((model, problem.subject))
+        layout = suggestions.suggest_layout(a) if a and problem.kind == "no rule" else None
+        # A vector is small, so it is sharded only as its kernel is.
+        if a and layout and (len(a.variable.shape) > 1 or a.variable.use):
+            none = f"= {(None,) * layout.rank}"
+            problem = replace(problem, fix=problem.fix.replace(none, f"= {_format_specs(layout)}"))
+        yield problem
+
+
+def _format_specs(layout: Layout) -> str:
+    return str(tuple(None if spec == UNSHARDED else spec for spec in layout.sharding_specs))
 
 
 def find_layer_outputs(rules: Rules, paths: Sequence[str]) -> Iterator[Problem]:

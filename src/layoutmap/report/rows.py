@@ -1,7 +1,8 @@
 """The rows of a plan's table, with repeated blocks and optimizer slots collapsed.
 
 Thirty-two equal decoder blocks are one row for each variable of a block: `blocks.{0..31}.attn.query.kernel`. Slots that
-are placed as their weights are one row for each kind of slot: `optimizer.*.momentum`.
+are placed as their weights are one row for each kind of slot: `optimizer.*.momentum`. So are numbers that an optimizer
+keeps for each weight: `optimizer.*.step`.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ def make_rows(plan: PlanTable) -> list[Row]:
         rule = a.match.rule.number if a.match and a.match.rule else None
         parent = layouts.get((v.model, v.parent or ""))
         follows = v.kind is Kind.SLOT and parent == (v.shape, a.layout) and not v.memory
-        if follows:
-            key = (v.model, follows, v.path.rpartition(f"{v.parent}.")[2], v.dtype)
+        is_number = v.kind is Kind.SLOT and parent is not None and v.shape == ()
+        if follows or is_number:
+            key = (v.model, follows, v.path.rpartition(f"{v.parent}.")[2], v.dtype, v.memory, is_number)
         else:
             key = (
                 v.model,
@@ -83,6 +85,8 @@ def make_rows(plan: PlanTable) -> list[Row]:
     several = has_several_models([a.variable for a in plan.assignments])
     rows: list[Row] = []
     for (model, follows, kind, *_), group in groups.items():
-        path = f"optimizer.*.{kind}" if follows else merge_paths([a.variable.path for a in group])
+        paths = [a.variable.path for a in group]
+        is_merged = follows or (isinstance(kind, str) and len(group) > 1)
+        path = f"optimizer.*.{kind}" if is_merged else merge_paths(paths)
         rows.append(Row(f"{model}: {path}" if several and model else path, tuple(group), bool(follows)))
     return rows

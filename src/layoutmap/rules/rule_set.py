@@ -153,23 +153,24 @@ class RuleSet(Rules):
         )
 
     @classmethod
-    def from_yaml(cls, text: str, mesh: Mesh | None = None) -> Self:
+    def from_yaml(cls, text: str, mesh: Mesh | str | None = None) -> Self:
         """Read a rules file.
 
         Args:
             text: The text of the file.
-            mesh: The mesh to use instead of the file's.
+            mesh: The mesh to use instead of the file's, or its dims as in `"batch=2,model=4"`.
 
         Raises:
             RuleError: The text is no rules file, or a rule of it is not allowed.
             MeshError: Its mesh is not allowed.
 
         Example:
-            >>> text = "{version: 1, rules: {d1: [model]}}"
-            >>> lm.LayoutMap.from_yaml(text, lm.Mesh(None, "model=4"))["d1"].sharding_specs
+            >>> text = "rules: {d1: [model]}"
+            >>> lm.LayoutMap.from_yaml(text, "model=4")["d1"].sharding_specs
             ('model',)
         """
         fields = yaml_file.from_yaml(text)
+        mesh = read_mesh(mesh)
         if mesh is None and fields.dims is not None:
             mesh = Mesh(fields.devices, fields.dims, fields.mesh_name)
         return cls._from_fields(fields, mesh)

@@ -11,6 +11,8 @@
     uneven: shrink
     rest: replicated
 
+`version` may be left out, and `mesh: batch=2,model=4` stands for its dims. `to_yaml` writes both in full.
+
 A rule may say for itself what it does with an axis that does not divide: `{layout: [null, model], uneven: replicate}`.
 
 Comments are for people, who edit the file as text: a map does not keep them, and `to_yaml` writes none. What of YAML a
@@ -29,9 +31,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from layoutmap.core.errors import LayoutMapError, RuleError, shorten_repr
+from layoutmap.core.errors import LayoutMapError, MeshError, RuleError, shorten_repr
 from layoutmap.core.layout import UNSHARDED
 from layoutmap.core.match import Rest, check_rest
+from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import ShardingSpec
 from layoutmap.core.strict_yaml import read_yaml
 from layoutmap.core.uneven import Uneven, check_uneven
@@ -120,18 +123,18 @@ def from_yaml(text: str) -> RulesFields:
 
     Raises:
         RuleError: It is no YAML of the kind that rules files are (see `strict_yaml`), has a key that is not
-            known, or another version.
+            known, a mesh that is not allowed, or another version.
     """
     data = read_yaml(text)
-    version = _check_mapping(data, "it", None).get("version")
+    version = _check_mapping(data, "it", None).get("version", VERSION)
     if version != VERSION:
         raise RuleError(
             f"rules file of version {shorten_repr(version)}",
             why=f"this layoutmap reads version {VERSION}",
-            fix=f"write version: {VERSION} in its first line, or use the layoutmap that wrote it",
+            fix=f"write version: {VERSION} in its first line, leave it out, or use the layoutmap that wrote it",
         )
     top = _check_mapping(data, "it", _KEYS)
-    mesh = None if top.get("mesh") is None else _check_mapping(top["mesh"], "mesh", _MESH_KEYS)
+    mesh = None if top.get("mesh") is None else _read_mesh(top["mesh"])
     name = (mesh or {}).get("name")
     devices = (mesh or {}).get("devices")
     if not isinstance(name, str | None):
@@ -162,6 +165,18 @@ def from_yaml(text: str) -> RulesFields:
         uneven_rules=uneven_rules,
         rest=check_rest(top.get("rest"), "rules file"),
     )
+
+
+def _read_mesh(value: object) -> dict[str, Any]:
+    """Return the mesh as a mapping. A text such as `batch=2,model=4` stands for its dims."""
+    if not isinstance(value, str):
+        return _check_mapping(value, "mesh", _MESH_KEYS)
+    try:
+        return {"dims": {dim.name: dim.size for dim in Mesh(None, value).mesh_dims}}
+    except MeshError as error:
+        raise RuleError(
+            f"rules file: mesh: {error.what}", facts=error.facts, why=error.why, fix=error.fix
+        ) from error
 
 
 def read_schema() -> str:

@@ -33,6 +33,7 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import label_processes
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.saving.load_states import check_data, choose_random_states, restore_data
+from layoutmap.scope.owner import infer_library
 from layoutmap.scope.process_group import Group
 from layoutmap.scope.progress import Progress
 from layoutmap.scope.scope import build
@@ -40,6 +41,7 @@ from layoutmap.scope.scope import build
 Verify = Literal["first", "while", "no"]
 
 
+@infer_library
 def load(
     model: Any,
     directory: str | os.PathLike[str],
@@ -122,6 +124,7 @@ def load(
         adapter = require_capability(
             get_adapter(library) if library else get_imported_adapter(), Keeping, "load"
         )
+        options["library"] = adapter.name
         found, mesh = None, layout_map.mesh
     else:
         found = _make_model(model)

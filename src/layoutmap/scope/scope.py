@@ -7,6 +7,7 @@ reference of the library.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from layoutmap.scope.arguments import (
     check_step_options,
 )
 from layoutmap.scope.context import Scope, get_mesh
+from layoutmap.scope.owner import check_owner, infer_library
 from layoutmap.scope.plan import Plan, make_plan
 
 if TYPE_CHECKING:
@@ -111,6 +113,7 @@ def layout_map_scope(layout_map: RuleSet) -> Generator[Scope]:
 
 
 @add_scope_options
+@infer_library
 def build(
     make_model: Callable[[], Any],
     layout_map: RuleSet,
@@ -128,7 +131,9 @@ def build(
         inputs: An example of what the model is called with (arrays, or anything with `shape` and `dtype`), for models
             that make their weights at their first call. Nothing is computed with it. `None`: they wait for that call.
             A compiled model that has its weights gets its optimizer's slots here, too.
-        library: The model library: `"keras"`, `"torch"` or `"jax"` (also `"flax"`); `None`: the one that is imported.
+        library: The model library: `"keras"`, `"torch"` or `"jax"` (also `"flax"`). `None`: the one that is imported.
+            If Keras or torch is imported and the function returns a model of JAX, it is called a second time. The first
+            call makes unsharded arrays, so pass `"jax"` for a model that does not fit one device.
         values: Where values are read from instead of initializing them; `layoutmap.load` passes it.
         **options: By name, as in `batch_dim="batch"`: see `layoutmap.adapters.options.ScopeOptions`.
 
@@ -154,6 +159,7 @@ def build(
     return model
 
 
+@infer_library
 def plan(
     make_model: Callable[[], Any],
     layout_map: RuleSet,
@@ -182,7 +188,9 @@ def plan(
         layout_map: The rules.
         inputs: See `build`. Without it, what a model would make at its first call is not known, and the plan says so.
         strict: Whether to raise on warnings, too.
-        library: The model library: `"keras"`, `"torch"` or `"jax"` (also `"flax"`); `None`: the one that is imported.
+        library: The model library: `"keras"`, `"torch"` or `"jax"` (also `"flax"`). `None`: the one that is imported.
+            If Keras or torch is imported and the function returns a model of JAX, it is called a second time. The first
+            call makes unsharded arrays, so pass `"jax"` for a model that does not fit one device.
         optimizer: What updates the weights, so that its slots are planned: for Keras the name of one, as in `"adamw"`,
             or a function that makes one; `None`: that of the model. For flax.nnx and pytrees an optimizer of optax, and
             for torch the name of one, or a function that makes one of parameters: their slots are in the cost only.
@@ -231,11 +239,11 @@ def plan(
     if on is not None:
         request = load_cost_package().request_cost(on, context.mesh, inputs, adapter.engine_name, options)
     with adapter.keep_random_states(), pause_garbage_collection():
-        make = make_model
+        prepare = None
         if optimizer is not None:
             training = require_capability(adapter, Training, "plan: optimizer")
-            make = lambda: training.set_optimizer(make_model(), optimizer)  # noqa: E731
-        model = make_model_in_scope(context, make, inputs)
+            prepare = functools.partial(training.set_optimizer, optimizer=optimizer)
+        model = make_model_in_scope(context, make_model, inputs, prepare)
         unbuilt = context.session.list_unbuilt_layers()
         found = context.plan
         complete = has_weights(found) and not unbuilt
@@ -352,17 +360,31 @@ def _check_options(adapter: Building, given: Mapping[str, Any], mesh: Mesh, acro
     return replace(options, own=adapter.read_own_options(own, options, across=across))
 
 
-def make_model_in_scope(context: Scope, make_model: Callable[[], Any], inputs: object) -> Any:
-    """Return the model that a function makes in a scope, complete with all its weights."""
+def make_model_in_scope(
+    context: Scope,
+    make_model: Callable[[], Any],
+    inputs: object,
+    prepare: Callable[[object], object] | None = None,
+) -> Any:
+    """Return the model that a function makes in a scope, complete with all its weights.
+
+    Args:
+        context: The scope.
+        make_model: Makes the model and returns it.
+        inputs: See `build`.
+        prepare: Changes the model before its weights are made, as to give it an optimizer.
+    """
 
     def make() -> Any:
         with refuse_other_libraries(context.adapter):
-            return _call_and_check(context, make_model, inputs)
+            return _call_and_check(context, make_model, inputs, prepare)
 
     return context.session.build(make)
 
 
-def _call_and_check(context: Scope, make_model: Callable[[], Any], inputs: object) -> Any:
+def _call_and_check(
+    context: Scope, make_model: Callable[[], Any], inputs: object, prepare: Callable[[object], object] | None
+) -> Any:
     """Call the function that makes a model, and check its result."""
     model = make_model()
     if model is None:
@@ -371,13 +393,8 @@ def _call_and_check(context: Scope, make_model: Callable[[], Any], inputs: objec
             why="build and plan only see the model that the function returns",
             fix="end it with: return model",
         )
-    owner = get_model_adapter(model).name
-    if owner != context.adapter.name:
-        raise ScopeError(
-            f"{type(model).__name__}: a {owner} model is built in a scope for {context.adapter.name} models",
-            why="a scope is for one library",
-            fix=f"pass library={owner!r}",
-        )
+    check_owner(model, context.adapter.name)
+    model = model if prepare is None else prepare(model)
     if not context.session.made(model):
         raise ScopeError(
             f"{type(model).__name__}: the function returned a model that existed before",

@@ -32,6 +32,7 @@ from layoutmap.core.specs import BatchDim, format_batch_dim, spec_from_dims
 from layoutmap.core.text_table import format_html_table
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.lint import checks
+from layoutmap.plan.lint.suggest import Suggestions
 from layoutmap.plan.lint.weights import Linted
 from layoutmap.plan.problems import Problem, group_problems
 from layoutmap.plan.table import PlanTable
@@ -62,17 +63,18 @@ class Findings:
 
     def __str__(self) -> str:
         lines = [f"{escape_text(problem.kind)}: {problem}\n" for problem in group_problems(self.problems)]
-        return "\n".join([*lines, f"Lint: {self._line}"])
+        return "\n".join([*lines, f"Lint: {self.line}"])
 
     def __repr__(self) -> str:
-        return f"<Findings: {self._line}>"
+        return f"<Findings: {self.line}>"
 
     def _repr_html_(self) -> str:
         rows = [(p.kind, p.what, p.why, p.fix) for p in group_problems(self.problems)]
-        return format_html_table(f"Lint: {self._line}", ("kind", "what", "why", "fix"), rows)
+        return format_html_table(f"Lint: {self.line}", ("kind", "what", "why", "fix"), rows)
 
     @property
-    def _line(self) -> str:
+    def line(self) -> str:
+        """How many there are, and over which mesh dim batches are sharded."""
         count = len(group_problems(self.problems))
         found = f"{count} finding{'' if count == 1 else 's'}" if count else "nothing found"
         if self.batch_dim:
@@ -88,14 +90,24 @@ def lint_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> Findings:
         PlanError: The mesh has no such dim.
     """
     check_dim("lint: batch_dim", batch_dim, plan.mesh, "batches are sharded over it", PlanError)
-    of_cost = plan.cost.batch_dim if plan.cost else None
-    known = batch_dim or of_cost or (spec_from_dims(plan.batches) if plan.batches else None)
-    is_known = known is not None or plan.batches is not None
-    linted = Linted(plan, known if is_known else guess_batch_dim(plan))
+    linted, is_known = sort_weights(plan, batch_dim)
     found = [problem for check in checks.CHECKS for problem in check(linted)]
     if plan.cost is not None:
         found += load_cost_package().lint(linted)
     return Findings(tuple(found), linted.batch_dim, is_known)
+
+
+def sort_weights(plan: PlanTable, batch_dim: BatchDim | None = None) -> tuple[Linted, bool]:
+    """Return the plan sorted for the checks, and whether its batch dim is known and not guessed."""
+    of_cost = plan.cost.batch_dim if plan.cost else None
+    known = batch_dim or of_cost or (spec_from_dims(plan.batches) if plan.batches else None)
+    is_known = known is not None or plan.batches is not None
+    return Linted(plan, known if is_known else guess_batch_dim(plan)), is_known
+
+
+def make_suggestions(plan: PlanTable) -> Suggestions:
+    """Return the layouts that lint does not report for the replicated variables of a plan."""
+    return Suggestions(sort_weights(plan)[0])
 
 
 def guess_batch_dim(plan: PlanTable) -> str | None:

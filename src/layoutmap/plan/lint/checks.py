@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from layoutmap.core.layout import Layout
@@ -11,7 +10,14 @@ from layoutmap.core.specs import format_batch_dim
 from layoutmap.core.uneven import derive_layout, fit_layout
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.repeated import find_odd_blocks
-from layoutmap.plan.lint.weights import Linted, Weight, format_rule_suffix, is_attention_output
+from layoutmap.plan.lint.suggest import Suggestions, make_matching_layout, make_sharded_layout
+from layoutmap.plan.lint.weights import (
+    Linted,
+    Weight,
+    format_rule_suffix,
+    is_attention_output,
+    iterate_kernel_pairs,
+)
 from layoutmap.plan.problems import OF_RULES, Problem
 
 _LEAST_SHARE = 0.05  # of what a device holds in weights: a smaller table is no matter
@@ -58,7 +64,7 @@ def _swap_specs(w: Weight, old: int, new: int) -> Layout:
 def _find_swapped_axes(linted: Linted) -> Iterator[Problem]:
     """Yield a problem for each pair of consecutive kernels with sharding that does not match."""
     for block in linted.blocks:
-        for first, then in _iterate_kernel_pairs(linted, block):
+        for first, then in iterate_kernel_pairs(linted, block):
             for out, into in zip(first.axes("out"), then.axes("in"), strict=True):
                 ours, theirs = first.dims(out), then.dims(into)
                 if ours and theirs and ours != theirs:
@@ -80,6 +86,8 @@ def _find_outer_sharding(linted: Linted, first: Weight, then: Weight) -> Iterato
         sharded = [axis for axis in w.axes(far) if w.dims(axis)]
         if not sharded or any(w.dims(axis) for axis in w.axes(near)):
             continue
+        if _has_match(linted, w, far, over):
+            continue
         other = then if w is first else first
         moved = _swap_specs(w, sharded[0], w.axes(near)[0])
         yield _make_problem(
@@ -93,31 +101,14 @@ def _find_outer_sharding(linted: Linted, first: Weight, then: Weight) -> Iterato
         )
 
 
-def _iterate_kernel_pairs(linted: Linted, block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
-    """Yield each pair of kernels in a block in which the second takes the first one's output.
-
-    The sizes show it, where one kernel alone takes them in and outputs others. Where all sizes of an attention are
-    equal, the names of its layers do.
-    """
-    order = {id(w): number for number, w in enumerate(block)}
-    outs: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
-    ins: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
-    for w in block:
-        outs[w.sizes("out")].append(w)
-        ins[w.sizes("in")].append(w)
-    for sizes, makers in outs.items():
-        takers = ins.get(sizes, [])
-        if len(takers) == 1 and not any(w is takers[0] for w in makers):
-            (taker,) = takers
-            yield from ((maker, taker) for maker in makers if order[id(maker)] < order[id(taker)])
-    query = linted.parts(block).get("query")
-    takers = [w for w in block if is_attention_output(w)]
-    if (
-        query is not None
-        and len(takers) == 1
-        and query.sizes("out") == query.sizes("in") == takers[0].sizes("in")
-    ):
-        yield query, takers[0]
+def _has_match(linted: Linted, w: Weight, role: str, over: tuple[str, ...]) -> bool:
+    """Return whether a kernel on the other side of `w` is replicated, or sharded alike along the axis they share."""
+    others = linted.makers if role == "in" else linted.takers
+    near = "out" if role == "in" else "in"
+    return any(
+        other.layout.is_fully_replicated() or any(other.dims(axis) == over for axis in other.axes(near))
+        for other in others.get(id(w), ())
+    )
 
 
 def _make_mismatch_problem(first: Weight, out: int, then: Weight, into: int) -> Problem:
@@ -128,7 +119,7 @@ def _make_mismatch_problem(first: Weight, out: int, then: Weight, into: int) -> 
     reason = "the two differ"
     if other is not None:
         reason += f", and sums over axis {other} are partial, over {_join_dims(theirs)}"
-    fix = "shard both over the same dims"
+    fix = f"shard both over the same dims: {make_sharded_layout(first.layout, out, theirs)}"
     if swapped is not None and not swapped.find_uneven_axes(first.shape):
         fix = f"its axes seem to be swapped: {swapped}"
     return _make_problem(
@@ -198,7 +189,8 @@ def _make_split_head_problem(w: Weight, axis: int, heads: int, size: int) -> Pro
         f"its sharding over {_join_dims(dims)} splits its heads",
         {"heads": f"{heads} of size {size}, in {shards} shards"},
         "attention is computed per head, and no device holds a whole head: activations are resharded in every step",
-        f"shard by heads, over dims whose sizes divide {heads}, or leave the axis unsharded",
+        f"shard by heads, over dims whose sizes divide {heads}, or leave the axis unsharded: "
+        f"{make_sharded_layout(w.layout, axis, ())}",
     )
 
 
@@ -213,9 +205,10 @@ def _find_replicated_tables(linted: Linted) -> Iterator[Problem]:
     sharded = [a for a in rest if not a.layout.is_fully_replicated()]
     if 2 * sum(a.variable.global_bytes for a in sharded) <= sum(a.variable.global_bytes for a in rest):
         return  # no more than half of the model is sharded: so the table is no exception
+    suggestions = Suggestions(linted)
     for w in tables:
         a = w.assignment
-        proposed = _propose_sharding(w, linted.batch_dims) if a.layout.is_fully_replicated() else None
+        proposed = suggestions.suggest_layout(a) if a.layout.is_fully_replicated() else None
         if proposed is None or a.shard_bytes < _LEAST_SHARE * held:
             continue
         saved = a.shard_bytes - a.shard_bytes // proposed.num_distinct_shards
@@ -234,18 +227,6 @@ def _find_replicated_tables(linted: Linted) -> Iterator[Problem]:
         )
 
 
-def _propose_sharding(w: Weight, batch_dims: tuple[str, ...]) -> Layout | None:
-    """Return the weight's layout over the largest dim that divides it, the batch dim last, or None without one."""
-    dims = [dim for dim in w.layout.mesh.mesh_dims if dim.size > 1]
-    for dim in sorted(dims, key=lambda dim: (dim.name in batch_dims, -dim.size)):
-        for axis, n in enumerate(w.shape):
-            if n and n % dim.size == 0:
-                specs: list[str | None] = [None] * len(w.shape)
-                specs[axis] = dim.name
-                return Layout(specs, w.layout.mesh)
-    return None
-
-
 def _find_contradictions(linted: Linted) -> Iterator[Problem]:
     """Yield a problem for each variable that is sharded differently from the kernel that it belongs to."""
     kernels = {(w.assignment.variable.model, w.layer): w for w in linted.kernels}
@@ -257,7 +238,8 @@ def _find_contradictions(linted: Linted) -> Iterator[Problem]:
         for axis in w.axes("out"):
             # One that is replicated costs little, and no bytes are moved for it.
             if w.dims(axis) and w.dims(axis) != kernel.dims(of[w.use.roles[axis]]):
-                yield _make_contradiction(w.assignment, w.path, kernel.assignment, kernel.name)
+                follows = make_matching_layout(w, kernel)
+                yield _make_contradiction(w.assignment, w.path, kernel.assignment, kernel.name, follows)
                 break
     assignments = {(a.variable.model, a.variable.path): a for a in linted.plan.assignments}
     for a in linted.plan.assignments:
@@ -268,10 +250,13 @@ def _find_contradictions(linted: Linted) -> Iterator[Problem]:
         if parent.layout.rank == len(v.rule_shape) and not a.layout.is_fully_replicated():
             follows = fit_layout(derive_layout(parent.layout, v.axes), v.shape, "shrink")
             if a.layout != follows:
-                yield _make_contradiction(a, v.path, parent, parent.variable.path.rpartition(".")[2])
+                name = parent.variable.path.rpartition(".")[2]
+                yield _make_contradiction(a, v.path, parent, name, follows)
 
 
-def _make_contradiction(a: Assignment, path: str, kernel: Assignment, name: str) -> Problem:
+def _make_contradiction(
+    a: Assignment, path: str, kernel: Assignment, name: str, follows: Layout | None
+) -> Problem:
     """Return the problem that a variable and its kernel are sharded differently."""
     return Problem(
         "contradicts its kernel",
@@ -283,7 +268,7 @@ def _make_contradiction(a: Assignment, path: str, kernel: Assignment, name: str)
             (name, f"{kernel.layout}{format_rule_suffix(kernel)}"),
         ),
         "the two are sharded differently, so one of them is resharded in every step",
-        "shard it as those axes of the kernel are, or replicate it",
+        f"shard it as those axes of the kernel are: {follows}" if follows else "replicate it",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -142,12 +142,62 @@ class Linted:
             groups[w.assignment.variable.model, w.block].append(w)
         return list(groups.values())
 
+    @cached_property
+    def pairs(self) -> list[tuple[Weight, Weight]]:
+        """Pairs of kernels of which the second takes the output of the first."""
+        return [pair for block in self.blocks for pair in iterate_kernel_pairs(self, block)]
+
+    @cached_property
+    def makers(self) -> Mapping[int, Sequence[Weight]]:
+        """The kernels before a kernel, by its id."""
+        return _group_by_id((then, first) for first, then in self.pairs)
+
+    @cached_property
+    def takers(self) -> Mapping[int, Sequence[Weight]]:
+        """The kernels after a kernel, by its id."""
+        return _group_by_id(self.pairs)
+
     def parts(self, block: Sequence[Weight]) -> dict[str, Weight]:
         """Return the query, key, and value kernels of a block, or an empty dict unless it has each exactly once."""
         found = {
             part: [w for w in block if pattern.fullmatch(w.layer_name)] for part, pattern in _PARTS.items()
         }
         return {part: each[0] for part, each in found.items()} if _has_one_each(found) else {}
+
+
+def _group_by_id(pairs: Iterable[tuple[Weight, Weight]]) -> Mapping[int, Sequence[Weight]]:
+    """Return the second weights of pairs by the id of the first."""
+    found: dict[int, list[Weight]] = defaultdict(list)
+    for key, value in pairs:
+        found[id(key)].append(value)
+    return dict(found)
+
+
+def iterate_kernel_pairs(linted: Linted, block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
+    """Yield each pair of kernels in a block in which the second takes the first one's output.
+
+    The sizes show it, where one kernel alone takes them in and outputs others. Where all sizes of an attention are
+    equal, the names of its layers do.
+    """
+    order = {id(w): number for number, w in enumerate(block)}
+    outs: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
+    ins: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
+    for w in block:
+        outs[w.sizes("out")].append(w)
+        ins[w.sizes("in")].append(w)
+    for sizes, makers in outs.items():
+        takers = ins.get(sizes, [])
+        if len(takers) == 1 and not any(w is takers[0] for w in makers):
+            (taker,) = takers
+            yield from ((maker, taker) for maker in makers if order[id(maker)] < order[id(taker)])
+    query = linted.parts(block).get("query")
+    takers = [w for w in block if is_attention_output(w)]
+    if (
+        query is not None
+        and len(takers) == 1
+        and query.sizes("out") == query.sizes("in") == takers[0].sizes("in")
+    ):
+        yield query, takers[0]
 
 
 def _has_one_each(found: dict[str, list[Weight]]) -> bool:

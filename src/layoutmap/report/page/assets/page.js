@@ -6,7 +6,7 @@ byId("totals").append(...[
   ["variables", countText(variables.length), ""],
   [data.checkpoint ? "devices it was saved from" : "devices", countText(mesh.size), ""],
   ["total", sizeText(data.bytes[0]), ""],
-  ["per device", sizeText(data.bytes[1]), ""],
+  ["variables per device", sizeText(data.bytes[1]), ""],
   ...(data.cost ? [["a step on " + data.cost.machine, data.cost.step, ""]] : []),
   ...(data.checkpoint ? [data.checkpoint.verified ? ["damage", problemsText() || "none", problems.length ? "bad" : "well"] : ["damage", "not verified", "doubt"]] : []),
 ].map(([name, value, mood]) => make("div", { class: mood }, make("dt", {}, name), make("dd", {}, value))));
