@@ -11,6 +11,8 @@ from checkpoints import all_layouts, random_values, saved
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layoutmap.checkpoint import chunks
+from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 
@@ -41,3 +43,39 @@ def test_a_save_ends_well_while_the_program_ends(tmp_path: Path, monkeypatch: py
     step = saved(str(tmp_path), {"x": value}, {"x": layout})
     monkeypatch.undo()
     assert value.tobytes() == step.read("x").tobytes()
+
+
+def test_a_process_writes_several_files_of_about_equal_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They differ by a chunk at most, any reader of safetensors reads them, and equal values give equal bytes."""
+    from safetensors.numpy import load_file
+
+    monkeypatch.setattr(LocalStorage, "write_files", 3)
+    values = {f"w{n}": random_values((256 * n, 4096), "float32", n) for n in range(1, 9)}
+    layouts = dict.fromkeys(values, Layout([None, "a"], Mesh(None, "a=4")))
+    steps = [saved(str(tmp_path / name), values, layouts) for name in "ab"]
+    folders = [tmp_path / name / "step-0" for name in "ab"]
+    names = [f"data-00000{k}.safetensors" for k in ("", "-01", "-02")]
+    sizes = [(folders[0] / name).stat().st_size for name in names]
+    found = {key: value for name in names for key, value in load_file(folders[0] / name).items()}
+
+    assert {*names, "manifest.json"} == {path.name for path in folders[0].iterdir()}
+    assert max(sizes) - min(sizes) < chunks.MOST_BYTES
+    assert sum(value.nbytes for value in values.values()) == sum(value.nbytes for value in found.values())
+    assert all(value.tobytes() == steps[0].read(path).tobytes() for path, value in values.items())
+    assert all((folders[0] / name).read_bytes() == (folders[1] / name).read_bytes() for name in names)
+    assert [list(step.manifest.chunks["w3"]) for step in steps[:1]] == [list(steps[1].manifest.chunks["w3"])]
+
+
+def test_a_large_checkpoint_has_chunks_of_a_mebibyte() -> None:
+    """From half a gibibyte on, a variable of it is divided into chunks of that size, and not of an eighth of it."""
+    assert [1 << 16, 1 << 20, 1 << 20, 1 << 23] == [
+        chunks.choose_chunk_bytes(variable_bytes, total_bytes)
+        for variable_bytes, total_bytes in (
+            (1 << 22, 1 << 22),
+            (1 << 22, 1 << 29),
+            (1 << 27, 1 << 30),
+            (1 << 33, 1 << 34),
+        )
+    ]
