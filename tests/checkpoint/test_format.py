@@ -6,12 +6,14 @@ import concurrent.futures.thread
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checkpoints import all_layouts, random_values, saved
 from hypothesis import given
 from hypothesis import strategies as st
 
 from layoutmap.checkpoint import chunks
+from layoutmap.checkpoint.manifest import compute_xxh3
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -43,6 +45,25 @@ def test_a_save_ends_well_while_the_program_ends(tmp_path: Path, monkeypatch: py
     step = saved(str(tmp_path), {"x": value}, {"x": layout})
     monkeypatch.undo()
     assert value.tobytes() == step.read("x").tobytes()
+
+
+@pytest.mark.parametrize("first", ["empty", "full"])
+def test_a_variable_without_elements_has_a_checksum_of_its_own(
+    tmp_path: Path, first: str, num_files: int
+) -> None:
+    """It begins at the byte at which the next one begins, in one file and in several."""
+    values = {"empty": np.empty((0, 8), np.float32), "full": random_values((8, 8), "float32")}
+    values = {path: values[path] for path in sorted(values, key=lambda path: path != first)}
+    values |= {f"{path} {n}": value for n in range(4) for path, value in values.items()}
+    layouts = dict.fromkeys(values, Layout([None, "a"], Mesh(None, "a=4")))
+    step = saved(str(tmp_path), values, layouts)
+
+    assert num_files == len(step.manifest.files)
+    assert [] == list(step.problems())
+    assert {compute_xxh3(b"")} == {
+        chunk.checksum for n in range(4) for chunk in step.manifest.chunks[f"empty {n}"]
+    }
+    assert all(np.array_equal(value, step.read(path)) for path, value in values.items())
 
 
 def test_a_process_writes_several_files_of_about_equal_size(

@@ -107,14 +107,14 @@ def write_part(
                 progress(each.variable.path)
         for writer in writers:
             writer.finish()
-    checksums = {place: checksum for writer in writers for place, checksum in writer.checksums.items()}
+    checksums = {key: checksum for writer in writers for key, checksum in writer.checksums.items()}
     return ProcessPart(
         [
             DataFile(name, size, len(header), compute_xxh3(header))
             for name, size, header in zip(names, sizes, headers, strict=True)
         ],
         {
-            path: [replace(chunk, checksum=checksums[chunk.file, chunk.start]) for chunk in chunks]
+            path: [replace(chunk, checksum=checksums[id(chunk)]) for chunk in chunks]
             for path, chunks in planned.items()
         },
     )
@@ -126,10 +126,13 @@ class _FileWriter:
     Args:
         sink: The new file.
         header: Its first bytes.
+
+    Attributes:
+        checksums: The checksum of each chunk by its `id`, since an empty one has the place of the next.
     """
 
     def __init__(self, sink: Sink, header: bytes):
-        self.checksums: dict[tuple[int, int], str] = {}
+        self.checksums: dict[int, str] = {}
         self._sink = sink
         self._header = header
         self._batch: list[tuple[Chunk, NumpyArray]] = []
@@ -140,7 +143,7 @@ class _FileWriter:
         self._is_open = False
 
     def put(self, chunk: Chunk, values: NumpyArray) -> None:
-        """Add the values of the next chunk, which must stay as they are until `finish` has returned."""
+        """Add the values of the next chunk, which must stay as they are until the file is closed."""
         self._batch.append((chunk, values))
         self._num_bytes += values.nbytes
         if self._num_bytes >= _BATCH_BYTES:
@@ -174,7 +177,7 @@ class _FileWriter:
         for chunk, values in batch:
             data = self._buffer[place : place + values.nbytes]
             data.view(values.dtype).reshape(values.shape)[...] = values
-            self.checksums[chunk.file, chunk.start] = compute_xxh3(data.data)
+            self.checksums[id(chunk)] = compute_xxh3(data.data)
             place += values.nbytes
         self._sink.write(self._buffer[:place].data)
 
