@@ -96,28 +96,28 @@ def write_part(
             for name, header in zip(names, headers, strict=True)
         ]
         for each in todo:
-            left = iter(planned[each.variable.path])
-            chunk = next(left, None)
-            for index, values in _order_shards(each):
-                while chunk is not None and _is_inside(chunk.index, index):
+            shards = zip(_order_shards(each), planned[each.variable.path], strict=True)
+            for (index, values), chunks in shards:
+                for chunk in chunks:
                     writers[chunk.file].put(chunk, values[make_relative_index(chunk.index, index)])
-                    chunk = next(left, None)
-            assert chunk is None
             if progress is not None:
                 progress(each.variable.path)
         for writer in writers:
             writer.finish()
     checksums = {key: checksum for writer in writers for key, checksum in writer.checksums.items()}
-    return ProcessPart(
-        [
-            DataFile(name, size, len(header), compute_xxh3(header))
-            for name, size, header in zip(names, sizes, headers, strict=True)
-        ],
-        {
-            path: [replace(chunk, checksum=checksums[id(chunk)]) for chunk in chunks]
-            for path, chunks in planned.items()
-        },
-    )
+    files = [
+        DataFile(name, len(header) + size, len(header), compute_xxh3(header))
+        for name, size, header in zip(names, sizes, headers, strict=True)
+    ]
+    found = {
+        path: [
+            replace(chunk, start=len(headers[chunk.file]) + chunk.start, checksum=checksums[id(chunk)])
+            for chunks in shards
+            for chunk in chunks
+        ]
+        for path, shards in planned.items()
+    }
+    return ProcessPart(files, found)
 
 
 class _FileWriter:
@@ -221,41 +221,35 @@ def name_chunk(path: str, index: Index, shape: Sequence[int]) -> str:
 
 def _plan_files(
     todo: Sequence[WriteTask], total_bytes: int, num_files: int
-) -> tuple[dict[str, list[Chunk]], list[bytes], list[int]]:
-    """Return the chunks of each variable without checksums, and the header and the size of each file.
+) -> tuple[dict[str, list[list[Chunk]]], list[bytes], list[int]]:
+    """Return the chunks of each shard by variable, and for each file its header and the size of its data.
 
-    Each chunk goes into the file with the fewest bytes so far, so that all files grow at the same time.
+    Chunks have no checksum yet, and begin in the data of their file. Each chunk goes into the file with the fewest
+    bytes so far, so that all files grow at the same time.
     """
-    found: dict[str, list[Chunk]] = {}
+    found: dict[str, list[list[Chunk]]] = {}
     rows: list[list[tuple[str, str, Sequence[int], int]]] = [[] for _ in range(num_files)]
     sizes = [0] * num_files
     for each in todo:
-        variable, chunks = each.variable, found.setdefault(each.variable.path, [])
+        variable, shards = each.variable, found.setdefault(each.variable.path, [])
         itemsize = get_numpy_dtype(variable.dtype, variable.path).itemsize
         dtype, count = get_header_dtype(variable.dtype, itemsize)
         most = choose_chunk_bytes(math.prod(variable.shape) * itemsize, total_bytes)
         for shard in each.indices:
             shape = choose_chunk_shape(compute_block_shape(shard), itemsize, most, variable.shape)
+            shards.append([])
             for index in split_shard(shard, shape):
                 file, size = sizes.index(min(sizes)), compute_block_shape(index)
                 num_bytes = math.prod(size) * itemsize
                 name = name_chunk(variable.path, index, variable.shape)
                 rows[file].append((name, dtype, [*size] + [count] * (count > 1), num_bytes))
-                chunks.append(Chunk(file, sizes[file], index, ""))
+                shards[-1].append(Chunk(file, sizes[file], index, ""))
                 sizes[file] += num_bytes
-    headers = [encode_header("layoutmap", each)[0] for each in rows]
-    return (
-        {
-            path: [replace(chunk, start=chunk.start + len(headers[chunk.file])) for chunk in chunks]
-            for path, chunks in found.items()
-        },
-        headers,
-        [size + len(header) for size, header in zip(sizes, headers, strict=True)],
-    )
+    return found, [encode_header("layoutmap", each) for each in rows], sizes
 
 
-def encode_header(form: str, rows: Iterable[tuple[str, str, Sequence[int], int]]) -> tuple[bytes, int]:
-    """Return the padded header of a safetensors file, and the size of the data after it.
+def encode_header(form: str, rows: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """Return the padded header of a safetensors file.
 
     Args:
         form: What it says under `format`.
@@ -268,7 +262,7 @@ def encode_header(form: str, rows: Iterable[tuple[str, str, Sequence[int], int]]
         place += num_bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, place
+    return len(text).to_bytes(8, "little") + text
 
 
 def _order_shards(each: WriteTask) -> Iterator[tuple[Index, NumpyArray]]:
@@ -299,7 +293,3 @@ def _order_shards(each: WriteTask) -> Iterator[tuple[Index, NumpyArray]]:
                 fix="this is a fault of the library; please report it",
             )
         yield index, values
-
-
-def _is_inside(chunk: Index, index: Index) -> bool:
-    return all(i.start <= c.start and c.stop <= i.stop for c, i in zip(chunk, index, strict=True))
