@@ -1,8 +1,10 @@
-"""Compare the speed of saves and loads, and the memory of loads, with orbax, DCP, safetensors, and dd.
+"""Compare the speed of saves and loads, and the memory of loads, with orbax, DCP, safetensors, and copies.
 
     python benchmarks/checkpoint_speed.py                              1 GiB, 5 rounds: some minutes
     python benchmarks/checkpoint_speed.py --mib 256 --rounds 3 --only save
-    python benchmarks/checkpoint_speed.py --publish                    also writes the tables of docs/what-it-costs.md
+    taskset -c 0 python benchmarks/checkpoint_speed.py                 with one core
+    python benchmarks/checkpoint_speed.py --publish disk               also writes the tables of docs/what-it-costs.md
+    python benchmarks/checkpoint_speed.py --publish "RAM disk" --directory /dev/shm
 
 16 arrays of random sizes (`--seed`), half float32 and half bfloat16, are sharded over 8 devices in a 2x4 mesh, and
 loaded on a 4x2 mesh with other axes sharded. JAX runs in one process with 8 simulated devices, torch in 8 processes
@@ -12,9 +14,10 @@ so they come from the page cache, and the time is the library's, not the disk's.
 checkpoint before its timed run.
 
 "processor s" is the CPU time of all processes, which is more stable than seconds on a busy machine. "x" is a ratio of
-speeds. "dd" is `dd bs=16M conv=fsync` of a file in memory with as many bytes. "peak" is the growth of a fresh process
-(on torch: of all 8) during the load, divided by the bytes of the shards. 1.00 is the minimum for a load that creates
-arrays. torch loads into an existing model, and the memory of that model does not count.
+speeds. "dd" is `dd bs=16M conv=fsync` of a file in memory with as many bytes. "copy" is a thread for each core that
+writes its share of these bytes to a file of its own. "peak" is the growth of a fresh process (on torch: of all 8)
+during the load, divided by the bytes of the shards. 1.00 is the minimum for a load that creates arrays. torch loads
+into an existing model, and the memory of that model does not count.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +47,9 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "what-it-costs.md"
 BOTH = ("x", "y")
 SAVED = (("x", "y"), (BOTH, None), (None, BOTH), ("y", "x"))  # on x=2, y=4
 LOADED = (("x", "y"), (None, BOTH), (BOTH, None), ("y", "x"))  # on x=4, y=2
-SAVES = ("dd", "jax lm", "jax orbax", "jax orbax zarr3", "jax safetensors", "torch lm", "torch DCP")
+COPIES = ("dd", "copy")
+NUM_CORES = len(os.sched_getaffinity(0))
+SAVES = (*COPIES, "jax lm", "jax orbax", "jax orbax zarr3", "jax safetensors", "torch lm", "torch DCP")
 LOG = os.path.join(tempfile.gettempdir(), "layoutmap-benchmark-checkpoint.log")
 LOADS = (
     *("jax lm", "jax lm existing", "jax orbax", "jax orbax zarr3"),
@@ -318,6 +324,27 @@ def run_dd(source: str, folder: str) -> Times:
     return time.perf_counter() - start, processor
 
 
+def run_copy(source: str, folder: str) -> Times:
+    """Copy a file to one file per core, each on a thread of its own, and return wall and CPU seconds."""
+    os.makedirs(folder)
+    with open(source, "rb") as file:
+        share = -(-os.fstat(file.fileno()).st_size // NUM_CORES)
+
+        def copy(number: int) -> None:
+            buffer = bytearray(8 << 20)
+            end = (number + 1) * share
+            with open(f"{folder}/{number}", "wb", buffering=0) as target:
+                place = number * share
+                while count := os.preadv(file.fileno(), [memoryview(buffer)[: end - place]], place):
+                    target.write(memoryview(buffer)[:count])
+                    place += count
+
+        start, before = time.perf_counter(), time.process_time()
+        with ThreadPoolExecutor(NUM_CORES) as pool:
+            list(pool.map(copy, range(NUM_CORES)))
+        return time.perf_counter() - start, time.process_time() - before
+
+
 def measure_saves(servers: dict[str, Server], args: Any, root: str, total: int) -> dict[str, list[Times]]:
     """Return the times of each method of saving in each round."""
     shm = tempfile.mkdtemp(dir="/dev/shm")
@@ -334,8 +361,8 @@ def measure_save(way: str, servers: dict[str, Server], source: str, root: str, t
     """Return the times of one durable save."""
     folder = tempfile.mktemp(dir=root)
     os.sync()
-    if way == "dd":
-        seconds, processor = run_dd(source, folder)
+    if way in COPIES:
+        seconds, processor = (run_dd if way == "dd" else run_copy)(source, folder)
     else:
         library, name = way.split(" ", 1)
         seconds, processor = get_times(servers[library].ask(do="save", way=name, bytes=total, folder=folder))
@@ -358,7 +385,7 @@ def run_selected(ways: tuple[str, ...], args: Any, run: Callable[[str], Times]) 
 
 def is_selected(way: str, args: Any) -> bool:
     """Return whether the options select a method."""
-    return way == "dd" or way.split()[0] in args.library
+    return way in COPIES or way.split()[0] in args.library
 
 
 def print_table(
@@ -385,6 +412,7 @@ def print_table(
 PEERS = {"jax": "jax orbax", "torch": "torch DCP"}
 TITLES = {
     "dd": "`dd conv=fsync` of as many bytes",
+    "copy": "threads that copy as many bytes",
     "jax lm": "this library",
     "jax lm existing": "the same, into an existing model",
     "jax orbax": "orbax, its default",
@@ -405,9 +433,8 @@ def publish(
     peaks: dict[str, str],
 ) -> None:
     """Write the tables of docs/what-it-costs.md: medians, slowest rounds, and ratios to the peer."""
-    command = (
-        f"python benchmarks/checkpoint_speed.py --mib {args.mib} --rounds {args.rounds} --seed {args.seed}"
-    )
+    command = f"python benchmarks/checkpoint_speed.py --mib {args.mib} --rounds {args.rounds}"
+    command += f" --seed {args.seed} --only {' '.join(args.only)} --publish '{args.publish}'"
     lines = [textwrap.fill(f"{about} (`{command}`):", 100)]
     for library in args.library:
         peer = PEERS[library]
@@ -419,19 +446,22 @@ def publish(
             "load, s",
             "slowest",
         ]
-        head += ["CPU s", f"load / {TITLES[peer].split(',')[0]}'s", "room / shards"]
-        lines += ["", format_row(head), format_row(["---", *["--:"] * 8])]
+        of = TITLES[peer].split(",")[0]
+        head += ["CPU s", f"save / {of}'s", f"load / {of}'s", *["room / shards"] * bool(peaks)]
+        lines += ["", format_row(head), format_row(["---", *["--:"] * (len(head) - 1)])]
         for way in TITLES:
-            if way == "dd" or way.startswith(library):
-                times = loads.get(way, [])
-                ratio = compute_median_seconds(times) / compute_median_seconds(loads[peer]) if times else None
-                cells = [TITLES[way], *format_cells(saves.get(way, [])), *format_cells(times)]
-                lines.append(
-                    format_row([*cells, "" if ratio is None else f"{ratio:.2f}", peaks.get(way, "")])
-                )
+            if way in COPIES or way.startswith(library):
+                cells = [TITLES[way], *format_cells(saves.get(way, [])), *format_cells(loads.get(way, []))]
+                cells += [
+                    f"{compute_median_seconds(times[way]) / compute_median_seconds(times[peer]):.2f}"
+                    if way in times
+                    else ""
+                    for times in (saves, loads)
+                ]
+                lines.append(format_row([*cells, *[peaks.get(way, "")] * bool(peaks)]))
     start, end = (
-        "<!-- checkpoints: made by benchmarks/checkpoint_speed.py --publish -->",
-        "<!-- /checkpoints -->",
+        f"<!-- checkpoints on {args.publish}: made by benchmarks/checkpoint_speed.py --publish -->",
+        f"<!-- /checkpoints on {args.publish} -->",
     )
     before, rest = PAGE.read_text(encoding="utf-8").split(start)
     text = "\n".join(lines)
@@ -466,14 +496,18 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=["save", "load", "memory"])
     parser.add_argument("--library", nargs="+", default=["jax", "torch"])
     parser.add_argument("--seed", type=int, default=0, help="seed of the array sizes (default: %(default)s)")
-    parser.add_argument("--publish", action="store_true", help=f"write the tables of docs/{PAGE.name}")
+    parser.add_argument(
+        "--publish",
+        choices=("disk", "RAM disk"),
+        help=f"write the tables of docs/{PAGE.name} for a --directory there",
+    )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         serve(args.serve)
         return
-    if args.publish and (len({*args.only}) < 3 or len({*args.library}) < 2):
-        parser.error("--publish needs all that --only and --library would leave out")
+    if args.publish and ({"save", "load"} - {*args.only} or len({*args.library}) < 2):
+        parser.error("--publish needs saves and loads of both libraries")
     os.environ[SEED] = str(args.seed)
     total, small = args.mib << 20, 1 << 22
     root = tempfile.mkdtemp(dir=args.directory)
@@ -486,7 +520,7 @@ def main() -> None:
 def run(args: Any, root: str, total: int, small: int) -> None:
     """Measure saves and loads, and print the tables."""
     servers = {library: Server(library) for library in args.library}
-    ways = {way: way.split(" ", 1) for way in SAVES if way != "dd" and is_selected(way, args)}
+    ways = {way: way.split(" ", 1) for way in SAVES if way not in COPIES and is_selected(way, args)}
     expected: dict[str, Any] = {}
     for library, server in servers.items():
         server.ask(do="make", bytes=small)
@@ -495,12 +529,12 @@ def run(args: Any, root: str, total: int, small: int) -> None:
                 server.ask(do="save", way=name, bytes=small, folder=f"{root}/small {way}")
         expected[library] = server.ask(do="make", bytes=total, check=True)["checksum"]
     about = f"{count_bytes(total) >> 20:,} MiB in {NUM_ARRAYS} arrays, {args.rounds} rounds, "
-    about += f"load {os.getloadavg()[0]:.1f} at the start"
+    about += f"{NUM_CORES} cores, load {os.getloadavg()[0]:.1f} at the start"
     print(about)
     saved: dict[str, list[Times]] = {}
     if "save" in args.only:
         saved = measure_saves(servers, args, root, total)
-        print_table("save, durable", saved, count_bytes(total), ("dd", "jax orbax", "torch DCP"), {})
+        print_table("save, durable", saved, count_bytes(total), ("copy", "jax orbax", "torch DCP"), {})
     if not {"load", "memory"} & {*args.only}:
         return
     for way, (library, name) in ways.items():

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from layoutmap.checkpoint import writer
+from layoutmap.checkpoint.storage import LocalStorage
+
 URLS = ("s3", "memory")
 
 
@@ -48,3 +51,11 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return str(tmp_path)
     root = request.getfixturevalue("s3") if request.param == "s3" else "memory:/"
     return f"{root}/{os.urandom(8).hex()}"
+
+
+@pytest.fixture(params=[1, 3])
+def num_files(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many files a process writes at the same time, however little is in them."""
+    monkeypatch.setattr(writer, "FILE_BYTES", 1)
+    monkeypatch.setattr(LocalStorage, "write_files", request.param)
+    return request.param

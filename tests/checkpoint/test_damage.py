@@ -75,6 +75,20 @@ def as_a_plain_user() -> Generator[None]:
 # -- saving
 
 
+@pytest.mark.parametrize("num_bytes", [0, 100, 4000])
+def test_one_of_several_files_that_cannot_be_written_leaves_the_last_step(
+    tmp_path: Path, num_bytes: int, num_files: int
+) -> None:
+    """So it is where several files are written at the same time."""
+    save(tmp_path, 1, OLD)
+    with file_sizes_up_to(num_bytes):
+        lines = message(lambda: save(tmp_path, 2, NEW))
+
+    assert ".safetensors: the file cannot be written" in lines[0]
+    assert ["step-1"] == names_in(tmp_path)
+    assert is_good(tmp_path, 1, OLD)
+
+
 @pytest.mark.parametrize("num_bytes", [0, 100, 8192, 16_000])
 def test_a_file_that_cannot_be_written_leaves_the_last_step(tmp_path: Path, num_bytes: int) -> None:
     """If the system refuses to write on, after any number of bytes, the save fails and leaves nothing behind."""

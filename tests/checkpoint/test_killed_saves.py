@@ -18,6 +18,7 @@ from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError
 
 PROCESSES = ("core",)
+pytestmark = pytest.mark.usefixtures("num_files")
 
 FILES = ("checkpoint/storage.py", "checkpoint/step_writer.py", "checkpoint/writer.py")
 OLD, NEW = values_of(0), values_of(1)

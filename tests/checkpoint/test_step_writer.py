@@ -14,6 +14,7 @@ from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError
 
 PROCESSES = ("core",)
+pytestmark = pytest.mark.usefixtures("num_files")
 
 
 def run_all(working: list[StepWriter]) -> list[str]:

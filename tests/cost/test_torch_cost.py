@@ -30,7 +30,8 @@ def check(found):
 def test_a_step_in_two_dims_is_counted_as_it_runs():
     """Calls by kind; gradients are named for weights; no process group is left, and a simulation begins after it.
 
-    Advice where it does not fit needs what it says, and attention that is one operation is said to be so.
+    Advice where it does not fit needs what it says, attention that is one operation is said to be so, and what only the
+    loss needs is of the layer that has returned it.
     """
     found = run("both")
 
@@ -48,6 +49,8 @@ def test_a_step_in_two_dims_is_counted_as_it_runs():
     assert ("shard weights over data as well (FSDP)", False, True) == (what, fits, fits_again)
     assert needed == needed_again
     assert [FUSED_ATTENTION] == found["attention"]
+    assert "" not in found["of the loss"]
+    assert "head" in found["of the loss"]
 
 
 @pytest.mark.long

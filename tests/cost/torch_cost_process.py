@@ -132,9 +132,20 @@ def advised():
     return best.what, verdict.fits, again.fits, best.needed_bytes, again.needed_bytes
 
 
+def causes_of_the_loss():
+    """Causes of all large collectives where the loss needs all of what the last layer returns, or sums of it."""
+    causes = set()
+    for specs in (("model", None), (None, "model")):
+        rules = lm.LayoutMap(MESH, {"head.weight": specs}, rest="replicated")
+        plan = lm.plan(Stack, rules, inputs=Shape(), on="h100", library="torch")
+        large = [each for each in plan.cost.step.collectives if each.tensor_bytes > 64]
+        causes |= {each.cause for each in large if each.phase == "forward"}
+    return sorted(causes)
+
+
 def main(names):
     counts = {name: counted(name) for name in names}
-    more = {"attention": assumed_of_attention(), "advised": advised()}
+    more = {"attention": assumed_of_attention(), "advised": advised(), "of the loss": causes_of_the_loss()}
     left = dist.is_initialized()
     print(
         json.dumps({"counted": counts, "taken": {name: taken(name) for name in names}, "left": left} | more)

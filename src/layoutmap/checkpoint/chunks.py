@@ -15,6 +15,10 @@ from layoutmap.core.blocks import Index, compute_block_shape
 
 LEAST_BYTES = 1 << 16
 MOST_BYTES = 1 << 23
+_LARGE_BYTES = (
+    1 << 20
+)  # of the chunks of a large checkpoint: smaller ones cost more time in Python than on the disk
+_OF_A_CHECKPOINT = 512  # chunks, from which on it is large
 _MOST_CHUNKS = 500_000  # of a checkpoint: a manifest of them has some 50 MB
 _OF_A_VARIABLE = 512  # 8 along each of three axes
 _ODD = 16  # as often as this an even axis is divided before an odd one, which meshes seldom divide
@@ -27,7 +31,8 @@ def choose_chunk_bytes(variable_bytes: int, total_bytes: int) -> int:
         variable_bytes: Size of the variable.
         total_bytes: Size of all variables of the checkpoint.
     """
-    least = max(LEAST_BYTES, math.ceil(total_bytes / _MOST_CHUNKS))
+    least = min(_LARGE_BYTES, total_bytes // _OF_A_CHECKPOINT)
+    least = max(LEAST_BYTES, least, math.ceil(total_bytes / _MOST_CHUNKS))
     return max(least, min(MOST_BYTES, variable_bytes // _OF_A_VARIABLE))
 
 

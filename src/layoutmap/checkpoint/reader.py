@@ -232,22 +232,24 @@ class StepSource(Source):
             scratch = self._local.scratch = np.empty(run[-1].end - start, np.uint8)
         data = scratch[: run[-1].end - start]
         count = self._storage.read_into(self._folder, file.name, start, data.data)
-        # Several threads read, so the lock lets one at a time count, check, and copy (decisions/0127).
+        # Threads check and copy at the same time, so only what they share needs the lock (decisions/0127).
         with self._lock:
             self.bytes_read += count
-            for found in run:
-                part = data[found.start - start : found.end - start]
-                missing = max(0, min(part.size, found.end - start - count))
-                if missing or (self.verifies and compute_xxh3(part) != found.checksum):
-                    raise _make_damage_error(
-                        f"{self.where}/{file.name}", path, found.start, part.size, missing=missing
-                    )
-                values = part.view(dtype).reshape(found.shape)
-                if found.part is not None:
-                    self._kept[found[:5]] = values.copy()
+        for found in run:
+            part = data[found.start - start : found.end - start]
+            missing = max(0, min(part.size, found.end - start - count))
+            if missing or (self.verifies and compute_xxh3(part) != found.checksum):
+                raise _make_damage_error(
+                    f"{self.where}/{file.name}", path, found.start, part.size, missing=missing
+                )
+            values = part.view(dtype).reshape(found.shape)
+            if found.part is not None:
+                kept = values.copy()
+                with self._lock:
+                    self._kept[found[:5]] = kept
                     while len(self._kept) > _KEPT:
                         self._kept.popitem(last=False)
-                _copy_overlap(found, values, target)
+            _copy_overlap(found, values, target)
 
     def __repr__(self) -> str:
         return f"<Step {self.step} of {self.where}: {len(self.variables)} variables>"

@@ -57,6 +57,7 @@ class RemoteStorage:
     """
 
     read_bytes = 1 << 23
+    write_files = 1  # each takes the memory of two parts
 
     def __init__(self, url: str):
         self.where = url.rstrip("/")

@@ -226,13 +226,13 @@ class StepWriter:
         return False
 
     def _wait_until(self, reached: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        signs = list[int | None]()
+        signs = list[int]()
         began = look = last = time.monotonic()
         while not reached():
             self._check_watched()
             if (now := time.monotonic()) >= look:
                 look = now + self._patience_seconds / 20
-                seen = [self._storage.size(self._folder, name_data_file(n)) for n in range(self._count)]
+                seen = [sum(self._find_data_files(n).values()) for n in range(self._count)]
                 if seen != signs:
                     signs, last = seen, now
                 # A launcher ends this process, too, when another one dies; this is for programs without one (0179).
@@ -274,9 +274,8 @@ class StepWriter:
 
     def _report_failure(self, error: BaseException) -> None:
         if not self._has_promised:  # else the first may be about to commit it
-            self._storage.remove(
-                self._folder, name_data_file(self._number)
-            )  # a full disk has room then for what follows
+            for name in self._find_data_files(self._number):  # a full disk has room then for what follows
+                self._storage.remove(self._folder, name)
         text = str(error) if isinstance(error, CheckpointError) else repr(error)
         try:
             self._put(_name_failure(self._number), json.dumps(self._failed or (self._number, text)).encode())
@@ -287,6 +286,15 @@ class StepWriter:
         while waiting and time.monotonic() < until:
             waiting = [n for n in waiting if self._storage.size(self._folder, _name_failure(n)) is None]
             time.sleep(_SHORTEST_SECONDS)
+
+    def _find_data_files(self, number: int) -> dict[str, int]:
+        """Return the names and the sizes of the data files of a process."""
+        found: dict[str, int] = {}
+        while (
+            size := self._storage.size(self._folder, name := name_data_file(number, len(found)))
+        ) is not None:
+            found[name] = size
+        return found
 
     def _put(self, name: str, data: bytes) -> None:
         with self._storage.create(self._folder, name) as sink:

@@ -45,6 +45,9 @@ class Storage(Protocol):
     read_bytes: int
     """How much is best read at once."""
 
+    write_files: int
+    """How many files a process best writes at the same time."""
+
     def steps(self) -> list[int]:
         """Return the steps that exist, in rising order."""
         ...
@@ -118,6 +121,7 @@ class LocalStorage:
     """Storage of steps as folders such as `step-1000`. An unfinished step is `.step-1000.<token>`."""
 
     read_bytes = 1 << 20  # which the caches of a processor hold until it is copied to its place
+    write_files = min(16, max(2, getattr(os, "process_cpu_count", os.cpu_count)() or 1))
 
     def __init__(self, directory: str | os.PathLike[str]):
         self._root = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))

@@ -1,6 +1,6 @@
-"""Write the shards of one process, chunk by chunk, into a safetensors file.
+"""Write the shards of one process, chunk by chunk, into safetensors files.
 
-Each chunk is a tensor of that file, so that any reader of safetensors can read it. The name of a chunk is the path of
+Each chunk is a tensor of its file, so that any reader of safetensors can read it. The name of a chunk is the path of
 its variable, if it is all of it; else its place comes after, as in `d1.kernel[0:256,512:1024]`.
 """
 
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from layoutmap.checkpoint.chunk_table import Chunk
 from layoutmap.checkpoint.chunks import choose_chunk_bytes, choose_chunk_shape, split_shard
@@ -34,7 +35,9 @@ from layoutmap.core.blocks import (
 )
 from layoutmap.core.errors import CheckpointError
 
-_BUFFER_BYTES = 1 << 20  # of neighbouring chunks that are written at once, where they are smaller than that
+_BATCH_BYTES = 1 << 22  # of neighbouring chunks that are written at once, where they are smaller than that
+FILE_BYTES = 1 << 24
+"""The size of a file from which on a process writes several."""
 Shards = Iterator[tuple[Index, NumpyArray]]
 
 
@@ -62,6 +65,7 @@ def count_bytes(todo: Sequence[WriteTask]) -> int:
     )
 
 
+# Several files, since the system lets one thread at a time write to a file (decisions/0225).
 def write_part(
     storage: Storage,
     folder: str,
@@ -70,7 +74,7 @@ def write_part(
     total_bytes: int,
     progress: Callable[[str], object] | None = None,
 ) -> ProcessPart:
-    """Write the shards of this process.
+    """Write the shards of this process into several files at the same time.
 
     Args:
         storage: Where to.
@@ -78,76 +82,112 @@ def write_part(
         number: The number of this process.
         todo: The shards.
         total_bytes: Size of all variables of the checkpoint, of all processes.
-        progress: Called with the path of each variable when it is written.
+        progress: Called with the path of each variable when its values are taken.
 
     Raises:
         CheckpointError: It cannot be written.
     """
-    name = name_data_file(number)
-    planned = {each.variable.path: list(_plan_chunks(each, total_bytes)) for each in todo}
-    header, starts = _make_header(todo, planned)
-    found: dict[str, list[Chunk]] = {}
-    place = len(header)
-    with storage.create(folder, name) as sink, _BufferedWriter(sink) as behind:
-        behind.room(len(header))[...] = np.frombuffer(header, np.uint8)
+    num_files = max(1, min(storage.write_files, count_bytes(todo) // FILE_BYTES))
+    planned, headers, sizes = _plan_files(todo, total_bytes, num_files)
+    names = [name_data_file(number, k) for k in range(num_files)]
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(_FileWriter(storage.create(folder, name), header))
+            for name, header in zip(names, headers, strict=True)
+        ]
         for each in todo:
-            path = each.variable.path
-            chunks = found.setdefault(path, [])
-            for index, values in _order_shards(each):
-                for chunk in planned[path][len(chunks) :]:
-                    if not _is_inside(chunk, index):
-                        break
-                    part = values[make_relative_index(chunk, index)]
-                    data = behind.room(part.nbytes)
-                    data.view(part.dtype).reshape(part.shape)[...] = part
-                    chunks.append(Chunk(0, place, chunk, compute_xxh3(data.data)))
-                    place += part.nbytes
-            assert len(chunks) == len(planned[path])
+            shards = zip(_order_shards(each), planned[each.variable.path], strict=True)
+            for (index, values), chunks in shards:
+                for chunk in chunks:
+                    writers[chunk.file].put(chunk, values[make_relative_index(chunk.index, index)])
             if progress is not None:
-                progress(path)
-    assert place == len(header) + starts
-    return ProcessPart([DataFile(name, place, len(header), compute_xxh3(header))], found)
+                progress(each.variable.path)
+        for writer in writers:
+            writer.finish()
+    checksums = {key: checksum for writer in writers for key, checksum in writer.checksums.items()}
+    files = [
+        DataFile(name, len(header) + size, len(header), compute_xxh3(header))
+        for name, size, header in zip(names, sizes, headers, strict=True)
+    ]
+    found = {
+        path: [
+            replace(chunk, start=len(headers[chunk.file]) + chunk.start, checksum=checksums[id(chunk)])
+            for chunks in shards
+            for chunk in chunks
+        ]
+        for path, shards in planned.items()
+    }
+    return ProcessPart(files, found)
 
 
-class _BufferedWriter:
-    """Writer that sends one buffer to the file while the other is filled.
+class _FileWriter:
+    """Writer of one file, on a thread of its own while the caller takes the next values.
 
     Args:
-        sink: Where to.
+        sink: The new file.
+        header: Its first bytes.
+
+    Attributes:
+        checksums: The checksum of each chunk by its `id`, since an empty one has the place of the next.
     """
 
-    def __init__(self, sink: Sink):
+    def __init__(self, sink: Sink, header: bytes):
+        self.checksums: dict[int, str] = {}
         self._sink = sink
-        self._filled, self._written = (np.empty(_BUFFER_BYTES, np.uint8) for _ in range(2))
+        self._header = header
+        self._batch: list[tuple[Chunk, NumpyArray]] = []
         self._num_bytes = 0
+        self._buffer = np.empty(0, np.uint8)
         self._pool = ThreadPoolExecutor(1, "layoutmap-writer")
-        self._pending: Future[object] | None = None
+        self._pending: deque[Future[object]] = deque()
+        self._is_open = False
 
-    def room(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return memory for the next bytes of the file, to be filled before the next call."""
-        if self._num_bytes + num_bytes > self._filled.size:
-            self._flush()
-            if num_bytes > self._filled.size:
-                self._filled = np.empty(num_bytes, np.uint8)
-        start, self._num_bytes = self._num_bytes, self._num_bytes + num_bytes
-        return self._filled[start : self._num_bytes]
+    def put(self, chunk: Chunk, values: NumpyArray) -> None:
+        """Add the values of the next chunk, which must stay as they are until the file is closed."""
+        self._batch.append((chunk, values))
+        self._num_bytes += values.nbytes
+        if self._num_bytes >= _BATCH_BYTES:
+            self._submit(self._write, self._batch, self._num_bytes)
+            self._batch, self._num_bytes = [], 0
 
-    def _flush(self) -> None:
-        self._wait()
-        data = self._filled[: self._num_bytes].data
+    def finish(self) -> None:
+        """Write the rest, and close the file."""
+        self._submit(self._write, self._batch, self._num_bytes)
+        self._submit(self._close)
+
+    def _submit(self, work: Callable[..., object], *args: object) -> None:
+        self._wait(1)
         try:
-            self._pending = self._pool.submit(self._sink.write, data)
+            self._pending.append(self._pool.submit(work, *args))
         except RuntimeError:  # the program ends, and no thread can be started any more
-            self._sink.write(data)
-        self._filled, self._written = self._written, self._filled
-        self._num_bytes = 0
+            self._wait(0)
+            work(*args)
 
-    def _wait(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+    def _wait(self, num_pending: int) -> None:
+        while len(self._pending) > num_pending:
+            self._pending.popleft().result()
+
+    def _write(self, batch: Sequence[tuple[Chunk, NumpyArray]], num_bytes: int) -> None:
+        if self._header:
+            self._sink.write(self._header)
+            self._header = b""
+        if self._buffer.size < num_bytes:
+            self._buffer = np.empty(num_bytes, np.uint8)
+        place = 0
+        for chunk, values in batch:
+            data = self._buffer[place : place + values.nbytes]
+            data.view(values.dtype).reshape(values.shape)[...] = values
+            self.checksums[id(chunk)] = compute_xxh3(data.data)
+            place += values.nbytes
+        self._sink.write(self._buffer[:place].data)
+
+    def _close(self) -> None:
+        self._is_open = False
+        self._sink.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
+        self._sink.__enter__()
+        self._is_open = True
         return self
 
     def __exit__(
@@ -155,15 +195,16 @@ class _BufferedWriter:
     ) -> None:
         try:
             if kind is None:
-                self._flush()
-                self._wait()
+                self._wait(0)
         finally:
-            self._pool.shutdown()  # waits: nothing is written to a file that is closed
+            self._pool.shutdown(cancel_futures=True)  # waits: nothing is written to a file that is closed
+            if self._is_open:
+                self._sink.__exit__(kind, error, trace)
 
 
-def name_data_file(number: int) -> str:
-    """Return the name of the file that a process writes."""
-    return f"data-{number:05d}.safetensors"
+def name_data_file(number: int, k: int = 0) -> str:
+    """Return the name of the k-th file that a process writes."""
+    return f"data-{number:05d}{f'-{k:02d}' * bool(k)}.safetensors"
 
 
 def name_chunk(path: str, index: Index, shape: Sequence[int]) -> str:
@@ -178,31 +219,37 @@ def name_chunk(path: str, index: Index, shape: Sequence[int]) -> str:
     return f"{path}[{','.join(f'{part.start}:{part.stop}' for part in index)}]"
 
 
-def _plan_chunks(each: WriteTask, total_bytes: int) -> Iterator[Index]:
-    variable = each.variable
-    itemsize = get_numpy_dtype(variable.dtype, variable.path).itemsize
-    most = choose_chunk_bytes(math.prod(variable.shape) * itemsize, total_bytes)
-    for index in each.indices:
-        yield from split_shard(
-            index, choose_chunk_shape(compute_block_shape(index), itemsize, most, variable.shape)
-        )
+def _plan_files(
+    todo: Sequence[WriteTask], total_bytes: int, num_files: int
+) -> tuple[dict[str, list[list[Chunk]]], list[bytes], list[int]]:
+    """Return the chunks of each shard by variable, and for each file its header and the size of its data.
 
-
-def _make_header(todo: Sequence[WriteTask], planned: Mapping[str, Sequence[Index]]) -> tuple[bytes, int]:
-    rows: list[tuple[str, str, Sequence[int], int]] = []
+    Chunks have no checksum yet, and begin in the data of their file. Each chunk goes into the file with the fewest
+    bytes so far, so that all files grow at the same time.
+    """
+    found: dict[str, list[list[Chunk]]] = {}
+    rows: list[list[tuple[str, str, Sequence[int], int]]] = [[] for _ in range(num_files)]
+    sizes = [0] * num_files
     for each in todo:
-        variable = each.variable
-        itemsize = get_numpy_dtype(variable.dtype).itemsize
+        variable, shards = each.variable, found.setdefault(each.variable.path, [])
+        itemsize = get_numpy_dtype(variable.dtype, variable.path).itemsize
         dtype, count = get_header_dtype(variable.dtype, itemsize)
-        for index in planned[variable.path]:
-            shape = [*compute_block_shape(index)] + [count] * (count > 1)
-            name = name_chunk(variable.path, index, variable.shape)
-            rows.append((name, dtype, shape, math.prod(compute_block_shape(index)) * itemsize))
-    return encode_header("layoutmap", rows)
+        most = choose_chunk_bytes(math.prod(variable.shape) * itemsize, total_bytes)
+        for shard in each.indices:
+            shape = choose_chunk_shape(compute_block_shape(shard), itemsize, most, variable.shape)
+            shards.append([])
+            for index in split_shard(shard, shape):
+                file, size = sizes.index(min(sizes)), compute_block_shape(index)
+                num_bytes = math.prod(size) * itemsize
+                name = name_chunk(variable.path, index, variable.shape)
+                rows[file].append((name, dtype, [*size] + [count] * (count > 1), num_bytes))
+                shards[-1].append(Chunk(file, sizes[file], index, ""))
+                sizes[file] += num_bytes
+    return found, [encode_header("layoutmap", each) for each in rows], sizes
 
 
-def encode_header(form: str, rows: Iterable[tuple[str, str, Sequence[int], int]]) -> tuple[bytes, int]:
-    """Return the padded header of a safetensors file, and the size of the data after it.
+def encode_header(form: str, rows: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """Return the padded header of a safetensors file.
 
     Args:
         form: What it says under `format`.
@@ -215,7 +262,7 @@ def encode_header(form: str, rows: Iterable[tuple[str, str, Sequence[int], int]]
         place += num_bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, place
+    return len(text).to_bytes(8, "little") + text
 
 
 def _order_shards(each: WriteTask) -> Iterator[tuple[Index, NumpyArray]]:
@@ -246,7 +293,3 @@ def _order_shards(each: WriteTask) -> Iterator[tuple[Index, NumpyArray]]:
                 fix="this is a fault of the library; please report it",
             )
         yield index, values
-
-
-def _is_inside(chunk: Index, index: Index) -> bool:
-    return all(i.start <= c.start and c.stop <= i.stop for c, i in zip(chunk, index, strict=True))

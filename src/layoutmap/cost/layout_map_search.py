@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -44,9 +43,9 @@ from layoutmap.rules.near_misses import find_nearest
 from layoutmap.rules.rule_set import RuleSet, read_mesh
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
+from layoutmap.scope.progress import ProgressLine, Shown
 
 _NAMES_OF_BATCH = ("data", "batch", "dp", "fsdp")
-_BETWEEN_SECONDS = 0.2
 
 
 class SearchResult:
@@ -183,7 +182,8 @@ def search(
             says, and those of blocks as well where nothing fits without that, or where maps that do not fit would be
             faster. The result says if it needs that. `False`: only as the model's code says.
         fuse_attention: Whether attention is counted as one fused kernel, see `lower_step`.
-        progress: Whether to show the best so far on stderr, and for how long XLA compiles; `None`: on a terminal.
+        progress: Whether to show the best so far on stderr, and for how long XLA compiles; `None`: if it takes long,
+            on one line of a terminal, and in a log a line every five seconds.
         library: See `plan`.
 
     Raises:
@@ -214,6 +214,7 @@ def search(
             why="what a step costs depends on the shape of the batch, which is not given",
             fix='pass inputs: anything with shape and dtype; on the command line --inputs "int32[64,4096]"',
         )
+    shown_as = "log" if progress is None else progress
     given = _read_mesh(mesh, start)
     if given is None and batch_dim not in (None, "data"):
         raise ScopeError(
@@ -262,7 +263,7 @@ def search(
     def cache_figures(of: Evaluate, more: str = "") -> Evaluate:
         return known.wrap_evaluate(of, fingerprint + more) if known else of
 
-    with _Progress(progress) as shown:
+    with _Progress(shown_as) as shown:
         try:
             outcome = find(
                 model,
@@ -288,7 +289,7 @@ def search(
             of = choose_evaluator(tried)
             more = f"{' remat' * tried.recomputes} {for_gpu} {version('jaxlib')}"
             return cache_figures(
-                lambda rules: of.compute_figures(of.count_step(rules, for_gpu, progress)), more
+                lambda rules: of.compute_figures(of.count_step(rules, for_gpu, shown_as)), more
             )
 
         try:
@@ -306,13 +307,17 @@ def search(
                 known.write()
     if target and outcome.is_complete:
         outcome, compiled = choose_fitting(
-            outcome, lambda tried: choose_evaluator(tried).verify(tried, target, progress), limit
+            outcome, lambda tried: choose_evaluator(tried).verify(tried, target, shown_as), limit
         )
     best = outcome.best
     layers = " and ".join(merge_paths(blocks.paths) for blocks in model.blocks)
     recompute = explain_recomputing(outcome, layers, lowered.step.how_to_recompute)
     counted_for = for_gpu if best.compiled_bytes is not None else None
-    plan = choose_evaluator(best).plan(best.layout_map, compiled, counted_for, progress)
+    try:
+        plan = choose_evaluator(best).plan(best.layout_map, compiled, counted_for, shown_as)
+    except KeyboardInterrupt:  # only a second one gives up what was found
+        outcome = replace(outcome, is_complete=False)
+        plan = choose_evaluator(best).plan(best.layout_map, compiled, counted_for, shown_as)
     return SearchResult(outcome, plan, evaluate.find_batch_dim(best.layout_map), target, recompute)
 
 
@@ -425,22 +430,20 @@ class _MapEvaluator:
         assert layout_map.mesh is not None
         return self.batch_dims[layout_map.mesh]
 
-    def verify(self, tried: Candidate, target: str, progress: bool | None) -> Verified:
+    def verify(self, tried: Candidate, target: str, progress: Shown) -> Verified:
         """Return the counted figures and XLA's figures of a step with a map."""
         found, batch_dim = tried.layout_map, self.find_batch_dim(tried.layout_map)
         return self._lowered.verify(found, batch_dim=batch_dim, target=target, progress=progress)
 
     def plan(
-        self, layout_map: RuleSet, verified: Verified | None, target: str | None, progress: bool | None
+        self, layout_map: RuleSet, verified: Verified | None, target: str | None, progress: Shown
     ) -> Plan:
         """Return the plan of a map, with its cost."""
         plan, batch_dim = self._lowered.plan(layout_map), self.find_batch_dim(layout_map)
         counted = self.count_step(layout_map, target, progress)
         return plan.add_cost(Cost(counted, self._machine, batch_dim=batch_dim, verified=verified))
 
-    def count_step(
-        self, layout_map: RuleSet, target: str | None = None, progress: bool | None = None
-    ) -> StepCost:
+    def count_step(self, layout_map: RuleSet, target: str | None = None, progress: Shown = None) -> StepCost:
         """Return the cost of a step with a map, as XLA compiles it for `target` if one is given."""
         batch_dim = self.find_batch_dim(layout_map)
         return self._lowered.count(layout_map, batch_dim=batch_dim, target=target, progress=progress)
@@ -454,32 +457,15 @@ class _MapEvaluator:
         return Figures(cost.step_seconds, cost.step.peak_bytes, cost.serial_seconds)
 
 
-class _Progress:
-    """Progress line on stderr with the best map so far, cleared at the end."""
-
-    def __init__(self, enabled: bool | None):
-        self._enabled = sys.stderr.isatty() if enabled is None else enabled
-        self._next = 0.0
-
-    def __enter__(self) -> _Progress:
-        return self
+class _Progress(ProgressLine):
+    """Line with the number of maps that were tried, and the best of them."""
 
     def __call__(self, number: int, best: Candidate) -> None:
-        now = time.monotonic()
-        if not self._enabled or now < self._next:
+        if not self._is_due():
             return
-        self._next = now + _BETWEEN_SECONDS
         figures = best.figures
         said = (
             f"{format_duration(figures.seconds)}, {format_bytes(figures.peak_bytes)}" if figures else "none"
         )
         lacks = f", lacks {format_bytes(best.missing_bytes)}" if figures and best.missing_bytes else ""
-        sys.stderr.write(
-            f"\r\x1b[Klayoutmap: {number} maps tried, best {said} on {best.layout_map.mesh}{lacks}"
-        )
-        sys.stderr.flush()
-
-    def __exit__(self, *_: object) -> None:
-        if self._next:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+        self._show(f"layoutmap: {number} maps tried, best {said} on {best.layout_map.mesh}{lacks}")

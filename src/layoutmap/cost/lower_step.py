@@ -26,7 +26,7 @@ from layoutmap.scope.arguments import check_maker, check_remat
 from layoutmap.scope.context import Scope
 from layoutmap.scope.owner import infer_library
 from layoutmap.scope.plan import Plan, make_plan
-from layoutmap.scope.progress import ElapsedTime
+from layoutmap.scope.progress import ElapsedTime, Shown
 from layoutmap.scope.scope import make_model_in_scope
 
 
@@ -77,7 +77,7 @@ class LoweredStep:
         *,
         batch_dim: BatchDim | None = None,
         target: str | None = None,
-        progress: bool | None = None,
+        progress: Shown = None,
     ) -> StepCost:
         """Count a step under rules in about a second, from the module that XLA's partitioner makes.
 
@@ -126,7 +126,7 @@ class LoweredStep:
         *,
         batch_dim: BatchDim | None = None,
         target: str = "cpu",
-        progress: bool | None = None,
+        progress: Shown = None,
     ) -> Verified:
         """Count the step under rules, compile it with XLA, and return both for comparison.
 
@@ -134,7 +134,8 @@ class LoweredStep:
             layout_map: See `count`.
             batch_dim: See `count`.
             target: See `compile`.
-            progress: Whether to show on stderr for how long XLA has compiled; `None`: if it takes long, on a terminal.
+            progress: Whether to show on stderr for how long XLA has compiled; `None`: if it takes long, on a terminal;
+                `"log"`: if it takes long, anywhere.
 
         Raises:
             EngineError: See `compile`.

@@ -131,6 +131,7 @@ def _track_layers(module: torch.nn.Module, path: str, tracer: Any) -> None:
 
     def leave(_module: object, _args: object, output: object) -> None:
         tracer.layers.pop()
+        tracer.last_layer = path or tracer.last_layer
 
         def set_layer(_: object) -> None:
             tracer.layers[:] = [path]

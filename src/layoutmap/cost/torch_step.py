@@ -177,6 +177,7 @@ class _OperationCounter(TorchDispatchMode):
         kept: What is held on to after the step: slots.
         peak: The most that is held at one time beside what the step is given.
         layers: The paths of the layers that compute now.
+        last_layer: The path of the layer that has returned last, whose activation others read.
         nodes: Operations whose gradients say that a layer begins its backward pass.
     """
 
@@ -192,6 +193,7 @@ class _OperationCounter(TorchDispatchMode):
         self._named: dict[Any, str] = {}
         self._phase: Phase = "forward"
         self.layers: list[str] = []
+        self.last_layer = ""
         self.nodes: set[object] = set()
         self.fuses = False  # whether it has seen a call of attention that is one operation
 
@@ -275,7 +277,8 @@ class _OperationCounter(TorchDispatchMode):
         dims, size = self._find_dims([*args, *kwargs.values()])
         if kind is None or not dims:
             return [""]
-        cause = [cause[0] if cause else self.layers[-1] if self.layers else ""]
+        # The model's own code and the loss have no path, and take what the last layer has returned.
+        cause = [cause[0] if cause else (self.layers and self.layers[-1]) or self.last_layer]
         num_bytes = max(map(_num_bytes, inputs))
         if name == "all_gather_into_tensor":
             num_bytes *= size

@@ -1,4 +1,4 @@
-"""Show the progress of long work on one line of stderr."""
+"""Show the progress of long work on stderr: on one line of a terminal, or on lines of a log."""
 
 from __future__ import annotations
 
@@ -6,25 +6,36 @@ import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.variables import VariableSpec
 
 _PATIENCE_SECONDS = 2.0
 _BETWEEN_SECONDS = 0.1
+_LOG_SECONDS = 5.0  # between two lines of a log
+
+Shown = bool | Literal["log"] | None
+"""Whether to show progress.
+
+`None`: on a terminal and in a notebook, if the work takes more than two seconds. `"log"`: so, too, and elsewhere a line
+each few seconds.
+"""
 
 
-class _Line:
+class ProgressLine:
     """Line that is overwritten with each update and cleared at the end.
 
     Args:
-        enabled: Whether to show it; `None`: on a terminal and in a notebook, if the work takes more than two seconds.
+        enabled: Whether to show it.
     """
 
-    def __init__(self, enabled: bool | None = None):
-        self._enabled = _is_watched() if enabled is None else enabled
-        self._next = time.monotonic() + (0 if enabled else _PATIENCE_SECONDS)
+    def __init__(self, enabled: Shown = None):
+        self._is_log = enabled == "log" and not _is_watched()
+        self._enabled = self._is_log or (enabled if isinstance(enabled, bool) else _is_watched())
+        self._between_seconds = _LOG_SECONDS if self._is_log else _BETWEEN_SECONDS
+        patience = 0 if enabled is True else _LOG_SECONDS if self._is_log else _PATIENCE_SECONDS
+        self._next = time.monotonic() + patience
         self._width = 0  # of the line that is shown
 
     def __enter__(self) -> Self:
@@ -34,7 +45,7 @@ class _Line:
         now = time.monotonic()
         if not self._enabled or now < self._next:
             return False
-        self._next = now + _BETWEEN_SECONDS
+        self._next = now + self._between_seconds
         return True
 
     def __exit__(
@@ -45,17 +56,20 @@ class _Line:
 
     def _show(self, line: str) -> None:
         """Overwrite the line, padded with spaces, since notebooks know carriage returns but no terminal codes."""
+        if self._is_log:
+            print(line, file=sys.stderr, flush=True)
+            return
         sys.stderr.write(f"\r{line.ljust(self._width)}\r{line}")
         sys.stderr.flush()
         self._width = len(line)
 
 
-class Progress(_Line):
+class Progress(ProgressLine):
     """Line with the number of finished variables and the share of their bytes.
 
     Args:
         variables: The variables, by key.
-        enabled: See `_Line`.
+        enabled: See `ProgressLine`.
         verb: What is done with them, as in `"saved"`; empty: they are materialized, which needs no word.
     """
 
@@ -77,10 +91,10 @@ class Progress(_Line):
             self._show(f"layoutmap: {counts}  {escape_text(variable.path)}")
 
 
-class ElapsedTime(_Line):
+class ElapsedTime(ProgressLine):
     """Line with the seconds that a task has taken."""
 
-    def __init__(self, what: str, *, enabled: bool | None = None):
+    def __init__(self, what: str, *, enabled: Shown = None):
         super().__init__(enabled)
         self._what, self._begin = what, time.monotonic()
 

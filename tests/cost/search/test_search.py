@@ -11,6 +11,8 @@ from flax import nnx
 
 import layoutmap as lm
 from layoutmap.cli.main import main
+from layoutmap.cost import layout_map_search
+from layoutmap.scope import progress
 
 INPUTS = jax.ShapeDtypeStruct((32, 16, 64), "float32")
 
@@ -307,3 +309,37 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     assert 2 == main(["search", *arguments, "--on", "h100:4", "--memory", "1KiB", "--tries", "6"])
     assert "no layout map fits the memory" in capsys.readouterr().err
     sys.modules.pop("searched", None)
+
+
+def test_a_search_says_how_far_it_is_where_there_is_no_terminal(capsys, monkeypatch):
+    """How many maps were tried and the best of them, on lines that a log keeps."""
+    monkeypatch.setattr(progress, "_LOG_SECONDS", 0)
+    found = lm.search(pair, INPUTS, "h100:8", tries=6, verify=False)
+    lines = capsys.readouterr().err.splitlines()
+
+    assert found.num_tried == len(lines)
+    assert all(f"layoutmap: {n} maps tried, best " in line for n, line in enumerate(lines, 1))
+    assert (
+        ""
+        == (
+            lm.search(pair, INPUTS, "h100:8", tries=6, verify=False, progress=False),
+            capsys.readouterr().err,
+        )[1]
+    )
+
+
+def test_an_interrupt_after_the_last_map_loses_nothing(monkeypatch):
+    """While the plan of the best map is made, Ctrl-C marks the result as interrupted; another one ends the search."""
+    plan, left = layout_map_search._MapEvaluator.plan, [KeyboardInterrupt]
+
+    def interrupted(*args):
+        if left:
+            raise left.pop()
+        return plan(*args)
+
+    monkeypatch.setattr(layout_map_search._MapEvaluator, "plan", interrupted)
+    found = lm.search(pair, INPUTS, "h100:8", tries=6, verify=False)
+    assert (False, True) == (found.is_complete, found.num_tried > 1)
+    left += [KeyboardInterrupt] * 2
+    with pytest.raises(KeyboardInterrupt):
+        lm.search(pair, INPUTS, "h100:8", tries=6, verify=False)

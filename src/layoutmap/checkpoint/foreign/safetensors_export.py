@@ -49,7 +49,7 @@ def write_variables(
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         with storage.create(folder, name) as sink:
             rows = [(v.path, SAFETENSORS[v.dtype], v.shape, v.global_bytes) for v in content]
-            sink.write(encode_header("pt", rows)[0])  # a format that transformers asks for
+            sink.write(encode_header("pt", rows))  # a format that transformers asks for
             for variable in content:
                 for index in _split_rows(variable):
                     values = np.ascontiguousarray(source.read(variable.path, index))
