@@ -172,7 +172,7 @@ class TensorFlowEngine:
         It is `tf.experimental.dtensor.default_mesh`, which an exception does not leave switched on.
         """
         check_draws(self.name, draws)
-        return run_on(convert_layout(Layout.replicated(mesh, 0)).mesh)
+        return run_on(mesh)
 
     @tf.autograph.experimental.do_not_convert
     def call(
