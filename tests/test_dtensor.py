@@ -203,3 +203,16 @@ def test_what_is_no_layout_is_refused():
             relayout(np.zeros(6), wrong, engine=ENGINE)
         with pytest.raises(LayoutMapError):
             pack([np.zeros(1)] * 6, wrong, engine=ENGINE)
+
+
+@pytest.mark.parametrize("value", [1.5, [1.5, 2.5], [[1.5], [2.5]], 1, [1, 2], [True, False]], ids=repr)
+def test_python_numbers_get_the_default_element_type(value):
+    """Numbers and lists of them become arrays of the element type that the framework gives them."""
+    layout = Layout.replicated(Mesh(None, [("x", 2)]), rank=np.ndim(value))
+    expected = {"jax": "asarray", "tensorflow": "constant", "torch": "tensor"}[ENGINE]
+    expected = getattr(xp, expected)(value).dtype
+
+    assert expected == relayout(value, layout, engine=ENGINE).dtype
+    assert expected == copy_to_mesh(value, layout, engine=ENGINE).dtype
+    assert expected == pack([value, value], layout, engine=ENGINE).dtype
+    assert np.float64 == get_engine(ENGINE).canonicalize(np.float64(value)).dtype or ENGINE == "jax"

@@ -10,8 +10,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import numpy as np
-
 from layoutmap.core.blocks import Ends, NumpyArray, assemble_blocks, get_slice_ends
 from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.layout import Layout, convert_layout
@@ -41,6 +39,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
         MeshError: The machine does not have the mesh's devices.
 
     Example:
+        >>> import numpy as np
         >>> from layoutmap import Mesh
         >>> mesh = Mesh(None, [("x", 3), ("y", 2)])
         >>> halves = [np.float32([2 * i, 2 * i + 1]) for i in (0, 0, 1, 1, 2, 2)]
@@ -112,6 +111,7 @@ def unpack(tensor: Any) -> list[NumpyArray]:
         LayoutError: The tensor is on no mesh.
 
     Example:
+        >>> import numpy as np
         >>> from layoutmap import Mesh
         >>> layout = Layout(["x", "y"], Mesh(None, [("x", 3), ("y", 2)]))
         >>> tensor = relayout(np.float32(np.arange(6)).reshape(3, 2), layout, engine="jax")
@@ -144,6 +144,7 @@ def relayout(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
         EngineError: The engine cannot hold the layout, or no engine knows the tensor.
 
     Example:
+        >>> import numpy as np
         >>> from layoutmap import Mesh
         >>> layout = Layout(["x"], Mesh(None, [("x", 2)]))
         >>> fetch_layout(relayout(np.float32([1, 2]), layout, engine="jax")) == layout
@@ -204,6 +205,7 @@ def call_with_layout(
         EngineError: The function does not return one array, or the engine cannot hold the layout.
 
     Example:
+        >>> import numpy as np
         >>> import jax.numpy as jnp
         >>> from layoutmap import Mesh
         >>> layout = Layout(["x", None], Mesh(None, [("x", 2)]))
@@ -240,6 +242,7 @@ def run_on(
         EngineError: No framework is in use, several are, or the engine does not support `draws`.
 
     Example:
+        >>> import numpy as np
         >>> import jax.numpy as jnp
         >>> from layoutmap import Mesh
         >>> with run_on(Mesh(None, [("x", 2)]), engine="jax"):
@@ -262,6 +265,7 @@ def fetch_layout(tensor: Any) -> Layout:
         LayoutError: The tensor is on no mesh.
 
     Example:
+        >>> import numpy as np
         >>> fetch_layout(np.zeros(3))
         Traceback (most recent call last):
         ...
@@ -306,9 +310,9 @@ def _choose_engine(tensor: Any, engine: str | None) -> Engine:
     return find_engine(tensor) if _is_engine_array(tensor) else get_engine(choose_engine_name())
 
 
-def _to_numpy(tensor: Any) -> NumpyArray:
-    """Return a component as a numpy array."""
+def _to_numpy(tensor: Any) -> Any:
+    """Return a framework array as a numpy array, and any other value unchanged."""
     if not _is_engine_array(tensor):
-        return np.asarray(tensor)
+        return tensor
     shards = list(find_engine(tensor).to_shards(tensor))
     return assemble_blocks(shards, tuple(tensor.shape), shards[0][1].dtype)

@@ -105,6 +105,13 @@ def make_element_type_error(framework: str, name: str, path: str) -> EngineError
     )
 
 
+def is_python_number(value: Any) -> bool:
+    """Return whether a value is a Python number, or nested lists of such numbers."""
+    if isinstance(value, list | tuple):
+        return all(map(is_python_number, list[Any](value)))
+    return isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
+
+
 def make_no_numbers_error(framework: str, dtype: object) -> EngineError:
     """Return the error for values that are neither numbers nor booleans."""
     return EngineError(

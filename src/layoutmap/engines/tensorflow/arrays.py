@@ -28,7 +28,7 @@ from layoutmap.core.blocks import (
 from layoutmap.core.errors import EngineError, LayoutMapError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.checks import make_element_type_error, make_no_numbers_error
+from layoutmap.engines.checks import is_python_number, make_element_type_error, make_no_numbers_error
 from layoutmap.engines.patches import Attribute, Patches, temporarily
 from layoutmap.engines.protocol import Unplaced
 from layoutmap.engines.tensorflow.devices import (
@@ -119,8 +119,9 @@ def check_dtype(name: str, path: str) -> None:
         raise make_element_type_error("TensorFlow", name, path)
 
 
-def canonicalize(values: NumpyArray) -> NumpyArray:
-    """Return numpy values unchanged, or raise if they are neither numbers nor booleans."""
+def canonicalize(values: Any) -> NumpyArray:
+    """Return values as a numpy array, or raise if they are neither numbers nor booleans."""
+    values = tf.convert_to_tensor(values).numpy() if is_python_number(values) else np.asarray(values)
     if not _is_number(values.dtype):
         raise make_no_numbers_error("TensorFlow", values.dtype)
     return values

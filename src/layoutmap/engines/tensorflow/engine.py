@@ -152,7 +152,7 @@ class TensorFlowEngine:
             if array.shape.rank is not None:  # inside a tf.function it may be unknown
                 fit_layout(layout, tuple(array.shape))
             return move(array, layout)
-        values = canonicalize(np.asarray(array))
+        values = canonicalize(array)
         fit_layout(layout, values.shape)
         with tf.init_scope():
             return from_blocks(values.shape, layout, values.__getitem__)

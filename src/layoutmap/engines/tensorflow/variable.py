@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from layoutmap.core.blocks import NumpyArray
@@ -208,6 +207,6 @@ def _rebuild(values: NumpyArray, layout: Layout, settings: dict[str, Any]) -> DV
 def _convert_value(value: Any, dtype: Any) -> tf.Tensor:
     """Return a value as an unsharded tensor of numbers."""
     if not isinstance(value, (tf.Tensor, tf.Variable)):
-        canonicalize(np.asarray(value))
+        canonicalize(value)
     tensor = tf.convert_to_tensor(value)
     return tensor if dtype is None else tf.cast(tensor, dtype)

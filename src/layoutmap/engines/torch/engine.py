@@ -175,7 +175,9 @@ class TorchEngine:
         """
         if isinstance(array, DTensor):
             return move_tensor(array, layout)
-        return shard_tensor(array if isinstance(array, torch.Tensor) else to_torch(np.asarray(array)), layout)
+        return shard_tensor(
+            array if isinstance(array, torch.Tensor) else to_torch(canonicalize(array)), layout
+        )
 
     @skip_function_modes
     def variable(self, array: torch.Tensor, *, name: str = "", trainable: bool = True) -> torch.nn.Parameter:

@@ -44,10 +44,10 @@ def _wrap_loop(loop: Callable[..., object], session: KerasSession) -> Callable[.
 
     @functools.wraps(loop)
     def run_loop(*args: object, **kwargs: object) -> object:
-        args, kwargs = keras.tree.map_structure(
+        values: Any = keras.tree.map_structure(
             lambda value: _unshard_value(value, session), (args, kwargs), none_is_leaf=True
         )
-        return loop(*args, **kwargs)
+        return loop(*values[0], **values[1])
 
     return run_loop
 
