@@ -80,7 +80,7 @@ def test_variables_have_layouts_and_components():
 
 def test_elements_of_64_bits_stay():
     """TensorFlow holds elements of 64 bits, so they are not made smaller."""
-    tensor = pack([3.0] * 6, Layout([], GRID), engine="tensorflow")
+    tensor = pack([np.float64(3.0)] * 6, Layout([], GRID), engine="tensorflow")
 
     assert tf.float64 == tensor.dtype
     assert 3.0 == engine().to_numpy(tensor)

@@ -108,7 +108,7 @@ def make_element_type_error(framework: str, name: str, path: str) -> EngineError
 def is_python_number(value: Any) -> bool:
     """Return whether a value is a Python number, or nested lists of such numbers."""
     if isinstance(value, list | tuple):
-        return all(map(is_python_number, list[Any](value)))
+        return all(map(is_python_number, cast("list[Any]", value)))
     return isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
 
 
