@@ -278,14 +278,17 @@ def fetch_layout(tensor: Any) -> Layout:
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/fetch_layout
     """
     array = tensor if _is_engine_array(tensor) else _read_variable(tensor)
-    layout = find_engine(array).get_layout(array) if _is_engine_array(array) else None
-    if layout is None:
+    placement = find_engine(array).describe_placement(array) if _is_engine_array(array) else None
+    if not isinstance(placement, Layout):
+        is_on_devices = placement is not None and not placement.is_copied
         raise LayoutError(
             f"the {type(tensor).__module__}.{type(tensor).__qualname__} has no layout",
-            why="it is on no mesh, or a compiled function has yet to compute it",
+            why=placement.what
+            if is_on_devices
+            else "it is on no mesh, or a compiled function has yet to compute it",
             fix="give it one: relayout(tensor, layout)",
         )
-    return layout
+    return placement
 
 
 def _is_engine_array(value: Any) -> bool:

@@ -227,7 +227,8 @@ class TorchEngine:
                 recipe = trace(lambda: function(*args, **kwargs))
             if recipe is not None and not recipe.why_global:
                 fit_layout(layout, recipe.shape)
-                return _create_from_blocks(recipe.blocks, recipe.shape, recipe.dtype, layout)
+                made = _create_from_blocks(recipe.blocks, recipe.shape, recipe.dtype, layout)
+                return made.requires_grad_(bool(kwargs.get("requires_grad")))
         results = [leaf for leaf in tree_leaves(function(*args, **kwargs)) if leaf is not None]
         check_one_result(function, len(results))
         return self.relayout(results[0], layout)
