@@ -280,12 +280,11 @@ def fetch_layout(tensor: Any) -> Layout:
     array = tensor if _is_engine_array(tensor) else _read_variable(tensor)
     placement = find_engine(array).describe_placement(array) if _is_engine_array(array) else None
     if not isinstance(placement, Layout):
-        is_on_devices = placement is not None and not placement.is_copied
         raise LayoutError(
             f"the {type(tensor).__module__}.{type(tensor).__qualname__} has no layout",
-            why=placement.what
-            if is_on_devices
-            else "it is on no mesh, or a compiled function has yet to compute it",
+            why="it is on no mesh, or a compiled function has yet to compute it"
+            if placement is None or placement.is_copied
+            else placement.what,
             fix="give it one: relayout(tensor, layout)",
         )
     return placement

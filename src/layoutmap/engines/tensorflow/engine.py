@@ -54,6 +54,14 @@ from layoutmap.engines.tensorflow.pieces import PieceProgram
 from layoutmap.engines.tensorflow.processes import check_equal_everywhere, gather_values, share_seeds
 from layoutmap.engines.tensorflow.selfcheck import check_computing
 from layoutmap.engines.tensorflow.variable import DVariable
+from layoutmap.engines.tested import Needed
+
+with Needed("tensorflow"):
+    from tensorflow.python.autograph.core import config as autograph_config
+    from tensorflow.python.autograph.core.config import DoNotConvert
+
+# Autograph cannot convert all of Python, and would show frames of this library in errors.
+autograph_config.CONVERSION_RULES = (DoNotConvert("layoutmap"), *autograph_config.CONVERSION_RULES)
 
 dtensor = tf.experimental.dtensor
 
@@ -95,7 +103,6 @@ class TensorFlowEngine:
 
     # -- arrays
 
-    @tf.autograph.experimental.do_not_convert
     def create(
         self,
         assignments: Mapping[str, Assignment],
@@ -142,7 +149,6 @@ class TensorFlowEngine:
         """Return no memory, since numpy gets copies of TensorFlow's values."""
         return ()
 
-    @tf.autograph.experimental.do_not_convert
     def relayout(self, array: Any, layout: Layout) -> tf.Tensor:
         """Return the same values in another layout. Also accepts unsharded tensors and values that numpy converts.
 
@@ -174,7 +180,6 @@ class TensorFlowEngine:
         check_draws(self.name, draws)
         return run_on(mesh)
 
-    @tf.autograph.experimental.do_not_convert
     def call(
         self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tf.Tensor:

@@ -147,7 +147,6 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
             "aggregation": self.aggregation,
         }
 
-    @tf.autograph.experimental.do_not_convert
     def assign(self, value: object, *args: object, **kwargs: object) -> Any:
         """Assign a value in any layout or none, without changing the variable's layout.
 
@@ -159,12 +158,10 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         """
         return self._replace_result(super().assign(self._place_value(value), *args, **kwargs))
 
-    @tf.autograph.experimental.do_not_convert
     def assign_add(self, delta: object, *args: object, **kwargs: object) -> Any:
         """Add a value in any layout or none (see `assign`)."""
         return self._replace_result(super().assign_add(self._place_value(delta), *args, **kwargs))
 
-    @tf.autograph.experimental.do_not_convert
     def assign_sub(self, delta: object, *args: object, **kwargs: object) -> Any:
         """Subtract a value in any layout or none (see `assign`)."""
         return self._replace_result(super().assign_sub(self._place_value(delta), *args, **kwargs))
