@@ -355,7 +355,7 @@ def test_a_step_gathers_what_a_layer_needs_once(specs, tmp_path):
 @pytest.mark.parametrize("how", ["eager", "tf.function"])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "Adafactor"])
 def test_an_optimizer_of_a_scope_updates_a_dvariable(name, how):
-    """`apply_gradients` takes a `DVariable` as Keras's takes a `tf.Variable`, and its numbers and steps are the same."""
+    """`apply_gradients` takes a `DVariable` as Keras's takes a `tf.Variable`, with equal numbers."""
     start, layout = np.ones((8, 4), np.float32), lm.Layout(["model", None], lm.create_mesh(MESH))
     target = np.arange(32, dtype=np.float32).reshape(8, 4) / 10
     found = []

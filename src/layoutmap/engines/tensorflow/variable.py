@@ -71,6 +71,10 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         if callable(initial_value) and not isinstance(initial_value, (tf.Tensor, tf.Variable)):
             with tf.init_scope():
                 initial_value = initial_value()
+                if (
+                    layout is not None and get_layout(initial_value) is not None
+                ):  # in run_on it is on the mesh
+                    initial_value = move(initial_value, convert_layout(layout))
         if tf.is_symbolic_tensor(initial_value):
             raise EngineError(
                 "the first value of a DVariable is not computed yet",
