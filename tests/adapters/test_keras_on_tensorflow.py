@@ -382,3 +382,29 @@ def test_an_optimizer_of_a_scope_updates_a_dvariable(name, how):
     assert 3 == steps
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
     assert layout == variable.layout
+
+
+def test_a_dvariable_has_the_path_of_its_variable_as_a_name():
+    """TensorFlow's name of a weight or a slot is Keras's path, however its model is made and wherever it is built."""
+
+    def functional():
+        x = keras.Input((16,))
+        return keras.Model(x, L.Dense(4, name="d1")(x))
+
+    class Subclass(keras.Model):
+        def __init__(self):
+            super().__init__(name="net")
+            self.up = L.Dense(4, name="up")
+
+        def call(self, x):
+            return self.up(x)
+
+    names = []
+    for make in (mlp, functional, Subclass):
+        model = scoped(make)
+        model.compile("adam", "mse")
+        model.train_on_batch(np.ones((4, 16)), np.ones((4, *model(np.ones((4, 16))).shape[1:])))
+        variables = [*model.variables, *model.optimizer.variables]
+        assert [f"{variable.path}:0" for variable in variables] == [v.value.name for v in variables]
+        names.append(model.layers[-1].kernel.value.name)
+    assert names[1:] == ["d1/kernel:0", "net/up/kernel:0"]

@@ -165,8 +165,8 @@ class TensorFlowEngine:
 
     def variable(self, array: object, *, name: str = "", trainable: bool = True) -> DVariable:
         """Return a `DVariable` with the tensor as its value."""
-        with tf.init_scope():
-            return DVariable(array, name=name or "Variable", trainable=trainable)
+        with tf.init_scope():  # a name that ends in a slash is not put into the current name scope
+            return DVariable(array, name=f"{name or 'Variable'}/", trainable=trainable)
 
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
         """Return the values of each process, one row each. All processes must call it."""
