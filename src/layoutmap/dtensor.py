@@ -10,15 +10,36 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import numpy as np
+
 from layoutmap.core.blocks import Ends, NumpyArray, assemble_blocks, get_slice_ends
 from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.layout import Layout, convert_layout
 from layoutmap.core.mesh import Mesh, convert_mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import Engine, find_engine, get_engine
-from layoutmap.scope.devices import choose_engine_name
+from layoutmap.scope.devices import choose_engine_name, create_mesh
 
-__all__ = ["call_with_layout", "copy_to_mesh", "fetch_layout", "pack", "relayout", "run_on", "unpack"]
+__all__ = [
+    "barrier",
+    "call_with_layout",
+    "check_layout",
+    "convert_from_tensorflow",
+    "convert_to_tensorflow",
+    "copy_to_mesh",
+    "create_distributed_mesh",
+    "default_mesh",
+    "fetch_layout",
+    "is_dtensor",
+    "pack",
+    "relayout",
+    "relayout_like",
+    "run_on",
+    "unpack",
+]
+
+create_distributed_mesh = create_mesh
+"""TensorFlow's name for a mesh over the devices of all processes, which `layoutmap.create_mesh` makes."""
 
 
 def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -> Any:
@@ -157,6 +178,11 @@ def relayout(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
     return _choose_engine(tensor, engine).relayout(tensor, convert_layout(layout))
 
 
+def relayout_like(tensor: Any, layout_tensor: Any, *, engine: str | None = None) -> Any:
+    """Return the same values in the layout of another tensor (see `relayout`)."""
+    return relayout(tensor, fetch_layout(layout_tensor), engine=engine)
+
+
 def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
     """Place an unsharded tensor on the devices of a layout's mesh.
 
@@ -256,6 +282,65 @@ def run_on(
     """
     with _choose_engine(None, engine).run_on(convert_mesh(mesh), draws):
         yield
+
+
+default_mesh = run_on
+"""TensorFlow's newer name for `run_on`."""
+
+
+def barrier(mesh: Mesh, *, engine: str | None = None) -> None:
+    """Wait until all processes of a mesh have called this function."""
+    _choose_engine(None, engine).all_gather(np.zeros(1, np.int32), convert_mesh(mesh))
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Return whether a tensor or variable has a layout, so that `fetch_layout` returns it."""
+    try:
+        fetch_layout(tensor)
+    except LayoutError:
+        return False
+    return True
+
+
+def check_layout(tensor: Any, layout: Layout) -> None:
+    """Raise if a tensor is in another layout.
+
+    Raises:
+        LayoutError: The tensor has another layout, or none.
+    """
+    present = fetch_layout(tensor)
+    if present != convert_layout(layout):
+        raise LayoutError(
+            f"the tensor is in the layout {present}",
+            facts={"expected": str(layout), "mesh": str(present.mesh)},
+            why="the layouts differ in their specs or their meshes",
+            fix="relayout(tensor, layout)",
+        )
+
+
+def convert_to_tensorflow(value: Layout | Mesh) -> Any:
+    """Return a layout or a mesh as a `tf.experimental.dtensor.Layout` or `Mesh` on devices of this machine.
+
+    Raises:
+        EngineError: TensorFlow is not installed, or the layout shards an axis over several mesh dims.
+        MeshError: The machine does not have the mesh's devices.
+    """
+    native = get_engine("tensorflow").native
+    return (
+        native(Layout.replicated(value, 0), 0).mesh if isinstance(value, Mesh) else native(value, value.rank)
+    )
+
+
+def convert_from_tensorflow(value: Any) -> Layout | Mesh:
+    """Return a `tf.experimental.dtensor.Layout` or `Mesh` as a `Layout` or `Mesh`.
+
+    All functions that take a layout or a mesh also accept TensorFlow's own.
+
+    Raises:
+        LayoutError: The value is neither, or is a layout on a single device.
+    """
+    mesh = convert_mesh(value)
+    return mesh if isinstance(mesh, Mesh) else convert_layout(value)
 
 
 def fetch_layout(tensor: Any) -> Layout:
