@@ -223,9 +223,9 @@ def run_on(mesh: Mesh) -> Generator[None]:
 
 
 def _replicate_if_refused(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that executes an operation, with unsharded operands replicated if DTensor refuses them.
+    """Return a function that executes an operation, with all operands replicated if DTensor refuses it.
 
-    Such operands are constants: DTensor replicates those that are scalars only (decisions/0220).
+    It refuses constants that are no scalars, and layouts that it has no rule for (decisions/0220).
     """
 
     @functools.wraps(execute)
@@ -234,22 +234,20 @@ def _replicate_if_refused(execute: Callable[..., Any]) -> Callable[..., Any]:
             return execute(*args)
         except Exception as error:
             mesh: Mesh | None = getattr(_current, "mesh", None)
-            if mesh is None or "got a regular tensor" not in str(error):
+            if mesh is None or not any(refusal in str(error) for refusal in _REFUSALS):
                 raise
 
         def replicate(value: Any) -> object:
-            is_unsharded = isinstance(value, (tf.Tensor, np.ndarray)) and get_layout(value) is None
-            return (
-                move(tf.convert_to_tensor(value), Layout.replicated(mesh, value.ndim))
-                if is_unsharded
-                else value
-            )
+            if not isinstance(value, (tf.Tensor, np.ndarray)) or not _is_number(value.dtype):
+                return value
+            return move(tf.convert_to_tensor(value), Layout.replicated(mesh, len(value.shape)))
 
         return execute(*tf.nest.map_structure(replicate, list(args)))
 
     return execute_on_mesh
 
 
+_REFUSALS = ("got a regular tensor", "eager_operation", "non-replicated DTensor is not supported")
 _PATCHES = Patches(
     [
         Attribute(pywrap_tfe, name, _replicate_if_refused)
