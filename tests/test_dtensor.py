@@ -10,6 +10,7 @@ import pytest
 from cases import examples
 from hypothesis import given, settings
 
+from layoutmap import dtensor
 from layoutmap.core.errors import EngineError, LayoutError, LayoutMapError, MeshError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -203,3 +204,34 @@ def test_what_is_no_layout_is_refused():
             relayout(np.zeros(6), wrong, engine=ENGINE)
         with pytest.raises(LayoutMapError):
             pack([np.zeros(1)] * 6, wrong, engine=ENGINE)
+
+
+@pytest.mark.parametrize("value", [1.5, [1.5, 2.5], [[1.5], [2.5]], 1, [1, 2], [True, False]], ids=repr)
+def test_python_numbers_get_the_default_element_type(value):
+    """Numbers and lists of them become arrays of the element type that the framework gives them."""
+    layout = Layout.replicated(Mesh(None, [("x", 2)]), rank=np.ndim(value))
+    expected = {"jax": "asarray", "tensorflow": "constant", "torch": "tensor"}[ENGINE]
+    expected = getattr(xp, expected)(value).dtype
+
+    assert expected == relayout(value, layout, engine=ENGINE).dtype
+    assert expected == copy_to_mesh(value, layout, engine=ENGINE).dtype
+    assert expected == pack([value, value], layout, engine=ENGINE).dtype
+    assert np.float64 == get_engine(ENGINE).canonicalize(np.float64(value)).dtype or ENGINE == "jax"
+
+
+def test_names_of_tensorflow_are_there():
+    """Further functions of `tf.experimental.dtensor` do on every engine as their names say."""
+    layout, other = Layout(["x"], GRID), Layout(["y"], GRID)
+    tensor = relayout(np.float32(range(6)), layout, engine=ENGINE)
+
+    assert dtensor.is_dtensor(tensor)
+    assert not any(map(dtensor.is_dtensor, (np.zeros(3), 1.0, array(np.zeros(3)))))
+    assert other == fetch_layout(dtensor.relayout_like(tensor, relayout(tensor, other)))
+    dtensor.check_layout(tensor, layout)
+    for wrong in (tensor, np.zeros(6)):
+        with pytest.raises(LayoutError):
+            dtensor.check_layout(wrong, other)
+    dtensor.barrier(GRID, engine=ENGINE)
+    assert "x=3,y=2" == str(dtensor.create_distributed_mesh("x=3,y=2", engine=ENGINE)).replace(" ", "")
+    with dtensor.default_mesh(GRID, engine=ENGINE):
+        assert xp.ones(3).shape == (3,)

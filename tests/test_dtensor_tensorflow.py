@@ -80,7 +80,7 @@ def test_variables_have_layouts_and_components():
 
 def test_elements_of_64_bits_stay():
     """TensorFlow holds elements of 64 bits, so they are not made smaller."""
-    tensor = pack([3.0] * 6, Layout([], GRID), engine="tensorflow")
+    tensor = pack([np.float64(3.0)] * 6, Layout([], GRID), engine="tensorflow")
 
     assert tf.float64 == tensor.dtype
     assert 3.0 == engine().to_numpy(tensor)
@@ -244,3 +244,17 @@ def test_an_axis_over_several_dims_is_refused_by_name():
         relayout(np.zeros((6, 4)), Layout([("x", "y"), None], GRID), engine="tensorflow")
 
     assert "make a mesh with one dim of size 6" in caught.value.fix
+
+
+def test_layouts_and_meshes_become_tensorflows_and_come_back():
+    """The conversions are inverse, and functions take either kind."""
+    mesh = lm.create_mesh("x=2,y=4", engine="tensorflow")
+    layout = lm.Layout([None, "y"], mesh)
+    native_mesh, native = map(lm.dtensor.convert_to_tensorflow, (mesh, layout))
+
+    assert isinstance(native_mesh, tf.experimental.dtensor.Mesh)
+    assert isinstance(native, tf.experimental.dtensor.Layout)
+    assert native.to_string() == layout.to_string()
+    assert (mesh, layout) == tuple(map(lm.dtensor.convert_from_tensorflow, (native_mesh, native)))
+    with pytest.raises(lm.LayoutError):
+        lm.dtensor.convert_from_tensorflow(1)

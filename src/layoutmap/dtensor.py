@@ -18,9 +18,28 @@ from layoutmap.core.layout import Layout, convert_layout
 from layoutmap.core.mesh import Mesh, convert_mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import Engine, find_engine, get_engine
-from layoutmap.scope.devices import choose_engine_name
+from layoutmap.scope.devices import choose_engine_name, create_mesh
 
-__all__ = ["call_with_layout", "copy_to_mesh", "fetch_layout", "pack", "relayout", "run_on", "unpack"]
+__all__ = [
+    "barrier",
+    "call_with_layout",
+    "check_layout",
+    "convert_from_tensorflow",
+    "convert_to_tensorflow",
+    "copy_to_mesh",
+    "create_distributed_mesh",
+    "default_mesh",
+    "fetch_layout",
+    "is_dtensor",
+    "pack",
+    "relayout",
+    "relayout_like",
+    "run_on",
+    "unpack",
+]
+
+create_distributed_mesh = create_mesh
+"""TensorFlow's name for a mesh over the devices of all processes, which `layoutmap.create_mesh` makes."""
 
 
 def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -> Any:
@@ -41,6 +60,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
         MeshError: The machine does not have the mesh's devices.
 
     Example:
+        >>> import numpy as np
         >>> from layoutmap import Mesh
         >>> mesh = Mesh(None, [("x", 3), ("y", 2)])
         >>> halves = [np.float32([2 * i, 2 * i + 1]) for i in (0, 0, 1, 1, 2, 2)]
@@ -112,6 +132,7 @@ def unpack(tensor: Any) -> list[NumpyArray]:
         LayoutError: The tensor is on no mesh.
 
     Example:
+        >>> import numpy as np
         >>> from layoutmap import Mesh
         >>> layout = Layout(["x", "y"], Mesh(None, [("x", 3), ("y", 2)]))
         >>> tensor = relayout(np.float32(np.arange(6)).reshape(3, 2), layout, engine="jax")
@@ -145,6 +166,7 @@ def relayout(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
         EngineError: The engine cannot hold the layout, or no engine knows the tensor.
 
     Example:
+        >>> import numpy as np
         >>> from layoutmap import Mesh
         >>> layout = Layout(["x"], Mesh(None, [("x", 2)]))
         >>> fetch_layout(relayout(np.float32([1, 2]), layout, engine="jax")) == layout
@@ -157,6 +179,11 @@ def relayout(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
     target = _choose_engine(tensor, engine)
     present = target.get_layout(tensor) if isinstance(tensor, target.array_types) else None
     return target.relayout(tensor, convert_layout(layout, present and present.mesh, np.ndim(tensor)))
+
+
+def relayout_like(tensor: Any, layout_tensor: Any, *, engine: str | None = None) -> Any:
+    """Return the same values in the layout of another tensor (see `relayout`)."""
+    return relayout(tensor, fetch_layout(layout_tensor), engine=engine)
 
 
 def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
@@ -207,6 +234,7 @@ def call_with_layout(
         EngineError: The function does not return one array, or the engine cannot hold the layout.
 
     Example:
+        >>> import numpy as np
         >>> import jax.numpy as jnp
         >>> from layoutmap import Mesh
         >>> layout = Layout(["x", None], Mesh(None, [("x", 2)]))
@@ -243,6 +271,7 @@ def run_on(
         EngineError: No framework is in use, several are, or the engine does not support `draws`.
 
     Example:
+        >>> import numpy as np
         >>> import jax.numpy as jnp
         >>> from layoutmap import Mesh
         >>> with run_on(Mesh(None, [("x", 2)]), engine="jax"):
@@ -258,6 +287,65 @@ def run_on(
         yield
 
 
+default_mesh = run_on
+"""TensorFlow's newer name for `run_on`."""
+
+
+def barrier(mesh: Mesh, *, engine: str | None = None) -> None:
+    """Wait until all processes of a mesh have called this function."""
+    _choose_engine(None, engine).all_gather(np.zeros(1, np.int32), convert_mesh(mesh))
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Return whether a tensor or variable has a layout, so that `fetch_layout` returns it."""
+    try:
+        fetch_layout(tensor)
+    except LayoutError:
+        return False
+    return True
+
+
+def check_layout(tensor: Any, layout: Layout) -> None:
+    """Raise if a tensor is in another layout.
+
+    Raises:
+        LayoutError: The tensor has another layout, or none.
+    """
+    present = fetch_layout(tensor)
+    if present != convert_layout(layout):
+        raise LayoutError(
+            f"the tensor is in the layout {present}",
+            facts={"expected": str(layout), "mesh": str(present.mesh)},
+            why="the layouts differ in their specs or their meshes",
+            fix="relayout(tensor, layout)",
+        )
+
+
+def convert_to_tensorflow(value: Layout | Mesh) -> Any:
+    """Return a layout or a mesh as a `tf.experimental.dtensor.Layout` or `Mesh` on devices of this machine.
+
+    Raises:
+        EngineError: TensorFlow is not installed, or the layout shards an axis over several mesh dims.
+        MeshError: The machine does not have the mesh's devices.
+    """
+    native = get_engine("tensorflow").native
+    return (
+        native(Layout.replicated(value, 0), 0).mesh if isinstance(value, Mesh) else native(value, value.rank)
+    )
+
+
+def convert_from_tensorflow(value: Any) -> Layout | Mesh:
+    """Return a `tf.experimental.dtensor.Layout` or `Mesh` as a `Layout` or `Mesh`.
+
+    All functions that take a layout or a mesh also accept TensorFlow's own.
+
+    Raises:
+        LayoutError: The value is neither, or is a layout on a single device.
+    """
+    mesh = convert_mesh(value)
+    return mesh if isinstance(mesh, Mesh) else convert_layout(value)
+
+
 def fetch_layout(tensor: Any) -> Layout:
     """Return the layout of a tensor, or of the array in a Keras or flax.nnx variable.
 
@@ -265,6 +353,7 @@ def fetch_layout(tensor: Any) -> Layout:
         LayoutError: The tensor is on no mesh.
 
     Example:
+        >>> import numpy as np
         >>> fetch_layout(np.zeros(3))
         Traceback (most recent call last):
         ...
@@ -277,14 +366,16 @@ def fetch_layout(tensor: Any) -> Layout:
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/fetch_layout
     """
     array = tensor if _is_engine_array(tensor) else _read_variable(tensor)
-    layout = find_engine(array).get_layout(array) if _is_engine_array(array) else None
-    if layout is None:
+    placement = find_engine(array).describe_placement(array) if _is_engine_array(array) else None
+    if not isinstance(placement, Layout):
         raise LayoutError(
             f"the {type(tensor).__module__}.{type(tensor).__qualname__} has no layout",
-            why="it is on no mesh, or a compiled function has yet to compute it",
+            why="it is on no mesh, or a compiled function has yet to compute it"
+            if placement is None or placement.is_copied
+            else placement.what,
             fix="give it one: relayout(tensor, layout)",
         )
-    return layout
+    return placement
 
 
 def _is_engine_array(value: Any) -> bool:
@@ -309,9 +400,9 @@ def _choose_engine(tensor: Any, engine: str | None) -> Engine:
     return find_engine(tensor) if _is_engine_array(tensor) else get_engine(choose_engine_name())
 
 
-def _to_numpy(tensor: Any) -> NumpyArray:
-    """Return a component as a numpy array."""
+def _to_numpy(tensor: Any) -> Any:
+    """Return a framework array as a numpy array, and any other value unchanged."""
     if not _is_engine_array(tensor):
-        return np.asarray(tensor)
+        return tensor
     shards = list(find_engine(tensor).to_shards(tensor))
     return assemble_blocks(shards, tuple(tensor.shape), shards[0][1].dtype)

@@ -350,3 +350,61 @@ def test_a_step_gathers_what_a_layer_needs_once(specs, tmp_path):
     x, y = np.ones((8, 16), "float32"), np.zeros(8, "int32")
 
     assert 3 == num_collectives(model, x, y, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["eager", "tf.function"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adafactor"])
+def test_an_optimizer_of_a_scope_updates_a_dvariable(name, how):
+    """`apply_gradients` takes a `DVariable` as Keras's takes a `tf.Variable`, with equal numbers."""
+    start, layout = np.ones((8, 4), np.float32), lm.Layout(["model", None], lm.create_mesh(MESH))
+    target = np.arange(32, dtype=np.float32).reshape(8, 4) / 10
+    found = []
+    for variable, scope, on_mesh in (
+        (tf.Variable(start), contextlib.nullcontext, contextlib.nullcontext),
+        (lm.DVariable(start, layout=layout), make_map().scope, lambda: lm.dtensor.run_on(layout.mesh)),
+    ):
+        with scope():
+            optimizer = getattr(keras.optimizers, name)(0.1)
+            optimizer.build([variable])
+
+        def step(variable=variable, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((variable - target) ** 2)
+            optimizer.apply_gradients([(tape.gradient(loss, variable), variable)])
+
+        run = tf.function(step) if how == "tf.function" else step
+        for _ in range(3):
+            with on_mesh():
+                run()
+        found.append((variable.numpy(), optimizer.iterations.numpy()))
+    (expected, _), (actual, steps) = found
+
+    assert 3 == steps
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    assert layout == variable.layout
+
+
+def test_a_dvariable_has_the_path_of_its_variable_as_a_name():
+    """TensorFlow's name of a weight or a slot is Keras's path, however its model is made and wherever it is built."""
+
+    def functional():
+        x = keras.Input((16,))
+        return keras.Model(x, L.Dense(4, name="d1")(x))
+
+    class Subclass(keras.Model):
+        def __init__(self):
+            super().__init__(name="net")
+            self.up = L.Dense(4, name="up")
+
+        def call(self, x):
+            return self.up(x)
+
+    names = []
+    for make in (mlp, functional, Subclass):
+        model = scoped(make)
+        model.compile("adam", "mse")
+        model.train_on_batch(np.ones((4, 16)), np.ones((4, *model(np.ones((4, 16))).shape[1:])))
+        variables = [*model.variables, *model.optimizer.variables]
+        assert [f"{variable.path}:0" for variable in variables] == [v.value.name for v in variables]
+        names.append(model.layers[-1].kernel.value.name)
+    assert names[1:] == ["d1/kernel:0", "net/up/kernel:0"]

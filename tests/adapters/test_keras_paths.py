@@ -1,5 +1,7 @@
 """What the variables of Keras models are called, and that every one of them gets its value and its layout."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -295,3 +297,32 @@ def test_names_of_a_model_that_exists_are_as_they_are():
     assert [f"{name}.{w}" for name in names for w in ("kernel", "bias")] == [
         f.path for f in find_variables(model)
     ]
+
+
+@pytest.mark.parametrize("has_property", [True, False])
+@pytest.mark.parametrize("path", ["d1._weight", "d1.weight"])
+def test_a_private_attribute_of_a_layer_has_two_names(path, has_property):
+    """A rule may name it with the underscore, as in `tf.keras`, or without, whether or not there is a property."""
+
+    class Scaled(keras.layers.Layer):
+        def build(self, shape):
+            self._weight = self.add_weight(shape=(8,))
+
+        def call(self, x):
+            return x * self._weight
+
+    if has_property:
+        Scaled.weight = property(lambda self: self._weight)
+
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.d1 = Scaled()
+
+        def call(self, x):
+            return self.d1(x)
+
+    layout_map = lm.LayoutMap(lm.Mesh(None, "x=2"), {re.escape(path): ("x",)})
+    plan = lm.plan(Net, layout_map, inputs=keras.KerasTensor((2, 8)))
+
+    assert ("x",) == plan[path].layout.sharding_specs

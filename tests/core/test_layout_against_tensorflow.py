@@ -26,8 +26,9 @@ def theirs(mesh: Mesh) -> dtensor.Mesh:
     """The mesh made with TensorFlow's own constructor, from nothing of ours but plain values."""
     places = np.arange(mesh.size).reshape(mesh.shape)
     assert mesh.devices is not None
-    local = [mesh.devices[i] for i in mesh.local_device_ids]
-    rest = {} if len(local) == mesh.size else {"global_devices": list(mesh.devices)}
+    names = [name if "/" in name else DEVICE("").replace("CPU:", name) for name in mesh.devices]
+    local = [names[i] for i in mesh.local_device_ids]
+    rest = {} if len(local) == mesh.size else {"global_devices": names}
     return dtensor.Mesh(
         list(mesh.dim_names), places, list(mesh.local_device_ids), local, mesh_name=mesh.name, **rest
     )
@@ -87,7 +88,9 @@ def test_a_mesh_answers_as_tensorflows(mesh: Mesh):
     assert tuple(tf_mesh.strides) == mesh.strides
     assert tf_mesh.device_type() == mesh.device_type
     assert tuple(tf_mesh.local_device_ids()) == mesh.local_device_ids
-    assert tuple(tf_mesh.local_devices()) == mesh.devices
+    assert tuple(tf_mesh.local_devices()) == tuple(
+        DEVICE("").replace("CPU:", name) for name in mesh.devices or ()
+    )
     assert tf_mesh.unravel_index() == dict(enumerate(mesh.unravel_index()))
     for name in mesh.dim_names:
         assert tf_mesh.dim_size(name) == mesh.dim_size(name) == tf_mesh[name].size
@@ -201,7 +204,7 @@ def test_a_mesh_of_which_only_the_local_devices_are_named_goes_both_ways():
 
     mesh = Mesh.from_string(tf_mesh.to_string())
 
-    assert (DEVICE(0), DEVICE(1), "", "") == mesh.devices
+    assert ("CPU:0", "CPU:1", "", "") == mesh.devices
     assert (0, 1) == mesh.local_device_ids
     assert tf_mesh.to_string() == mesh.to_string()
     assert mesh == Mesh.from_proto(tf_mesh.as_proto())

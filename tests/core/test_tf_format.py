@@ -16,7 +16,9 @@ from layoutmap.core.proto import layout_pb2
 from layoutmap.testing import strategies
 
 MESH = Mesh(["CPU:0", "CPU:1"], "x=2", "m")
-MESH_TEXT = "m|x=2|0,1|0,1|CPU:0,CPU:1"
+FULL = [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(2)]
+MESH_TEXT = f"m|x=2|0,1|0,1|{FULL[0]},{FULL[1]}"
+SHORT_TEXT = "m|x=2|0,1|0,1|CPU:0,CPU:1"
 
 
 def test_the_protobuf_module_loads_without_a_warning():
@@ -54,13 +56,23 @@ def test_the_forms_of_a_mesh():
     local = Mesh(["CPU:0", "CPU:1"], "x=2", local_device_ids=[1])
 
     assert MESH_TEXT == MESH.to_string()
-    assert "|x=2|0,1|1|CPU:1|CPU:0,CPU:1" == local.to_string()
+    assert f"|x=2|0,1|1|{FULL[1]}|{FULL[0]},{FULL[1]}" == local.to_string()
     assert "|x=2,y=3" == Mesh(None, "x=2,y=3").to_string()
     assert "|" == Mesh(None, "").to_string()
-    assert b'\n\x05\n\x01x\x10\x02\x12\x02\x00\x01\x1a\x01m"\x02\x00\x01*\x05CPU:0*\x05CPU:1' == (
-        MESH.as_proto().SerializeToString()
-    )
+    devices = b"".join(b"*%c%s" % (len(name), name.encode()) for name in FULL)
+    fields = b'\n\x05\n\x01x\x10\x02\x12\x02\x00\x01\x1a\x01m"\x02\x00\x01'
+    assert fields + devices == MESH.as_proto().SerializeToString()
     assert b"\n\x05\n\x01x\x10\x02" == Mesh(None, "x=2").as_proto().SerializeToString()
+
+
+def test_short_and_full_device_names_are_read():
+    """A text or message with short names, as older releases wrote, gives the mesh that one with full names gives."""
+    short = MESH.as_proto()
+    short.local_devices[:] = ["CPU:0", "CPU:1"]
+
+    assert MESH == Mesh(FULL, "x=2", "m") == Mesh.from_string(MESH_TEXT)
+    assert MESH == Mesh.from_string(SHORT_TEXT) == Mesh.from_proto(short)
+    assert ("CPU:0", "CPU:1") == Mesh(FULL, "x=2").devices
 
 
 def test_the_forms_of_a_layout():
@@ -111,11 +123,11 @@ def test_a_text_that_is_no_mesh_is_refused(text: str):
 BAD_LAYOUT_TEXTS = {
     "": "it does not start with 'sharding_specs:'",
     "x,unsharded": "it does not start with 'sharding_specs:'",
-    f"parted:x, mesh:{MESH_TEXT}": "it does not start with 'sharding_specs:'",
-    f"maximal:true, mesh:{MESH_TEXT}": "it does not start with 'sharding_specs:'",
+    f"parted:x, mesh:{SHORT_TEXT}": "it does not start with 'sharding_specs:'",
+    f"maximal:true, mesh:{SHORT_TEXT}": "it does not start with 'sharding_specs:'",
     "sharding_specs:x,": "it has no ' mesh:'",
-    f"sharding_specs:x,mesh:{MESH_TEXT}": "it has no ' mesh:'",
-    f"sharding_specs:unsharded,x mesh:{MESH_TEXT}": "each spec is followed by a comma, the last one too",
+    f"sharding_specs:x,mesh:{SHORT_TEXT}": "it has no ' mesh:'",
+    f"sharding_specs:unsharded,x mesh:{SHORT_TEXT}": "each spec is followed by a comma, the last one too",
 }
 
 

@@ -332,6 +332,16 @@ def test_a_mesh_may_name_devices_by_either_name():
     assert [f"{DEVICE}CPU:{i}" for i in (3, 1, 0, 2)] == [c.device for c in dtensor.unpack(tensor)]
 
 
+def test_tensorflow_reads_our_text_and_writes_the_same():
+    """The text and the message of a layout are those of TensorFlow's own layout, byte for byte."""
+    layout = Layout(["x", None], Mesh([f"CPU:{i}" for i in range(4)], "x=2,y=2", "grid"))
+    native = dtensor.Layout.from_string(layout.to_string())
+
+    assert native == engine().native(layout, 2)
+    assert native.to_string() == layout.to_string()
+    assert native.as_proto().SerializeToString() == layout.as_proto().SerializeToString()
+
+
 @pytest.mark.parametrize("rank", [4, 5, 3, 2])
 def test_relayouts_in_a_compiled_function_keep_the_values(rank):
     """A tensor that goes from shards of one axis to shards of another has the same values, for each pair of axes."""

@@ -131,6 +131,27 @@ def test_relayout_keeps_zeros_and_nans():
     assert_same_bits(values, engine().to_numpy(lm.dtensor.relayout(cut, Layout([None], GRID))))
 
 
+def test_autograph_passes_errors_on_and_says_nothing(capfd):
+    """Our error in a `tf.function` has its own class and text, and autograph converts none of its code."""
+    tensor = lm.dtensor.relayout(np.ones((6, 2), np.float32), Layout.replicated(GRID, 2))
+    uneven = Layout(["x", None], GRID)
+    functions = {
+        "relayout": lambda x: lm.dtensor.relayout(x, uneven),
+        "copy_to_mesh": lambda x: lm.dtensor.copy_to_mesh(x, uneven),
+        "call_with_layout": lambda x: lm.dtensor.call_with_layout(tf.ones, uneven, [6, 2]),
+        "DVariable": lambda x: lm.DVariable(x, layout=uneven),
+        "fetch_layout": lambda x: lm.dtensor.fetch_layout(x),
+        "unpack": lambda x: lm.dtensor.unpack(x),
+        "Layout": lambda x: Layout(["z"], GRID),
+    }
+
+    for name, function in functions.items():
+        with pytest.raises(LayoutMapError) as raised:
+            tf.function(function)(tensor)
+        assert "in user code" not in str(raised.value), name
+    assert "AutoGraph" not in "".join(capfd.readouterr())
+
+
 def test_an_exception_leaves_no_mesh_behind():
     """TensorFlow goes on computing on a mesh after an exception; here the scope ends."""
     native = own_layout().mesh

@@ -14,6 +14,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.dtensor import relayout, unpack
+from layoutmap.engines.tensorflow import selfcheck
 from layoutmap.engines.tensorflow.engine import engine
 from layoutmap.testing.engine_contract import assert_same_bits
 
@@ -122,6 +123,43 @@ def test_a_variable_is_made_while_tensorflow_traces():
 
     for each in made:
         assert_same_bits(VALUES, each.numpy())
+
+
+@pytest.mark.parametrize("kind", ["a function", "values", "a tensor on the mesh"])
+def test_a_variable_is_made_in_a_function_on_the_mesh(kind, monkeypatch):
+    """`tf.init_scope` in a `tf.function` in `run_on` makes one variable, also as the first use of DTensor."""
+    monkeypatch.setattr(selfcheck, "_sound", {})
+    made = []
+
+    @tf.function
+    def step():
+        with tf.init_scope():
+            if not made:
+                value = {
+                    "a function": lambda: lambda: tf.ones((4, 8)),
+                    "values": lambda: np.ones((4, 8), np.float32),
+                    "a tensor on the mesh": lambda: lm.dtensor.call_with_layout(tf.ones, X_Y, (4, 8)),
+                }[kind]()
+                made.append(lm.DVariable(value, layout=X_Y))
+        made[0].assign_add(tf.ones((4, 8)))
+        return tf.reduce_sum(made[0])
+
+    with lm.dtensor.run_on(GRID):
+        assert [64.0, 96.0] == [float(step()) for _ in range(2)]
+    assert X_Y == made[0].layout
+
+
+def test_a_generator_made_on_the_mesh_draws_its_numbers():
+    """`tf.random.Generator` that is made in `run_on` draws the numbers of one device in a `tf.function` there."""
+    plain = tf.random.Generator.from_seed(1)
+    with lm.dtensor.run_on(GRID):
+        generator = tf.random.Generator.from_seed(1)
+        draw = tf.function(lambda: (generator.normal((4, 8)), tf.random.stateless_uniform((4, 8), (1, 2))))
+        drawn = [draw() for _ in range(3)]
+
+    for numbers, stateless in drawn:
+        np.testing.assert_allclose(numbers.numpy(), plain.normal((4, 8)).numpy(), rtol=1e-6)
+        assert_same_bits(tf.random.stateless_uniform((4, 8), (1, 2)).numpy(), stateless.numpy())
 
 
 # -- reading, copying, giving a value

@@ -111,6 +111,8 @@ class LayoutMapError(_Message, ValueError):
           fix   pass 2 devices
     """
 
+    ag_pass_through = True  # so that TensorFlow's autograph raises it unchanged, not as a StagingError
+
 
 class MeshError(LayoutMapError):
     """Raised for an invalid mesh, or one that the machine cannot provide."""

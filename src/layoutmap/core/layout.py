@@ -356,8 +356,8 @@ class Layout:
         An axis sharded over several mesh dims, which TensorFlow cannot express, is written `x:y`.
 
         Example:
-            >>> Layout(["x", None], Mesh(["CPU:0", "CPU:1"], "x=2")).to_string()
-            'sharding_specs:x,unsharded, mesh:|x=2|0,1|0,1|CPU:0,CPU:1'
+            >>> Layout(["x", None], Mesh(["TPU:0"], "x=1")).to_string()
+            'sharding_specs:x,unsharded, mesh:|x=1|0|0|/job:localhost/replica:0/task:0/device:TPU:0'
         """
         return tf_format.format_layout(self._to_fields())
 

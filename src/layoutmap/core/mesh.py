@@ -216,8 +216,8 @@ class Mesh:
         An abstract mesh, which TensorFlow cannot express, has only the first two fields.
 
         Example:
-            >>> Mesh(["CPU:0", "CPU:1"], "x=2", "pair").to_string()
-            'pair|x=2|0,1|0,1|CPU:0,CPU:1'
+            >>> Mesh(["TPU:0"], "x=1", "single").to_string()
+            'single|x=1|0|0|/job:localhost/replica:0/task:0/device:TPU:0'
             >>> Mesh(None, "x=2").to_string()
             '|x=2'
         """

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from layoutmap.core import tf_format
 from layoutmap.core.arguments import as_int, as_text, check_encodable, describe_type
 from layoutmap.core.errors import MeshError
 from layoutmap.core.mesh_dims import MeshDimension
@@ -30,6 +31,8 @@ def parse_device_type(device: str) -> str:
 def check_device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) -> tuple[str, ...]:
     """Return the names of a mesh's devices as a tuple, after a check.
 
+    TensorFlow's full name of a device of a single process becomes the short one, such as `CPU:0`.
+
     Raises:
         MeshError: They are one text, or cannot be iterated, or one of them is no text.
     """
@@ -52,7 +55,7 @@ def check_device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) 
                 why=f"it is {describe_type(name)}; a mesh is a value, and holds the names of devices",
                 fix=fix,
             )
-    return tuple(map(as_text, names))
+    return tuple(as_text(name).removeprefix(tf_format.LOCAL_DEVICE) for name in names)
 
 
 def check_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ...], size: int) -> None:

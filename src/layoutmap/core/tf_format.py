@@ -22,6 +22,10 @@ from layoutmap.core.errors import LayoutError, LayoutMapError, MeshError, shorte
 MATCH = "match"
 """TensorFlow's word for "any sharding" inside its own rules; never a sharding of a stored tensor."""
 
+LOCAL_DEVICE = "/job:localhost/replica:0/task:0/device:"
+"""The beginning of the full name that TensorFlow gives to a device of a single process, and requires in text."""
+
+_SHORT_DEVICE = re.compile("[A-Za-z]+:[0-9]+")
 _LAYOUT_PREFIX = "sharding_specs:"
 _MESH_PREFIX = " mesh:"
 _WHOLE_NUMBER = re.compile("-?[0-9]{1,18}")
@@ -53,9 +57,10 @@ class LayoutFields:
 
 def _list_devices(fields: MeshFields) -> tuple[list[str], list[str]]:
     """Return the devices of this process, and all devices if they are more and all have names."""
-    devices = fields.devices or ()
+    names = fields.devices or ()
+    devices = [LOCAL_DEVICE + name if _SHORT_DEVICE.fullmatch(name) else name for name in names]
     local = [devices[i] for i in fields.local_device_ids]
-    everything = list(devices) if len(local) < len(devices) and all(devices) else []
+    everything = devices if len(local) < len(devices) and all(devices) else []
     return local, everything
 
 

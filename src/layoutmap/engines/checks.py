@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -103,6 +103,13 @@ def make_element_type_error(framework: str, name: str, path: str) -> EngineError
         why="arrays in layouts hold numbers and truth values",
         fix="leave the variable to its framework, or store numbers",
     )
+
+
+def is_python_number(value: Any) -> bool:
+    """Return whether a value is a Python number, or nested lists of such numbers."""
+    if isinstance(value, list | tuple):
+        return all(map(is_python_number, cast("list[Any]", value)))
+    return isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
 
 
 def make_no_numbers_error(framework: str, dtype: object) -> EngineError:

@@ -242,8 +242,10 @@ class Engine(Protocol):
         """
         ...
 
-    def canonicalize(self, values: NumpyArray) -> NumpyArray:
-        """Return numpy values in the engine's element type, with 32 bits for 64 where it has no 64.
+    def canonicalize(self, values: object) -> NumpyArray:
+        """Return values as a numpy array in the engine's element type, with 32 bits for 64 where it has no 64.
+
+        Python numbers get the framework's default element type.
 
         Raises:
             EngineError: It holds no such elements.

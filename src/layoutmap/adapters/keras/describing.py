@@ -102,9 +102,13 @@ def _sort_variables(registry: Registry, layers: Sequence[object], optimizers: Se
 
 
 def _list_slotted_variables(optimizers: Sequence[object]) -> list[Any]:
-    """Return the variables that optimizers have slots for, in slot order, including frozen ones."""
+    """Return the variables that optimizers have slots for, in slot order, including frozen ones.
+
+    An optimizer may also update variables of a framework, such as a `DVariable`. A plan does not list them.
+    """
     every = [(each, getattr(each, "inner_optimizer", None)) for each in optimizers]
-    return [v for pair in every for o in pair for v in getattr(o, "_trainable_variables", ())]
+    slotted = [v for pair in every for o in pair for v in getattr(o, "_trainable_variables", ())]
+    return [variable for variable in slotted if isinstance(variable, keras.Variable)]
 
 
 def describe_alone(variable: Any, kind: Kind) -> Entry:

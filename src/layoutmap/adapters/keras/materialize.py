@@ -116,7 +116,7 @@ class Materializer:
 
     def _store(self, variable: keras.Variable, assignment: Assignment, array: Any) -> None:
         session, layout = self._session, assignment.layout
-        held = session.engine.variable(array, name=variable.name, trainable=variable.trainable)
+        held = session.engine.variable(array, name=variable.path, trainable=variable.trainable)
         tag = session.backend.store(variable, held, assignment, session)
         shard_host_assignments(variable, assignment)
         variable.layout = layout

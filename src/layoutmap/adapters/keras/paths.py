@@ -7,9 +7,9 @@ A path is the way from the model to the variable through attributes, list indice
     Functional and Sequential   `layer.name`, then the attribute path inside the layer, at every depth; see `names` for
                                 layers that were given no name
 
-Private storage counts under its public name: `_kernel` is `kernel`. A variable with several paths, through a shared
-layer or a tied weight, has the first of them, in a fixed order: layers and variables first, containers after, each in
-the order in which they were assigned. The rest are its aliases.
+Private storage counts under its public name: `_kernel` is `kernel`. In a user's layer the other name is an alias. A
+variable with several paths, through a shared layer or a tied weight, has the first of them, in a fixed order: layers
+and variables first, containers after, each in the order in which they were assigned. The rest are its aliases.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _list_children(owner: object) -> list[tuple[str, object]]:
     single = [(n, v) for n, v in walked if not isinstance(v, (Mapping, list, tuple))]
     children += single + [(n, v) for n, v in walked if isinstance(v, (Mapping, list, tuple))]
     if isinstance(owner, keras.layers.Layer):
-        children += _list_unattached(owner, children)
+        children += [*_list_unattached(owner, children), *_list_other_spellings(owner)]
     return children
 
 
@@ -207,6 +207,20 @@ def _make_public_name(owner: object, name: str, values: Mapping[str, object]) ->
     if public == name or not public or public in values:
         return name
     return public if isinstance(getattr(type(owner), public, None), (property, type(None))) else name
+
+
+def _list_other_spellings(layer: object) -> Iterator[tuple[str, object]]:
+    """Yield the variables in private attributes of a user's layer under the name that is not their first path.
+
+    `tf.keras` has the path `d1._weight`, and here it is `d1.weight` if the layer has a property `weight`.
+    """
+    values = vars(layer)
+    if type(layer).__module__.partition(".")[0] == "keras":
+        return
+    for name, value in values.items():
+        public = name.lstrip("_")
+        if isinstance(value, keras.Variable) and public not in ("", name) and public not in values:
+            yield name if _make_public_name(layer, name, values) == public else public, value
 
 
 def _is_walked(value: object) -> bool:

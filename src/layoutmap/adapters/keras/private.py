@@ -16,6 +16,7 @@ are read and set by the other modules of this folder, and nowhere else. Those of
     keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers,
                                                     _trainable_variables, _non_trainable_variables, _tracker
     keras.src.models                                functional.Functional, Sequential._functional, cloning
+    keras.src.layers.rnn.conv_lstm                  ConvLSTMCell
     keras.src.layers.core, .convolutional           _kernel, _embeddings; EinsumDense._get_kernel_scale_shape
     keras.src.trainers.trainer.Trainer              _compile_config.config, _symbolic_build
     keras.src.ops                                   Function._nodes_by_depth, Node.arguments, KerasTensor._keras_history
@@ -51,6 +52,7 @@ with Needed("keras", ScopeError):
     from keras.src.backend.common.symbolic_scope import in_symbolic_scope
     from keras.src.backend.common.variables import Variable as KerasVariable
     from keras.src.backend.common.variables import register_uninitialized_variable
+    from keras.src.layers.rnn.conv_lstm import ConvLSTMCell
     from keras.src.models.functional import Functional
     from keras.src.optimizers.base_optimizer import BaseOptimizer as KerasOptimizer
     from keras.src.random import seed_generator

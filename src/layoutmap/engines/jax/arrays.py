@@ -38,12 +38,13 @@ def convert_dtype(name: str, path: str) -> np.dtype[Any]:
     return dtype
 
 
-def canonicalize(values: NumpyArray) -> NumpyArray:
-    """Return numpy values in the element type that JAX stores them in.
+def canonicalize(values: Any) -> NumpyArray:
+    """Return values as a numpy array in the element type that JAX stores them in.
 
     Raises:
         EngineError: It holds no such elements.
     """
+    values = np.asarray(values)
     number = jnp.issubdtype(values.dtype, jnp.number) or values.dtype == bool
     if not number or values.dtype.kind in "mM":
         raise make_no_numbers_error("JAX", values.dtype)

@@ -171,7 +171,7 @@ class JaxEngine:
         is set. While JAX traces, the result is constrained to the layout.
         """
         if not isinstance(array, jax.Array):
-            array = canonicalize(np.asarray(array))
+            array = canonicalize(array)
         memory = "" if isinstance(array, jax.core.Tracer) else find_memory(array)
         sharding = self._layouts.make_fitting_sharding(layout, array.shape, memory=memory)
         if isinstance(array, jax.core.Tracer):

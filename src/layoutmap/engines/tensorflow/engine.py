@@ -54,6 +54,14 @@ from layoutmap.engines.tensorflow.pieces import PieceProgram
 from layoutmap.engines.tensorflow.processes import check_equal_everywhere, gather_values, share_seeds
 from layoutmap.engines.tensorflow.selfcheck import check_computing
 from layoutmap.engines.tensorflow.variable import DVariable
+from layoutmap.engines.tested import Needed
+
+with Needed("tensorflow"):
+    from tensorflow.python.autograph.core import config as autograph_config
+    from tensorflow.python.autograph.core.config import DoNotConvert
+
+# Autograph cannot convert all of Python, and would show frames of this library in errors.
+autograph_config.CONVERSION_RULES = (DoNotConvert("layoutmap"), *autograph_config.CONVERSION_RULES)
 
 dtensor = tf.experimental.dtensor
 
@@ -95,7 +103,6 @@ class TensorFlowEngine:
 
     # -- arrays
 
-    @tf.autograph.experimental.do_not_convert
     def create(
         self,
         assignments: Mapping[str, Assignment],
@@ -142,7 +149,6 @@ class TensorFlowEngine:
         """Return no memory, since numpy gets copies of TensorFlow's values."""
         return ()
 
-    @tf.autograph.experimental.do_not_convert
     def relayout(self, array: Any, layout: Layout) -> tf.Tensor:
         """Return the same values in another layout. Also accepts unsharded tensors and values that numpy converts.
 
@@ -152,15 +158,15 @@ class TensorFlowEngine:
             if array.shape.rank is not None:  # inside a tf.function it may be unknown
                 fit_layout(layout, tuple(array.shape))
             return move(array, layout)
-        values = canonicalize(np.asarray(array))
+        values = canonicalize(array)
         fit_layout(layout, values.shape)
         with tf.init_scope():
             return from_blocks(values.shape, layout, values.__getitem__)
 
     def variable(self, array: object, *, name: str = "", trainable: bool = True) -> DVariable:
         """Return a `DVariable` with the tensor as its value."""
-        with tf.init_scope():
-            return DVariable(array, name=name or "Variable", trainable=trainable)
+        with tf.init_scope():  # a name that ends in a slash is not put into the current name scope
+            return DVariable(array, name=f"{name or 'Variable'}/", trainable=trainable)
 
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
         """Return the values of each process, one row each. All processes must call it."""
@@ -172,9 +178,8 @@ class TensorFlowEngine:
         It is `tf.experimental.dtensor.default_mesh`, which an exception does not leave switched on.
         """
         check_draws(self.name, draws)
-        return run_on(convert_layout(Layout.replicated(mesh, 0)).mesh)
+        return run_on(mesh)
 
-    @tf.autograph.experimental.do_not_convert
     def call(
         self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tf.Tensor:

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from layoutmap.core.errors import EngineError
@@ -85,17 +86,22 @@ def check_computing(native_mesh: tf.experimental.dtensor.Mesh) -> None:
 
 
 def _is_step_right(mesh: tf.experimental.dtensor.Mesh) -> bool:
-    """Return whether one step updates two variables correctly, each from its own sum over the mesh."""
+    """Return whether one step updates two variables correctly, each from its own sum over the mesh.
+
+    Its tensors are constants: in `run_on` the result of an operation is on the mesh, and DTensor does not pack it.
+    """
     dim = max(mesh.dim_names, key=mesh.dim_size)
     replicated = dtensor.Layout.replicated(mesh, 1)
     size = mesh.dim_size(dim)
 
     def make_variable() -> tf.Variable:
-        return dtensor.DVariable(dtensor.pack([tf.zeros(4)] * mesh.num_local_devices(), replicated))
+        return dtensor.DVariable(
+            dtensor.pack([tf.constant([0.0] * 4)] * mesh.num_local_devices(), replicated)
+        )
 
     first, second, first_sum, second_sum = (make_variable() for _ in range(4))
     rows = dtensor.pack(
-        [tf.ones((1, 4))] * mesh.num_local_devices(), dtensor.Layout([dim, dtensor.UNSHARDED], mesh)
+        [tf.constant([[1.0] * 4])] * mesh.num_local_devices(), dtensor.Layout([dim, dtensor.UNSHARDED], mesh)
     )
 
     @tf.function(autograph=False)
@@ -116,7 +122,7 @@ def _is_relayout_right(mesh: tf.experimental.dtensor.Mesh) -> bool:
     dim = max(mesh.dim_names, key=mesh.dim_size)
     size = mesh.dim_size(dim)
     whole = dtensor.Layout.replicated(mesh, 4)
-    values = tf.reshape(tf.range(2 * size * size * 2), (2, size, size, 2))
+    values = tf.constant(np.arange(2 * size * size * 2, dtype=np.int32).reshape(2, size, size, 2))
     before, after = (
         dtensor.Layout([dim if axis == sharded else dtensor.UNSHARDED for axis in range(4)], mesh)
         for sharded in (1, 2)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from layoutmap.core.blocks import NumpyArray
@@ -72,6 +71,10 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         if callable(initial_value) and not isinstance(initial_value, (tf.Tensor, tf.Variable)):
             with tf.init_scope():
                 initial_value = initial_value()
+                if (
+                    layout is not None and get_layout(initial_value) is not None
+                ):  # in run_on it is on the mesh
+                    initial_value = move(initial_value, convert_layout(layout))
         if tf.is_symbolic_tensor(initial_value):
             raise EngineError(
                 "the first value of a DVariable is not computed yet",
@@ -148,7 +151,6 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
             "aggregation": self.aggregation,
         }
 
-    @tf.autograph.experimental.do_not_convert
     def assign(self, value: object, *args: object, **kwargs: object) -> Any:
         """Assign a value in any layout or none, without changing the variable's layout.
 
@@ -160,12 +162,10 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         """
         return self._replace_result(super().assign(self._place_value(value), *args, **kwargs))
 
-    @tf.autograph.experimental.do_not_convert
     def assign_add(self, delta: object, *args: object, **kwargs: object) -> Any:
         """Add a value in any layout or none (see `assign`)."""
         return self._replace_result(super().assign_add(self._place_value(delta), *args, **kwargs))
 
-    @tf.autograph.experimental.do_not_convert
     def assign_sub(self, delta: object, *args: object, **kwargs: object) -> Any:
         """Subtract a value in any layout or none (see `assign`)."""
         return self._replace_result(super().assign_sub(self._place_value(delta), *args, **kwargs))
@@ -208,6 +208,6 @@ def _rebuild(values: NumpyArray, layout: Layout, settings: dict[str, Any]) -> DV
 def _convert_value(value: Any, dtype: Any) -> tf.Tensor:
     """Return a value as an unsharded tensor of numbers."""
     if not isinstance(value, (tf.Tensor, tf.Variable)):
-        canonicalize(np.asarray(value))
+        canonicalize(value)
     tensor = tf.convert_to_tensor(value)
     return tensor if dtype is None else tf.cast(tensor, dtype)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
 
 from layoutmap.core.blocks import NumpyArray
-from layoutmap.engines.checks import make_element_type_error, make_no_numbers_error
+from layoutmap.engines.checks import is_python_number, make_element_type_error, make_no_numbers_error
 
 
 def find_torch_dtype(name: str, path: str) -> torch.dtype:
@@ -82,11 +83,12 @@ def to_torch(values: NumpyArray, *, copy: bool = True) -> torch.Tensor:
         raise make_no_numbers_error("torch", values.dtype) from None
 
 
-def canonicalize(values: NumpyArray) -> NumpyArray:
-    """Return numpy values as torch stores them, which is unchanged.
+def canonicalize(values: Any) -> NumpyArray:
+    """Return values as a numpy array of the element type in which torch stores them.
 
     Raises:
         EngineError: Torch cannot store such elements.
     """
+    values = torch.as_tensor(values).numpy() if is_python_number(values) else np.asarray(values)
     to_torch(values[:0] if values.ndim else values)
     return values

@@ -175,7 +175,9 @@ class TorchEngine:
         """
         if isinstance(array, DTensor):
             return move_tensor(array, layout)
-        return shard_tensor(array if isinstance(array, torch.Tensor) else to_torch(np.asarray(array)), layout)
+        return shard_tensor(
+            array if isinstance(array, torch.Tensor) else to_torch(canonicalize(array)), layout
+        )
 
     @skip_function_modes
     def variable(self, array: torch.Tensor, *, name: str = "", trainable: bool = True) -> torch.nn.Parameter:
@@ -225,7 +227,8 @@ class TorchEngine:
                 recipe = trace(lambda: function(*args, **kwargs))
             if recipe is not None and not recipe.why_global:
                 fit_layout(layout, recipe.shape)
-                return _create_from_blocks(recipe.blocks, recipe.shape, recipe.dtype, layout)
+                made = _create_from_blocks(recipe.blocks, recipe.shape, recipe.dtype, layout)
+                return made.requires_grad_(bool(kwargs.get("requires_grad")))
         results = [leaf for leaf in tree_leaves(function(*args, **kwargs)) if leaf is not None]
         check_one_result(function, len(results))
         return self.relayout(results[0], layout)

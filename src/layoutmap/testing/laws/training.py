@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
 
+from layoutmap.core.errors import EngineError
+from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.engines import get_engine
 from layoutmap.inspecting.inspect import inspect
 from layoutmap.inspecting.parity import compare_logs, compare_models, compare_variables
 from layoutmap.testing.laws.trial import DIVERGES, TOLERANCE, NotApplicable, Trial, flatten_arrays
@@ -25,7 +28,10 @@ def compare_initial_values(trial: Trial) -> Iterator[str]:
 
 
 def compare_predictions(trial: Trial) -> Iterator[str]:
-    """Compare `predict` and `evaluate` of Keras, with a last batch of fewer rows, for a third of the cases."""
+    """Compare `predict` and `evaluate` of Keras, with a last batch of fewer rows, for a third of the cases.
+
+    On TensorFlow, also compare eager calls.
+    """
     if trial.case.library != "keras" or trial.group.has_others:  # in several processes, they take local rows
         raise NotApplicable("its library has no predict, or several processes compute")
     if not trial.choices.is_one_in(3):
@@ -39,6 +45,32 @@ def compare_predictions(trial: Trial) -> Iterator[str]:
         results.append({f"output {n}": output for n, output in enumerate(outputs)} | {"loss": logs["loss"]})
     rows = compare_logs("forward", results[0], results[1], TOLERANCE)
     yield from map(str, trial.exclude_rounding(list(rows)))
+    if trial.adapter.engine_name == "tensorflow":
+        yield from _compare_eager_calls(trial)
+
+
+def _compare_eager_calls(trial: Trial) -> Iterator[str]:
+    """Compare eager calls of Keras on TensorFlow with one device, for plain inputs and inputs on the mesh.
+
+    DTensor refuses some layouts, which is an error with a reason and no difference.
+    """
+    tree, engine, mesh = (
+        importlib.import_module("keras").tree,
+        get_engine("tensorflow"),
+        trial.case.layout_map.mesh,
+    )
+    assert mesh is not None
+    places = (np.asarray, lambda array: engine.relayout(array, Layout.replicated(mesh, np.ndim(array))))
+
+    def call(model: Any, place: Callable[[Any], object]) -> dict[str, Any]:
+        outputs = tree.flatten(model(tree.map_structure(place, trial.case.batch[0])))
+        return {f"output {n}": engine.to_numpy(output) for n, output in enumerate(outputs)}
+
+    expected = call(trial.pair[0], np.asarray)
+    for place in places:
+        with suppress(EngineError):
+            rows = compare_logs("forward", expected, call(trial.pair[1], place), TOLERANCE)
+            yield from map(str, trial.exclude_rounding(list(rows)))
 
 
 def compare_training(trial: Trial) -> Iterator[str]:

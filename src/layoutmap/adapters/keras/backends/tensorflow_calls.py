@@ -43,15 +43,18 @@ def wrap_call(layer: keras.Layer, session: KerasSession, name: str) -> Callable[
         if here.is_exporting or here.call_depth or in_stateless_scope():
             return plain(*args, **kwargs)
         with enter_call(session):
-            given = keras.tree.flatten((args, kwargs))
-            if not tf.executing_eagerly() or not any(is_unsharded_array(each) for each in given):
+            if not tf.executing_eagerly():
                 return plain(*args, **kwargs)
             session.refuse_in_a_plan(layer.name)
+            has_unsharded = any(map(is_unsharded_array, keras.tree.flatten((args, kwargs))))
             # The session's lock first, as where weights are made: two threads would else wait for each other.
             with session.lock:
-                args, kwargs = place_batch(make_dense((args, kwargs), layer), session)
+                if has_unsharded:
+                    args, kwargs = place_batch(make_dense((args, kwargs), layer), session)
                 with explain_errors(f"{layer.name}: the call"), session.engine.run_on(session.policy.mesh):
                     results = plain(*args, **kwargs)
+                if not has_unsharded:
+                    return results
                 return keras.tree.map_structure(lambda each: _unshard_result(each, session), results)
 
     return call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -49,13 +50,14 @@ def wrap_apply(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..
     return apply
 
 
-def _place_gradient(gradient: object, weight: keras.Variable, session: KerasSession) -> object:
+def _place_gradient(gradient: object, weight: keras.Variable | tf.Variable, session: KerasSession) -> object:
     layout = getattr(weight, "layout", None)
     if layout is None or not isinstance(gradient, tf.Tensor):
         return _replicate_rows(gradient, weight, session)
+    held: Any = weight if isinstance(weight, tf.Variable) else weight.value
     # First as the layer has read the weight, so that the backward pass mirrors the forward pass.
-    gradient = session.engine.relayout(as_read(gradient, weight.value, session), layout)
-    weight.value.read_layout = None  # what updates it is in its own layout, and is not gathered for it
+    gradient = session.engine.relayout(as_read(gradient, held, session), layout)
+    held.read_layout = None  # what updates it is in its own layout, and is not gathered for it
     return gradient
 
 

@@ -35,7 +35,21 @@ def make_training_wraps(model: Any, session: KerasSession) -> Wraps:
         made = _MeshStep(model, session, name, schedule)
         return made.run_on_list if name == "predict" else made.run_on_iterator
 
-    return make_step_wraps(model, session, schedule, step)
+    loops = {name: _wrap_loop(getattr(model, name), session) for name in ("fit", "evaluate", "predict")}
+    return make_step_wraps(model, session, schedule, step, loops)
+
+
+def _wrap_loop(loop: Callable[..., object], session: KerasSession) -> Callable[..., object]:
+    """Return `fit` or a similar method that gathers tensors on the mesh, since a `tf.data` pipeline has no mesh."""
+
+    @functools.wraps(loop)
+    def run_loop(*args: object, **kwargs: object) -> object:
+        values: Any = keras.tree.map_structure(
+            lambda value: _unshard_value(value, session), (args, kwargs), none_is_leaf=True
+        )
+        return loop(*values[0], **values[1])
+
+    return run_loop
 
 
 class _MeshStep:
@@ -70,11 +84,11 @@ class _MeshStep:
                     raise
                 break
             logs = self._run(batch)
-        return keras.tree.map_structure(self._unshard_result, logs)
+        return self._unshard(logs)
 
     def run_on_list(self, batches: Sequence[object]) -> object:
         """Return the predictions for some batches, one after the other."""
-        results = [keras.tree.map_structure(self._unshard_result, self._run(batch)) for batch in batches]
+        results = [self._unshard(self._run(batch)) for batch in batches]
         if len(results) == 1:
             return results[0]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, axis=0), *results)
@@ -102,6 +116,9 @@ class _MeshStep:
             with Unoptimized(self._session):
                 return self._compiled(batch)
 
+    def _unshard(self, values: object) -> Any:
+        return keras.tree.map_structure(lambda value: _unshard_value(value, self._session), values)
+
     def _make_all(self, batch: object) -> None:
         """Create the weights, metrics, and slots that the step would create in its trace."""
         model = self._model
@@ -125,11 +142,12 @@ class _MeshStep:
                     "layer, or as layoutmap.DVariable",
                 )
 
-    def _unshard_result(self, value: object) -> object:
-        """Return a result as an unsharded tensor, which callbacks and `predict` can read."""
-        if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
-            return value
-        return tf.constant(self._session.engine.to_numpy(value))
+
+def _unshard_value(value: object, session: KerasSession) -> object:
+    """Return a value, or an unsharded tensor for one on the mesh, which callbacks and `tf.data` can read."""
+    if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
+        return value
+    return tf.constant(session.engine.to_numpy(value))
 
 
 def _pin_to_batch(output: Any, session: KerasSession) -> object:

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.framework import error_interpolation
 
+from layoutmap.adapters.keras.private import ConvLSTMCell
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.core.unsupported import Unsupported
@@ -34,7 +35,7 @@ _NEED_REPLICATED_WEIGHTS = (
     *(L.Conv1D, L.Conv2D, L.Conv3D),
     *(L.DepthwiseConv1D, L.DepthwiseConv2D, L.SeparableConv1D, L.SeparableConv2D),
     *(L.Conv1DTranspose, L.Conv2DTranspose, L.Conv3DTranspose),
-    *(L.LSTMCell, L.GRUCell, L.SimpleRNNCell, L.BatchNormalization),
+    *(L.LSTMCell, L.GRUCell, L.SimpleRNNCell, ConvLSTMCell, L.BatchNormalization),
 )
 
 
