@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import itertools
 import shutil
 import tempfile
 import warnings
@@ -29,6 +30,7 @@ from fully_shard_pairs import (
     passes,
     refusal,
 )
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch_models import Transformer, token_loss
 
 import layoutmap as lm
@@ -115,8 +117,6 @@ def accumulated():
 
 
 class Checkpointed(Transformer):
-    reentrant = False
-
     def forward(self, tokens):
         length = tokens.shape[1]
         x = self.tokens(tokens) + self.positions[:length] * self.mask[:length]
@@ -125,20 +125,39 @@ class Checkpointed(Transformer):
         return self.head(self.norm(x) * self.scale)
 
 
-def checkpoints():
+def called(reentrant):
+    model = Checkpointed()
+    model.reentrant = reentrant
+    return model
+
+
+def wrapped(reentrant):
+    """A transformer whose blocks compute themselves again, with dropout."""
+    kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    model = Transformer()
+    for number, block in enumerate(model.blocks):
+        again = checkpoint_wrapper(torch.nn.Sequential(block, torch.nn.Dropout(0.1)), checkpoint_impl=kind)
+        model.blocks[number] = again
+    return model
+
+
+def checkpoints_gathered_by_layoutmap():
+    return checkpoints(gather="own")
+
+
+def checkpoints(**options):
     found = {}
-    for reentrant in (False, True):
-        plain, model = pair(Checkpointed)
-        plain.reentrant = model.reentrant = reentrant
+    for reentrant, kind in itertools.product((False, True), (called, wrapped)):
+        plain, model = pair(functools.partial(kind, reentrant), **options)
         both = optimizers_of(plain, model)
         for step in range(3):
             for optimizer in both:
                 optimizer.zero_grad()
             passes(plain, model, seed=step)
-            found[f"{reentrant} {step}"] = apart(plain, model, gradient)
+            found[f"{kind.__name__} {reentrant} {step}"] = apart(plain, model, gradient)
             for optimizer in both:
                 optimizer.step()
-        found[f"{reentrant} weights"] = apart(plain, model)
+        found[f"{kind.__name__} {reentrant} weights"] = apart(plain, model)
     return found
 
 

@@ -19,7 +19,15 @@ FEW = (  # what makes all gathers late comes last
     *("as_many_collectives", "mixed_precision", "refused_options", "ahead"),
 )
 MANY = (
-    *("accumulated", "checkpoints", "frozen", "losses_in_other_ways", "aside", "state_dicts"),
+    *(
+        "accumulated",
+        "checkpoints",
+        "checkpoints_gathered_by_layoutmap",
+        "frozen",
+        "losses_in_other_ways",
+        "aside",
+        "state_dicts",
+    ),
     *("changes_between_the_passes", "after_a_failure", "what_fully_shard_cannot", "copies_and_conversions"),
     *("other_meshes", "mixed_precision_gathered_in_other_ways"),
     *("freed_or_kept", "off_loaded", "own_in_other_ways"),
@@ -83,7 +91,11 @@ def test_gradients_of_all_strides(few):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", ["accumulated", "checkpoints", "frozen", "losses_in_other_ways", "aside", "other_meshes"]
+    "name",
+    [
+        *("accumulated", "checkpoints", "checkpoints_gathered_by_layoutmap", "frozen"),
+        *("losses_in_other_ways", "aside", "other_meshes"),
+    ],
 )
 def test_gradients_are_those_of_one_device(many, name):
     """So they are for every way in which a loss can depend on the weights."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -52,17 +53,61 @@ class CheckpointedMethod(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
 
 
+class CheckpointedBlock(nn.Sequential):
+    """A block that computes itself again, with a weight of the model."""
+
+    def __init__(self, use_reentrant):
+        super().__init__(nn.Linear(64, 64), nn.Dropout(0.2), nn.GELU(), nn.Linear(64, 64))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x, scale):
+        inner = super().forward
+        return checkpoint(lambda x: inner(x * scale()), x, use_reentrant=self.use_reentrant)
+
+
+class CheckpointedBlocks(nn.Module):
+    """A model whose blocks gather their weights outside of the checkpoint."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(64))
+        self.body = nn.ModuleList(CheckpointedBlock(use_reentrant) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.body:
+            x = block(x, lambda: self.scale)
+        return x
+
+
+class WrappedBlocks(nn.Module):
+    """A model whose blocks torch has wrapped in checkpoints."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        kind = CheckpointImpl.REENTRANT if use_reentrant else CheckpointImpl.NO_REENTRANT
+        blocks = [
+            nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.2), nn.GELU(), nn.Linear(64, 64)) for _ in range(2)
+        ]
+        self.body = nn.ModuleList(checkpoint_wrapper(block, checkpoint_impl=kind) for block in blocks)
+
+    def forward(self, x):
+        for block in self.body:
+            x = block(x)
+        return x
+
+
 class TestTools:
     """What programs put around a model."""
 
-    @pytest.mark.parametrize("kind", [Checkpointed, CheckpointedMethod])
+    @pytest.mark.parametrize("kind", [Checkpointed, CheckpointedMethod, CheckpointedBlocks, WrappedBlocks])
     @pytest.mark.parametrize("use_reentrant", [False, True])
     @pytest.mark.parametrize("rows", [8, 3])
     def test_activation_checkpointing(self, kind, use_reentrant, rows):
         """Activations that are computed again are the same, dropout included."""
         rules = {
-            r"(body\.\d\.0|up)\.weight": ("model", "batch"),
-            r"(body\.\d\.3|down)\.weight": ("batch", "model"),
+            r"(body\.\d\.(\w+\.)?0|up)\.weight": ("model", "batch"),
+            r"(body\.\d\.(\w+\.)?3|down)\.weight": ("batch", "model"),
+            "scale": ("batch",),
         }
         plain, model = pair(partial(kind, use_reentrant), rules)
         x = X[:rows].clone().requires_grad_()  # reentrant checkpoints want an input with a gradient
