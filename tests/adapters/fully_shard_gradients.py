@@ -98,6 +98,29 @@ def other_optimizers():
     return found
 
 
+def unsharded_head():
+    """A layer without a layout beside a sharded model: one optimizer and one norm; another seed in one process."""
+    found = {}
+    for name in ("foreach", "fused"):
+        both = []
+        for model in pair(SMALL):
+            torch.manual_seed(3)
+            head = torch.nn.Linear(256, 4)
+            weights = [*model.parameters(), *head.parameters()]
+            optimizer = torch.optim.AdamW(weights, lr=1e-2, eps=1e-3, **{name: True})
+            for _ in range(2):
+                optimizer.zero_grad()
+                head(model(TOKENS)).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(weights, 0.01, foreach=True)
+                optimizer.step()
+            both.append((model, head))
+        (plain, plain_head), (model, head) = both
+        found[name] = [apart(plain, model), apart(plain_head, head)]
+    head.weight.data.add_(dist.get_rank())
+    found["said"] = refusal(torch.optim.SGD(weights, lr=0.1).step)
+    return found
+
+
 def accumulated():
     """Two passes before a step, a graph that is walked twice, two graphs at a time."""
     found = []

@@ -15,7 +15,7 @@ NEAR = 1e-5
 
 
 FEW = (  # what makes all gathers late comes last
-    *("gradients_of_all_strides", "steps", "other_optimizers", "what_the_plan_says"),
+    *("gradients_of_all_strides", "steps", "other_optimizers", "unsharded_head", "what_the_plan_says"),
     *("as_many_collectives", "mixed_precision", "refused_options", "ahead"),
 )
 MANY = (
@@ -82,6 +82,14 @@ def test_steps_are_those_of_one_device(few):
 def test_other_optimizers_step_as_on_one_device(few):
     """Adafactor and LBFGS, whose weights are near."""
     assert is_near(few["other_optimizers"]), few["other_optimizers"]
+
+
+def test_an_unsharded_head_trains_beside_a_sharded_model(few):
+    """With foreach and fused optimizers, and one norm; values that differ between processes are refused."""
+    found = few["unsharded_head"]
+
+    assert "parameter 16 of the optimizer" in found.pop("said")
+    assert is_near(found), found
 
 
 def test_gradients_of_all_strides(few):

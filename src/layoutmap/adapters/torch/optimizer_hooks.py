@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.fingerprints import describe_optimizer
 from layoutmap.adapters.torch.optimizer_state import check_state_kinds
+from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.engines import get_engine
-from layoutmap.engines.agreement import check_program
+from layoutmap.engines.agreement import check_program, check_values
 from layoutmap.engines.patches import Item
 from layoutmap.engines.tested import Needed
 from layoutmap.engines.torch.changes import change
@@ -76,6 +77,15 @@ def _compare_optimizer(optimizer: torch.optim.Optimizer, parameter: DTensor) -> 
     if layout is not None:
         gather = functools.partial(engine.all_gather, mesh=layout.mesh)
         check_program("optimizer.step", describe_optimizer(optimizer), gather)
+        weights = (each for group in optimizer.param_groups for each in group["params"])
+        plain = [(n, each) for n, each in enumerate(weights) if not isinstance(each, DTensor)]
+        check_values(
+            (
+                (f"parameter {n} of the optimizer", compute_checksum(engine.to_numpy(p.detach())))
+                for n, p in plain
+            ),
+            gather,
+        )
     check_state_kinds(optimizer)
     _compared[optimizer] = len(optimizer.param_groups)  # once: it costs an exchange of all processes
 
