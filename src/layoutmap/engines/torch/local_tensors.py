@@ -208,7 +208,7 @@ def _select(args: Args, numbers: Sequence[Any]) -> Args:
 
     def select(value: Any) -> object:
         is_list = isinstance(value, (list, tuple)) and len(value) == len(args[0])  # pyright: ignore[reportUnknownArgumentType]
-        return [value[number] for number in numbers] if is_list else value
+        return [value[number] for number in numbers] if is_list else value  # pyright: ignore[reportUnknownVariableType]
 
     return tuple(map(select, args))
 
