@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from layoutmap.adapters.torch.compiled import check_compilable
 from layoutmap.adapters.torch.fingerprints import describe_optimizer
 from layoutmap.adapters.torch.optimizer_state import check_state_kinds
 from layoutmap.core.checksums import compute_checksum
@@ -55,6 +56,20 @@ def check_optimizers() -> None:
 
 
 def _check_before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        _check_before_compiled_step(optimizer)
+    else:
+        _check_optimizer(optimizer)
+
+
+@torch.compiler.disable(reason="a step of sharded weights is checked outside of the graph")  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
+def _check_before_compiled_step(optimizer: torch.optim.Optimizer) -> None:
+    if any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
+        check_compilable(f"{type(optimizer).__name__}.step", is_dynamic=False)
+    _check_optimizer(optimizer)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     state = optimizer.state
     for group in optimizer.param_groups:
         for parameter in group["params"]:
