@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -117,6 +118,34 @@ class TestTools:
 
         for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
             assert_close(expected.grad, parameter.grad)
+
+    @pytest.mark.parametrize("wrap", [fully_shard, nn.parallel.DistributedDataParallel])
+    def test_wrappers_for_several_processes(self, wrap):
+        """Each is refused by one error, and the model stays as it is."""
+        plain, model = pair()
+        for module in (model, model.body):
+            with pytest.raises(lm.ScopeError, match="is in layouts"):
+                wrap(module)
+
+        assert_close(plain(X), model(X))
+
+    def test_resized_embeddings(self):
+        """A vocabulary that grows is refused with a fix for the caller, and one of the same size is left alone."""
+        sizes = {
+            "n_embd": 8,
+            "n_layer": 1,
+            "n_head": 2,
+            "n_positions": 8,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+        config = transformers.GPT2Config(vocab_size=16, **sizes)
+        _, model = pair(lambda: transformers.GPT2LMHeadModel(config), {r".*wte\.weight": ("batch", None)})
+        model.resize_token_embeddings(16)
+        with pytest.raises(lm.ScopeError, match="resize the model before"):
+            model.resize_token_embeddings(20)
+
+        assert (16, 8) == model.get_input_embeddings().weight.shape
 
     @pytest.mark.parametrize("use_reentrant", [False, True])
     def test_activation_checkpointing_where_draws_are_by_tiles(self, use_reentrant):

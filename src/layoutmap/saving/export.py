@@ -124,7 +124,7 @@ class _Values(Source):
         return number if self._gather is None else int(self._gather(np.array(number)).max())
 
     def follow_first(self) -> None:
-        """Gather what the first process reads, until it has ended."""
+        """Gather the variables that the first process reads, until it has ended."""
         arrays = [*self._arrays.values()]
         while (number := self.announce(_ASKS)) >= 0:
             self._engine.to_numpy(arrays[number])

@@ -11,8 +11,10 @@ safetensors 0.8     torch._remove_duplicate_names(state_dict), _flatten_as_ptr(t
                     tensor in a layout has none of
 transformers 5.23   PreTrainedModel.save_pretrained, and that of peft.PeftModel: what is saved has to be plain, or each
                     process writes its shards: modeling_utils.safe_save_file(tensors, filename) tells which files
-                    there are
-torch               nn.parallel.DistributedDataParallel(module): for a model that each process has for itself
+                    there are; resize_token_embeddings(...): its fix is to be one that the caller can follow
+torch               nn.parallel.DistributedDataParallel(module): for a model that each process has for itself;
+                    distributed.fsdp._fully_shard._fully_shard._validate_module(module, name): the first that
+                    fully_shard does
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.torch.boundary import unshard_tensors
 from layoutmap.adapters.torch.forward import find_forward
 from layoutmap.adapters.torch.pretrained import save_shards, wrap_save_file
-from layoutmap.core.errors import ScopeError
+from layoutmap.core.errors import EngineError, ScopeError
 from layoutmap.engines.patches import Attribute
+from layoutmap.engines.tested import Needed
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
 from layoutmap.engines.torch.operators import Function
@@ -117,10 +120,26 @@ def _wrap_sharded_save(own: Function) -> Function:
     return save_pretrained
 
 
+def _wrap_resize(own: Function) -> Function:
+    def resize_token_embeddings(self: torch.nn.Module, *args: object, **options: object) -> object:
+        try:
+            return own(self, *args, **options)
+        except EngineError as error:
+            raise ScopeError(
+                f"resize_token_embeddings: {type(self).__name__} is sharded",
+                why="a shard of the embeddings was made for their size, and transformers would change it",
+                fix="resize the model before layout_map.apply(model), or in the function that you give to "
+                "layout_map.build",
+            ) from error
+
+    return resize_token_embeddings
+
+
 def _patch_transformers() -> Iterator[Attribute]:
     from transformers import PreTrainedModel, modeling_utils
 
     yield from _patch_attribute(PreTrainedModel, "save_pretrained", _wrap_sharded_save)
+    yield from _patch_attribute(PreTrainedModel, "resize_token_embeddings", _wrap_resize)
     yield from _patch_attribute(modeling_utils, "safe_save_file", wrap_save_file)
 
 
@@ -195,19 +214,34 @@ def _patch_data_parallel() -> Iterator[Attribute]:
     yield from _patch_attribute(torch.nn.parallel.DistributedDataParallel, "__init__", wrap_init)
 
 
+def _patch_fully_shard() -> Iterator[Attribute]:
+    with Needed("torch"):
+        from torch.distributed.fsdp._fully_shard import _fully_shard  # pyright: ignore[reportPrivateUsage]
+
+    def wrap_validation(own: Function) -> Function:
+        def validate_module(module: torch.nn.Module, func_name: str) -> None:
+            _refuse_wrapping(func_name, module)
+            own(module, func_name)
+
+        return validate_module
+
+    yield from _patch_attribute(_fully_shard, "_validate_module", wrap_validation)
+
+
 def _refuse_wrapping(what: str, module: torch.nn.Module) -> None:
     if any(find_forward(each) is not None for each in module.modules()):
         raise ScopeError(
             f"{what}: {type(module).__name__} is in layouts",
-            why="in several processes it expects a separate model and batch in each; a model in layouts spans all "
-            "processes, takes the global batch, and reduces its gradients itself",
-            fix="train it with a loop of your own, the same in each process. Trainer of transformers, "
-            "Accelerator.prepare and Trainer of Lightning train it in one process, on simulated devices",
+            why="it expects a separate model and batch in each process; a model in layouts spans all processes, takes "
+            "the global batch, and gathers its weights and reduces its gradients itself",
+            fix='leave it out, and train with a loop of your own. A rule such as ("batch", None) with '
+            'batch_dim="batch" shards a weight as fully_shard does',
         )
 
 
 _TOOLS: dict[str, Callable[[], Iterator[Attribute]]] = {
     "torch": _patch_data_parallel,
+    "torch.distributed.fsdp._fully_shard._fully_shard": _patch_fully_shard,
     "transformers.modeling_utils": _patch_transformers,
     "peft": _patch_peft,
     "accelerate": _patch_accelerate,
