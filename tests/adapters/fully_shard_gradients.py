@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import itertools
 import shutil
 import tempfile
 import warnings
@@ -29,6 +30,7 @@ from fully_shard_pairs import (
     passes,
     refusal,
 )
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch_models import Transformer, token_loss
 
 import layoutmap as lm
@@ -96,6 +98,29 @@ def other_optimizers():
     return found
 
 
+def unsharded_head():
+    """A layer without a layout beside a sharded model: one optimizer and one norm; another seed in one process."""
+    found = {}
+    for name in ("foreach", "fused"):
+        both = []
+        for model in pair(SMALL):
+            torch.manual_seed(3)
+            head = torch.nn.Linear(256, 4)
+            weights = [*model.parameters(), *head.parameters()]
+            optimizer = torch.optim.AdamW(weights, lr=1e-2, eps=1e-3, **{name: True})
+            for _ in range(2):
+                optimizer.zero_grad()
+                head(model(TOKENS)).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(weights, 0.01, foreach=True)
+                optimizer.step()
+            both.append((model, head))
+        (plain, plain_head), (model, head) = both
+        found[name] = [apart(plain, model), apart(plain_head, head)]
+    head.weight.data.add_(dist.get_rank())
+    found["said"] = refusal(torch.optim.SGD(weights, lr=0.1).step)
+    return found
+
+
 def accumulated():
     """Two passes before a step, a graph that is walked twice, two graphs at a time."""
     found = []
@@ -115,8 +140,6 @@ def accumulated():
 
 
 class Checkpointed(Transformer):
-    reentrant = False
-
     def forward(self, tokens):
         length = tokens.shape[1]
         x = self.tokens(tokens) + self.positions[:length] * self.mask[:length]
@@ -125,20 +148,39 @@ class Checkpointed(Transformer):
         return self.head(self.norm(x) * self.scale)
 
 
-def checkpoints():
+def called(reentrant):
+    model = Checkpointed()
+    model.reentrant = reentrant
+    return model
+
+
+def wrapped(reentrant):
+    """A transformer whose blocks compute themselves again, with dropout."""
+    kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    model = Transformer()
+    for number, block in enumerate(model.blocks):
+        again = checkpoint_wrapper(torch.nn.Sequential(block, torch.nn.Dropout(0.1)), checkpoint_impl=kind)
+        model.blocks[number] = again
+    return model
+
+
+def checkpoints_gathered_by_layoutmap():
+    return checkpoints(gather="own")
+
+
+def checkpoints(**options):
     found = {}
-    for reentrant in (False, True):
-        plain, model = pair(Checkpointed)
-        plain.reentrant = model.reentrant = reentrant
+    for reentrant, kind in itertools.product((False, True), (called, wrapped)):
+        plain, model = pair(functools.partial(kind, reentrant), **options)
         both = optimizers_of(plain, model)
         for step in range(3):
             for optimizer in both:
                 optimizer.zero_grad()
             passes(plain, model, seed=step)
-            found[f"{reentrant} {step}"] = apart(plain, model, gradient)
+            found[f"{kind.__name__} {reentrant} {step}"] = apart(plain, model, gradient)
             for optimizer in both:
                 optimizer.step()
-        found[f"{reentrant} weights"] = apart(plain, model)
+        found[f"{kind.__name__} {reentrant} weights"] = apart(plain, model)
     return found
 
 

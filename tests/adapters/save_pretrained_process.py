@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from hugging_face_models import make_llama, make_map, tied
+from safetensors.torch import load_file
 
 import layoutmap as lm
 from layoutmap.core.errors import CheckpointError
@@ -68,6 +69,15 @@ def main(folder):
     experts.save_pretrained(folder / "experts")
     dist.barrier()
     assert_saved(folder / "experts", mixture)
+
+    lm.export(model, folder / "exported")
+    exported = load_file(folder / "exported" / "model.safetensors")
+    for name, tensor in make_llama().state_dict().items():
+        assert torch.equal(tensor, exported[name]), name
+    with pytest.raises(
+        CheckpointError, match="it exists already" if first else "the first process could not"
+    ):
+        lm.export(model, folder / "exported")
 
     # A process that cannot write: it is an error in both, and what was there is as it was.
     before, write = listed(folder / "several"), os.pwrite

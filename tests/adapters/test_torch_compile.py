@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from engines import several_processes
+from torch import nn
 from torch_compiled_numbers import CASES, REFUSED
 from torch_models import RULES, Transformer
+from torch_pairs import Layers, X, pair, whole
 
 import layoutmap as lm
 from layoutmap.adapters.torch.structure import Structure
@@ -245,6 +247,22 @@ def test_simulated_devices_are_refused(options):
 
 
 @pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Dynamo's own imports
+@pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+def test_compiled_steps_on_simulated_devices_are_refused():
+    """Before a weight has changed. Steps of unsharded weights are compiled as ever."""
+    _, model = pair(Layers)
+    plain = nn.Linear(4, 4)
+    before = whole(model.body[0].weight).detach().clone()
+    for each, x in ((plain, X[:, :4]), (model, X)):
+        each(x).sum().backward()
+    torch.compile(torch.optim.SGD(plain.parameters(), lr=0.1).step, backend="eager")()
+    with pytest.raises(lm.ScopeError, match=r"AdamW\.step on simulated devices cannot be compiled"):
+        torch.compile(torch.optim.AdamW(model.parameters()).step, backend="eager")()
+
+    assert torch.equal(before, whole(model.body[0].weight))
+
+
 def test_copies_are_compiled_as_what_they_are():
     """A copy of a model is laid out, and compiled as that; one that is unpickled is plain code, and torch's matter."""
     model = laid_out(depth=1)

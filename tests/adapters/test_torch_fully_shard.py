@@ -15,11 +15,20 @@ NEAR = 1e-5
 
 
 FEW = (  # what makes all gathers late comes last
-    *("gradients_of_all_strides", "replicated_groups", "steps", "other_optimizers", "what_the_plan_says"),
+    *("gradients_of_all_strides", "replicated_groups", "steps", "other_optimizers", "unsharded_head"),
+    "what_the_plan_says",
     *("as_many_collectives", "mixed_precision", "refused_options", "ahead"),
 )
 MANY = (
-    *("accumulated", "checkpoints", "frozen", "losses_in_other_ways", "aside", "state_dicts"),
+    *(
+        "accumulated",
+        "checkpoints",
+        "checkpoints_gathered_by_layoutmap",
+        "frozen",
+        "losses_in_other_ways",
+        "aside",
+        "state_dicts",
+    ),
     *("changes_between_the_passes", "after_a_failure", "what_fully_shard_cannot", "copies_and_conversions"),
     *("other_meshes", "mixed_precision_gathered_in_other_ways"),
     *("freed_or_kept", "off_loaded", "own_in_other_ways"),
@@ -81,6 +90,14 @@ def test_a_batch_over_two_dims(few):
     assert is_near(few["replicated_groups"]), few["replicated_groups"]
 
 
+def test_an_unsharded_head_trains_beside_a_sharded_model(few):
+    """With foreach and fused optimizers, and one norm; values that differ between processes are refused."""
+    found = few["unsharded_head"]
+
+    assert "parameter 16 of the optimizer" in found.pop("said")
+    assert is_near(found), found
+
+
 def test_gradients_of_all_strides(few):
     """Those that autograd would copy, with the axes of memory in another order, are summed up once."""
     assert is_near(few["gradients_of_all_strides"]), few["gradients_of_all_strides"]
@@ -88,7 +105,11 @@ def test_gradients_of_all_strides(few):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", ["accumulated", "checkpoints", "frozen", "losses_in_other_ways", "aside", "other_meshes"]
+    "name",
+    [
+        *("accumulated", "checkpoints", "checkpoints_gathered_by_layoutmap", "frozen"),
+        *("losses_in_other_ways", "aside", "other_meshes"),
+    ],
 )
 def test_gradients_are_those_of_one_device(many, name):
     """So they are for every way in which a loss can depend on the weights."""

@@ -1,6 +1,7 @@
 """Tools of Hugging Face with a laid out model: they train it as they train a plain one, and save all of it."""
 
 import io
+import json
 import pickle
 import re
 from pathlib import Path
@@ -231,12 +232,19 @@ def test_accelerate_trains_as_on_one_device(tmp_path, accumulation):
 
 
 def in_two_processes(worker, *arguments):
-    """What came of two processes, with the environment that torchrun sets."""
+    return in_processes(2, worker, *arguments)
+
+
+def in_processes(size, worker, *arguments):
+    """What came of several processes, with the environment that torchrun sets, or of one."""
     (port,) = several_processes.free_ports(1)
-    both = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    all_of_them = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     file = Path(__file__).with_name(f"{worker}.py")
     return forked.wait_for_all(
-        [forked.start(file, [*map(str, arguments)], both | {"RANK": str(number)}) for number in range(2)]
+        [
+            forked.start(file, [*map(str, arguments)], all_of_them | {"RANK": str(number)})
+            for number in range(size)
+        ]
     )
 
 
@@ -255,6 +263,45 @@ def test_a_killed_save_leaves_nothing_to_the_next(tmp_path):
 def test_two_processes(worker, tmp_path):
     """Two read what each needs of a checkpoint, write what each has of one, and refuse to train or save a part."""
     assert_well(in_two_processes(worker, tmp_path, "whole"))
+
+
+TRAINED = ("adamw", "sgd", "loop")
+TRAINED_LONG = ("bf16", "lora", "module", "resumed")
+
+
+def assert_trains_as_one_process(folder, size, cases):
+    """Trainer and accelerate in several processes give the losses and weights, and their files, of one."""
+    worker, several = "hugging_face_training_process", folder / str(size)
+    for each, where in ((1, folder / "1"), (size, several)):
+        where.mkdir(exist_ok=True)
+        resume = folder / "1" / "resumed" / "checkpoint-3"
+        if "resumed" in cases and each == 1:
+            assert_well(in_processes(1, worker, where, "", "resumed"))
+        assert_well(in_processes(each, worker, where, resume, *cases))
+    for case in cases:
+        atol = 2e-2 if case == "bf16" else 1e-5
+        found = [json.loads((folder / each / f"{case}.json").read_text()) for each in ("1", str(size))]
+        assert pytest.approx(found[0], abs=atol) == found[1], case
+        weights = [torch.load(folder / each / f"{case}.pt") for each in ("1", str(size))]
+        for name, weight in weights[0].items():
+            torch.testing.assert_close(weights[1][name], weight, rtol=0, atol=atol, msg=f"{case}: {name}")
+        files = [
+            {file.name for file in (folder / each / case).rglob("*") if file.is_file()}
+            for each in ("1", str(size))
+        ]
+        assert files[0] == {each for each in files[1] if not re.match(r"random_states_[1-9]", each)}
+
+
+def test_trainer_and_accelerate_in_two_processes(tmp_path):
+    """They train a sharded model as one process trains the unsharded one."""
+    assert_trains_as_one_process(tmp_path, 2, TRAINED)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 4])
+def test_any_trainer_in_several_processes(tmp_path, size):
+    """Also with mixed precision, LoRA, modules of a program, and from a checkpoint of one process."""
+    assert_trains_as_one_process(tmp_path, size, TRAINED_LONG)
 
 
 def assert_well(ended):

@@ -6,6 +6,8 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -52,17 +54,61 @@ class CheckpointedMethod(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
 
 
+class CheckpointedBlock(nn.Sequential):
+    """A block that computes itself again, with a weight of the model."""
+
+    def __init__(self, use_reentrant):
+        super().__init__(nn.Linear(64, 64), nn.Dropout(0.2), nn.GELU(), nn.Linear(64, 64))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x, scale):
+        inner = super().forward
+        return checkpoint(lambda x: inner(x * scale()), x, use_reentrant=self.use_reentrant)
+
+
+class CheckpointedBlocks(nn.Module):
+    """A model whose blocks gather their weights outside of the checkpoint."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(64))
+        self.body = nn.ModuleList(CheckpointedBlock(use_reentrant) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.body:
+            x = block(x, lambda: self.scale)
+        return x
+
+
+class WrappedBlocks(nn.Module):
+    """A model whose blocks torch has wrapped in checkpoints."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        kind = CheckpointImpl.REENTRANT if use_reentrant else CheckpointImpl.NO_REENTRANT
+        blocks = [
+            nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.2), nn.GELU(), nn.Linear(64, 64)) for _ in range(2)
+        ]
+        self.body = nn.ModuleList(checkpoint_wrapper(block, checkpoint_impl=kind) for block in blocks)
+
+    def forward(self, x):
+        for block in self.body:
+            x = block(x)
+        return x
+
+
 class TestTools:
     """What programs put around a model."""
 
-    @pytest.mark.parametrize("kind", [Checkpointed, CheckpointedMethod])
+    @pytest.mark.parametrize("kind", [Checkpointed, CheckpointedMethod, CheckpointedBlocks, WrappedBlocks])
     @pytest.mark.parametrize("use_reentrant", [False, True])
     @pytest.mark.parametrize("rows", [8, 3])
     def test_activation_checkpointing(self, kind, use_reentrant, rows):
         """Activations that are computed again are the same, dropout included."""
         rules = {
-            r"(body\.\d\.0|up)\.weight": ("model", "batch"),
-            r"(body\.\d\.3|down)\.weight": ("batch", "model"),
+            r"(body\.\d\.(\w+\.)?0|up)\.weight": ("model", "batch"),
+            r"(body\.\d\.(\w+\.)?3|down)\.weight": ("batch", "model"),
+            "scale": ("batch",),
         }
         plain, model = pair(partial(kind, use_reentrant), rules)
         x = X[:rows].clone().requires_grad_()  # reentrant checkpoints want an input with a gradient
@@ -72,6 +118,34 @@ class TestTools:
 
         for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
             assert_close(expected.grad, parameter.grad)
+
+    @pytest.mark.parametrize("wrap", [fully_shard, nn.parallel.DistributedDataParallel])
+    def test_wrappers_for_several_processes(self, wrap):
+        """Each is refused by one error, and the model stays as it is."""
+        plain, model = pair()
+        for module in (model, model.body):
+            with pytest.raises(lm.ScopeError, match="is in layouts"):
+                wrap(module)
+
+        assert_close(plain(X), model(X))
+
+    def test_resized_embeddings(self):
+        """A vocabulary that grows is refused with a fix for the caller, and one of the same size is left alone."""
+        sizes = {
+            "n_embd": 8,
+            "n_layer": 1,
+            "n_head": 2,
+            "n_positions": 8,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+        config = transformers.GPT2Config(vocab_size=16, **sizes)
+        _, model = pair(lambda: transformers.GPT2LMHeadModel(config), {r".*wte\.weight": ("batch", None)})
+        model.resize_token_embeddings(16)
+        with pytest.raises(lm.ScopeError, match="resize the model before"):
+            model.resize_token_embeddings(20)
+
+        assert (16, 8) == model.get_input_embeddings().weight.shape
 
     @pytest.mark.parametrize("use_reentrant", [False, True])
     def test_activation_checkpointing_where_draws_are_by_tiles(self, use_reentrant):

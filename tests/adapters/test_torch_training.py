@@ -123,6 +123,25 @@ class TestSteps:
             if parameter.requires_grad:
                 assert_close(expected.grad, parameter.grad)
 
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_unsharded_head(self, name):
+        """Layers without a layout train beside a sharded model, with one optimizer and one norm for both."""
+        found = []
+        for model in pair(Layers):
+            torch.manual_seed(3)
+            head = nn.Linear(64, 8)
+            weights = [*head.parameters(), *model.parameters()]
+            optimizer = OPTIMIZERS[name](weights)
+            for _ in range(2):
+                optimizer.zero_grad()
+                head(model(X)).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(weights, 0.01, foreach="foreach" in name or None)
+                optimizer.step()
+            found.append(weights)
+
+        for expected, actual in zip(*found, strict=True):
+            assert_close(expected, actual)
+
     def test_parameters_that_change(self):
         """A copy, a parameter that is trained only later, and one that a state dict brought have right gradients."""
         plain, model = pair(Layers)

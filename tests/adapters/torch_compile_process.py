@@ -302,6 +302,17 @@ def one_graph():
     batches = [torch.linspace(-1, 1, rows * 8).reshape(rows, 8) for rows in (8, 7, 8)]
     right = all(torch.allclose(plain(each), model(each), atol=1e-6) for each in batches)
     graphs = counters["stats"]["unique_graphs"]
+    stepped = []
+    for compiling in (lambda step: step, partial(torch.compile, backend="aot_eager")):
+        each = laid_out()
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3)
+        step = compiling(optimizer.step)
+        for _ in range(2):
+            optimizer.zero_grad()
+            each(batches[0]).square().sum().backward()
+            step()
+        stepped.append([get_engine("torch").to_numpy(weight.detach()) for weight in each.parameters()])
+    right = right and all(map(partial(np.allclose, atol=1e-6), *stepped))
     inner = laid_out()
     for name, refused in {
         "counts its calls": compiled(laid_out("counts its calls")),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, MutableMapping
+from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, cast
 
@@ -108,6 +108,12 @@ class Item:
     def remove(self) -> None:
         """Take it out."""
         self._items.pop(self._key, None)
+
+
+def patch_if_present(owner: object, name: str, make: Callable[[Any], Any]) -> Iterator[Attribute]:
+    """Yield the patch of a function that keeps its signature, or nothing if the owner has no such attribute."""
+    if hasattr(owner, name):  # else the library says itself what it cannot do
+        yield Attribute(owner, name, lambda own: functools.wraps(own)(make(own)))
 
 
 # Ctrl-C can arrive inside `__exit__`, so the finalizer of a use removes the patches, too (decisions/0025).

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from layoutmap.engines.torch.dtensor_ops import refuse_shard, take_one_rank
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.placing import full_tensor, move_to_placements, reduce_partial, replicate_tensor
+from layoutmap.engines.torch.specs import get_local
+from layoutmap.engines.torch.storages import get_storage_key
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 
@@ -89,3 +91,20 @@ def _apply_on_mesh(change: Function, tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_record(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def gather_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return unsharded tensors on the CPU in place of DTensors. Names of one tensor still share one.
+
+    All processes must call it.
+    """
+    known: dict[int, torch.Tensor] = {}
+    made: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            key = get_storage_key(next(iter(simulation.get_pieces(get_local(tensor)).values())))
+            if key not in known:
+                known[key] = unshard_tensors(tensor.detach()).cpu()
+            tensor = known[key]
+        made[name] = tensor
+    return made

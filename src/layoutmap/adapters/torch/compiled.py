@@ -44,10 +44,11 @@ from layoutmap.engines.torch.storages import is_view_of_another
 from layoutmap.engines.torch.trees import tree_leaves
 
 
-def check_compilable(*, is_dynamic: bool) -> None:
+def check_compilable(what: str = "a model", *, is_dynamic: bool) -> None:
     """Refuse to compile where there is no graph for one device.
 
     Args:
+        what: The name of what is compiled.
         is_dynamic: Whether shapes are to be dynamic.
 
     Raises:
@@ -55,9 +56,9 @@ def check_compilable(*, is_dynamic: bool) -> None:
     """
     if simulation.is_simulated():
         raise ScopeError(
-            "a model on simulated devices cannot be compiled",
+            f"{what} on simulated devices cannot be compiled",
             why="one process computes for all devices in turn, and a graph is for one device",
-            fix="start a process for each device, as with torchrun, or do not compile the model",
+            fix="start a process for each device, as with torchrun, or do not compile it",
         )
     if is_dynamic:
         raise ScopeError(

@@ -14,6 +14,7 @@ from layoutmap.adapters.torch.paths import Holder
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.tested import check_names
+from layoutmap.engines.torch.backward import call_after_backward, get_backward_pass
 from layoutmap.engines.torch.dtensor_ops import note_redistributed
 from layoutmap.engines.torch.gather import Cast, Gather, can_gather, describe_early_change, save_references
 from layoutmap.engines.torch.modes import skip_function_modes
@@ -81,13 +82,14 @@ class GatherGroup:
         self._weights, self._is_kept = weights, is_kept
         self.dtype = getattr(policy, "param_dtype", None)
         self.reduce_dtype = getattr(policy, "reduce_dtype", None)
+        self._made_in_backward: tuple[object, dict[int, DTensor]] = (), {}
 
     @contextmanager
     def gathered(self, context: ScopeContext) -> Generator[None]:
         """Gather the weights into their modules until the block ends."""
         weights = [(weight, held) for weight in self._weights if (held := weight.held) is not None]
         found = _StoredWeights(self, weights, context)
-        together = skip_function_modes(found.tensors)()
+        together = skip_function_modes(self._gather_tensors)(found)
         if not together:  # the model's own call has gathered them
             yield
             return
@@ -114,6 +116,19 @@ class GatherGroup:
             for (weight, _, tensor), memory in zip(held, memories, strict=True):
                 if get_memory(tensor) is not memory:
                     raise _make_data_error(weight.name)
+
+    def _gather_tensors(self, found: _StoredWeights) -> dict[int, DTensor]:
+        """Gather the weights, but those that are kept once in a backward pass: each checkpoint in it asks for them."""
+        if get_backward_pass() < 0 or not self._is_kept or not found.keys:
+            return found.tensors()
+        key = get_backward_pass(), torch.is_grad_enabled(), found.keys
+        if self._made_in_backward[0] != key:
+            self._made_in_backward = key, found.tensors()
+            call_after_backward(self._drop_gathered)
+        return self._made_in_backward[1]
+
+    def _drop_gathered(self) -> None:
+        self._made_in_backward = (), {}
 
 
 def _make_data_error(name: str) -> EngineError:

@@ -11,6 +11,7 @@ In several processes torch's `fully_shard` does it, where it can; else this libr
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,11 +24,13 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import map_tensors
 from layoutmap.adapters.torch.fsdp_own import GatherGroup, ModelCall, Weight, swap_temporarily
+from layoutmap.adapters.torch.mesh_context import here
 from layoutmap.adapters.torch.paths import Holder, find_layer_paths
 from layoutmap.core.errors import join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import merge_paths, split_at_numbers
 from layoutmap.core.specs import format_batch_dim, list_batch_dims
+from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch.gather import Unit, can_gather
 from layoutmap.engines.torch.operators import Args, Kwargs
 from layoutmap.engines.torch.specs import get_axis, get_local
@@ -262,6 +265,7 @@ def gather_weights(
         context: The scope.
         inputs: The tensors that the module is called with.
     """
+    again = functools.partial(gather_weights, gathering, context, ())
     unit = gathering.unit
     sharded = [places[0].held for places in gathering.places]
     with ExitStack() as stack:
@@ -279,4 +283,5 @@ def gather_weights(
             own = gathering.others
         if own:
             stack.enter_context(gathering.own(own).gathered(context))
+        stack.enter_context(temporarily(here, "gatherings", (*here.gatherings, again)))
         yield

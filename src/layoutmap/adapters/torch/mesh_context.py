@@ -1,15 +1,15 @@
 """Where the layers of a laid out model run: on its mesh, entered once by the outermost call.
 
-A checkpoint of activations runs a part of the model once more, in the backward pass, when no call of the model is open.
-What it runs then has to come to the mesh by itself, so the function that it keeps is made one that does.
+An activation checkpoint computes a part of the model again in the backward pass, when no call of the model is open. So
+the function that it keeps is bound to the mesh, and to the weights that were gathered around it.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.engines.patches import Attribute, Patches, temporarily
 from layoutmap.engines.tested import check_names
+from layoutmap.engines.torch.backward import get_backward_pass
 from layoutmap.engines.torch.dtensor_ops import SummingUp
 from layoutmap.engines.torch.operators import Function
 
@@ -34,6 +35,7 @@ class _Here(threading.local):
         is_recording: Whether a graph is recorded.
         call: Of which call.
         compiled: Compiled modules of a call in which Dynamo found a model, by the `Forward` of each.
+        gatherings: Functions that gather again the weights that are gathered now, outermost first.
     """
 
     context: ScopeContext | None = None
@@ -41,6 +43,7 @@ class _Here(threading.local):
     is_recording = False
     call: Any = None
     compiled: Mapping[object, Any] = MappingProxyType({})
+    gatherings: tuple[Callable[[], AbstractContextManager[None]], ...] = ()
 
 
 here = _Here()
@@ -86,20 +89,24 @@ def _replace_inference_mode() -> Generator[None]:
 
 
 def _bind_to_mesh(function: Function) -> Function:
-    """Return a function for an activation checkpoint that computes on the current mesh whenever it is called."""
+    """Return a function that computes on this mesh with the same weights gathered, for an activation checkpoint."""
     if here.is_recording:  # with what modules hold then, which is not what the graph is given
         raise RuntimeError(
             "an activation checkpoint in it computes once more when the graph is recorded already"
         )
-    context, is_odd = here.context, here.is_odd
+    context, is_odd, gatherings = here.context, here.is_odd, here.gatherings
     if context is None:
         return function
 
     @functools.wraps(function)
     def on_mesh(*args: object, **kwargs: object) -> object:
-        if is_running():
-            return function(*args, **kwargs)
-        with compute_on_mesh(context), summing_up(is_odd):
+        with ExitStack() as stack:
+            if not is_running():
+                stack.enter_context(compute_on_mesh(context))
+                stack.enter_context(summing_up(is_odd))
+            if get_backward_pass() >= 0:
+                for gather in gatherings:  # the module around the checkpoint has freed them since
+                    stack.enter_context(gather())
             return function(*args, **kwargs)
 
     return on_mesh

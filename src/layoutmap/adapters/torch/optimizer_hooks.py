@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from layoutmap.adapters.torch.compiled import check_compilable
 from layoutmap.adapters.torch.fingerprints import describe_optimizer
 from layoutmap.adapters.torch.optimizer_state import check_state_kinds
+from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.engines import get_engine
-from layoutmap.engines.agreement import check_program
+from layoutmap.engines.agreement import check_program, check_values
 from layoutmap.engines.patches import Item
 from layoutmap.engines.tested import Needed
 from layoutmap.engines.torch.changes import change
@@ -54,6 +56,20 @@ def check_optimizers() -> None:
 
 
 def _check_before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        _check_before_compiled_step(optimizer)
+    else:
+        _check_optimizer(optimizer)
+
+
+@torch.compiler.disable(reason="a step of sharded weights is checked outside of the graph")  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
+def _check_before_compiled_step(optimizer: torch.optim.Optimizer) -> None:
+    if any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
+        check_compilable(f"{type(optimizer).__name__}.step", is_dynamic=False)
+    _check_optimizer(optimizer)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     state = optimizer.state
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -76,6 +92,15 @@ def _compare_optimizer(optimizer: torch.optim.Optimizer, parameter: DTensor) -> 
     if layout is not None:
         gather = functools.partial(engine.all_gather, mesh=layout.mesh)
         check_program("optimizer.step", describe_optimizer(optimizer), gather)
+        weights = (each for group in optimizer.param_groups for each in group["params"])
+        plain = [(n, each) for n, each in enumerate(weights) if not isinstance(each, DTensor)]
+        check_values(
+            (
+                (f"parameter {n} of the optimizer", compute_checksum(engine.to_numpy(p.detach())))
+                for n, p in plain
+            ),
+            gather,
+        )
     check_state_kinds(optimizer)
     _compared[optimizer] = len(optimizer.param_groups)  # once: it costs an exchange of all processes
 

@@ -1,18 +1,23 @@
 """Functions of other libraries on laid out models: done right, or refused by name.
 
-While there are models in layouts, each of these that was imported before one of them was made is looked after. The
-names that are replaced, and the versions on which that was tested:
+While there are models in layouts, each of these that is imported, before or after, is looked after. The names that are
+replaced, and the versions on which that was tested:
 
 peft 0.21           tuners.lora.LoraLayer._get_in_out_features(module): the sizes of a layer. It gives factors the size
                     of a shard, as transformers' own tensor parallelism wants them; a layer here has all of its outputs
-accelerate 1.15     Accelerator.get_state_dict(model): what is saved of a model, which has to be plain;
-                    prepare_model(model): wraps it in DistributedDataParallel, in several processes
+accelerate 1.15     Accelerator.get_state_dict(model), AcceleratedOptimizer.state_dict(): what is saved has to be plain;
+                    prepare(...), prepare_model(model): several processes of a sharded model count as one, and
+                    PartialState.wait_for_everyone() waits for them all the same
 safetensors 0.8     torch._remove_duplicate_names(state_dict), _flatten_as_ptr(tensors): they read memory, which a
                     tensor in a layout has none of
 transformers 5.23   PreTrainedModel.save_pretrained, and that of peft.PeftModel: what is saved has to be plain, or each
                     process writes its shards: modeling_utils.safe_save_file(tensors, filename) tells which files
-                    there are
-torch               nn.parallel.DistributedDataParallel(module): for a model that each process has for itself
+                    there are; resize_token_embeddings(...): its fix is to be one that the caller can follow
+                    Trainer._save, _save_optimizer_and_scheduler, _save_rng_state, _save_checkpoint: what all
+                    processes gather, and the first writes; create_accelerator_and_postprocess(): knows the model
+torch               nn.parallel.DistributedDataParallel(module): for a model that each process has for itself;
+                    distributed.fsdp._fully_shard._fully_shard._validate_module(module, name): the first that
+                    fully_shard does
 """
 
 from __future__ import annotations
@@ -20,21 +25,25 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.torch.boundary import unshard_tensors
+from layoutmap.adapters.torch.boundary import gather_tensors
 from layoutmap.adapters.torch.forward import find_forward
 from layoutmap.adapters.torch.pretrained import save_shards, wrap_save_file
-from layoutmap.core.errors import ScopeError
-from layoutmap.engines.patches import Attribute
+from layoutmap.adapters.torch.trainers import patch_accelerate, patch_trainer
+from layoutmap.core.errors import EngineError, ScopeError
+from layoutmap.engines.patches import Attribute, patch_if_present
+from layoutmap.engines.tested import Needed
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.specs import get_local
-from layoutmap.engines.torch.storages import get_storage_key
 
 
 def look_after_tools() -> None:
@@ -42,28 +51,48 @@ def look_after_tools() -> None:
     for module in _TOOLS:
         if module in sys.modules:
             change(*_make_patches(module))
+    change(_LATER)
+
+
+class _LaterImports(MetaPathFinder):
+    """The patch that looks after libraries that are imported while models are sharded, as `transformers.Trainer` is."""
+
+    def install(self) -> None:
+        """Watch imports."""
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def remove(self) -> None:
+        """Leave imports alone."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the module's own spec. If it is a library's, its patches follow when it has been executed."""
+        if fullname not in _TOOLS:
+            return None
+        finders = (each for each in sys.meta_path if each is not self)
+        spec = next((spec for each in finders if (spec := each.find_spec(fullname, path, target))), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_patch(module: ModuleType) -> None:
+                execute(module)
+                if self in sys.meta_path:
+                    change(*_make_patches(fullname))
+
+            spec.loader.exec_module = execute_and_patch
+        return spec
+
+
+_LATER = _LaterImports()
 
 
 @functools.cache
 def _make_patches(module: str) -> tuple[Attribute, ...]:
     return tuple(_TOOLS[module]())
-
-
-def gather_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return unsharded tensors on the CPU in place of DTensors. Names of one tensor still share one.
-
-    All processes must call it.
-    """
-    known: dict[int, torch.Tensor] = {}
-    made: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            key = get_storage_key(next(iter(simulation.get_pieces(get_local(tensor)).values())))
-            if key not in known:
-                known[key] = unshard_tensors(tensor.detach()).cpu()
-            tensor = known[key]
-        made[name] = tensor
-    return made
 
 
 def _gather_locally(what: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -76,11 +105,6 @@ def _gather_locally(what: str, tensors: Mapping[str, torch.Tensor]) -> dict[str,
             fix="call layoutmap.export(model, directory) in all processes: it writes safetensors, each weight once",
         )
     return gather_tensors(tensors)
-
-
-def _patch_attribute(owner: object, name: str, make: Callable[[Function], Function]) -> Iterator[Attribute]:
-    if hasattr(owner, name):  # else the library says itself what it cannot do
-        yield Attribute(owner, name, lambda own: functools.wraps(own)(make(own)))  # callers read signatures
 
 
 def _wrap_save_pretrained(own: Function) -> Function:
@@ -117,18 +141,34 @@ def _wrap_sharded_save(own: Function) -> Function:
     return save_pretrained
 
 
+def _wrap_resize(own: Function) -> Function:
+    def resize_token_embeddings(self: torch.nn.Module, *args: object, **options: object) -> object:
+        try:
+            return own(self, *args, **options)
+        except EngineError as error:
+            raise ScopeError(
+                f"resize_token_embeddings: {type(self).__name__} is sharded",
+                why="a shard of the embeddings was made for their size, and transformers would change it",
+                fix="resize the model before layout_map.apply(model), or in the function that you give to "
+                "layout_map.build",
+            ) from error
+
+    return resize_token_embeddings
+
+
 def _patch_transformers() -> Iterator[Attribute]:
     from transformers import PreTrainedModel, modeling_utils
 
-    yield from _patch_attribute(PreTrainedModel, "save_pretrained", _wrap_sharded_save)
-    yield from _patch_attribute(modeling_utils, "safe_save_file", wrap_save_file)
+    yield from patch_if_present(PreTrainedModel, "save_pretrained", _wrap_sharded_save)
+    yield from patch_if_present(PreTrainedModel, "resize_token_embeddings", _wrap_resize)
+    yield from patch_if_present(modeling_utils, "safe_save_file", wrap_save_file)
 
 
 def _patch_peft() -> Iterator[Attribute]:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
-    yield from _patch_attribute(PeftModel, "save_pretrained", _wrap_save_pretrained)
+    yield from patch_if_present(PeftModel, "save_pretrained", _wrap_save_pretrained)
 
     def wrap_sizes(own: Function) -> Function:
         def get_in_out_features(self: object, module: torch.nn.Module) -> object:
@@ -138,29 +178,7 @@ def _patch_peft() -> Iterator[Attribute]:
 
         return get_in_out_features
 
-    yield from _patch_attribute(LoraLayer, "_get_in_out_features", wrap_sizes)
-
-
-def _patch_accelerate() -> Iterator[Attribute]:
-    from accelerate import Accelerator  # pyright: ignore[reportMissingTypeStubs]
-
-    def wrap_state_dict(own: Function) -> Function:
-        def get_state_dict(self: object, model: torch.nn.Module, *args: object, **options: object) -> object:
-            found = own(self, model, *args, **options)
-            return gather_tensors(found) if found else found
-
-        return get_state_dict
-
-    def wrap_prepare(own: Function) -> Function:
-        def prepare_model(self: Any, model: torch.nn.Module, *args: object, **options: object) -> object:
-            if self.num_processes > 1:
-                _refuse_wrapping("Accelerator.prepare", model)
-            return own(self, model, *args, **options)
-
-        return prepare_model
-
-    yield from _patch_attribute(Accelerator, "get_state_dict", wrap_state_dict)
-    yield from _patch_attribute(Accelerator, "prepare_model", wrap_prepare)
+    yield from patch_if_present(LoraLayer, "_get_in_out_features", wrap_sizes)
 
 
 def _patch_safetensors() -> Iterator[Attribute]:
@@ -168,8 +186,12 @@ def _patch_safetensors() -> Iterator[Attribute]:
 
     def wrap_deduplication(own: Function) -> Function:
         def remove_duplicate_names(state_dict: dict[str, torch.Tensor], **options: object) -> object:
-            state_dict.update(_gather_locally("safetensors", state_dict))
-            return own(state_dict, **options)
+            if simulation.is_simulated():
+                state_dict.update(gather_tensors(state_dict))
+                return own(state_dict, **options)
+            # Names are compared by storages, for which shards stand in. Whoever saves is refused below.
+            shards = ((n, get_local(t) if isinstance(t, DTensor) else t) for n, t in state_dict.items())
+            return own(dict(shards), **options)
 
         return remove_duplicate_names
 
@@ -180,8 +202,8 @@ def _patch_safetensors() -> Iterator[Attribute]:
 
         return flatten_as_ptr
 
-    yield from _patch_attribute(safetensors.torch, "_remove_duplicate_names", wrap_deduplication)
-    yield from _patch_attribute(safetensors.torch, "_flatten_as_ptr", wrap_flatten)
+    yield from patch_if_present(safetensors.torch, "_remove_duplicate_names", wrap_deduplication)
+    yield from patch_if_present(safetensors.torch, "_flatten_as_ptr", wrap_flatten)
 
 
 def _patch_data_parallel() -> Iterator[Attribute]:
@@ -192,24 +214,40 @@ def _patch_data_parallel() -> Iterator[Attribute]:
 
         return __init__
 
-    yield from _patch_attribute(torch.nn.parallel.DistributedDataParallel, "__init__", wrap_init)
+    yield from patch_if_present(torch.nn.parallel.DistributedDataParallel, "__init__", wrap_init)
+
+
+def _patch_fully_shard() -> Iterator[Attribute]:
+    with Needed("torch"):
+        from torch.distributed.fsdp._fully_shard import _fully_shard  # pyright: ignore[reportPrivateUsage]
+
+    def wrap_validation(own: Function) -> Function:
+        def validate_module(module: torch.nn.Module, func_name: str) -> None:
+            _refuse_wrapping(func_name, module)
+            own(module, func_name)
+
+        return validate_module
+
+    yield from patch_if_present(_fully_shard, "_validate_module", wrap_validation)
 
 
 def _refuse_wrapping(what: str, module: torch.nn.Module) -> None:
     if any(find_forward(each) is not None for each in module.modules()):
         raise ScopeError(
             f"{what}: {type(module).__name__} is in layouts",
-            why="in several processes it expects a separate model and batch in each; a model in layouts spans all "
-            "processes, takes the global batch, and reduces its gradients itself",
-            fix="train it with a loop of your own, the same in each process. Trainer of transformers, "
-            "Accelerator.prepare and Trainer of Lightning train it in one process, on simulated devices",
+            why="it expects a separate model and batch in each process; a model in layouts spans all processes, takes "
+            "the global batch, and gathers its weights and reduces its gradients itself",
+            fix="leave it out: a loop of your own, Trainer of transformers, and accelerate do without. A rule such as "
+            '("batch", None) with batch_dim="batch" shards a weight as fully_shard does',
         )
 
 
 _TOOLS: dict[str, Callable[[], Iterator[Attribute]]] = {
     "torch": _patch_data_parallel,
+    "torch.distributed.fsdp._fully_shard._fully_shard": _patch_fully_shard,
     "transformers.modeling_utils": _patch_transformers,
+    "transformers.trainer": patch_trainer,
     "peft": _patch_peft,
-    "accelerate": _patch_accelerate,
+    "accelerate": patch_accelerate,
     "safetensors.torch": _patch_safetensors,
 }

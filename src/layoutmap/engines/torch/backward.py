@@ -18,7 +18,7 @@ with Needed("torch"):
     _SAVING: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
 
 check_names("torch", (torch._C, "_current_autograd_node"), (_SAVING, "_top_saved_tensors_default_hooks"))  # pyright: ignore[reportUnknownArgumentType]
-check_names("torch", (checkpoint, "_checkpoint_hook"))
+check_names("torch", (checkpoint, "_checkpoint_hook _recomputation_hook"))
 
 get_backward_pass = _current_graph_task_id
 """The number of the backward pass that runs on this thread; -1 outside of one."""
@@ -55,5 +55,5 @@ def get_saving_hooks() -> Any:
 
 
 def is_checkpoint(saver: object) -> bool:
-    """Return whether the hooks are those of an activation checkpoint, which recomputes and saves nothing."""
-    return getattr(saver, "__qualname__", "").startswith("_checkpoint_hook.")
+    """Return whether the hooks are those of an activation checkpoint, in its first pass or when it computes again."""
+    return getattr(saver, "__qualname__", "").startswith(("_checkpoint_hook.", "_recomputation_hook."))

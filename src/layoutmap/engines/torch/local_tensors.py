@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from layoutmap.engines.patches import Attribute
 from layoutmap.engines.tested import Needed, check_names
 from layoutmap.engines.torch.modes import list_dispatch_modes, skip_function_modes
-from layoutmap.engines.torch.operators import Args, Function, Kwargs
+from layoutmap.engines.torch.operators import OPERATORS, Args, Function, Kwargs, list_written_arguments
 from layoutmap.engines.torch.trees import tree_leaves
 
 with Needed("torch"):
@@ -164,7 +164,10 @@ def _choose_method(local: Function, plain: Function) -> Function:
 
 
 def _limit_ranks(for_ranks: Function) -> Function:
-    """Run a function only for the ranks of its arguments, because backward passes run outside a simulation."""
+    """Run a function only for the ranks of its arguments, because backward passes run outside a simulation.
+
+    Unsharded tensors are changed by the first rank only, because each rank would change them again.
+    """
 
     @functools.wraps(for_ranks)
     def run_for_common_ranks(
@@ -176,9 +179,38 @@ def _limit_ranks(for_ranks: Function) -> Function:
                 ranks = ranks & leaf._ranks
             elif isinstance(leaf, torch.SymInt) and isinstance(leaf.node, LocalIntNode):  # pyright: ignore[reportUnknownMemberType]
                 ranks = ranks & leaf.node._local_ints.keys()
-        return for_ranks(func, ranks, args, kwargs, **options)
+        plain = _find_changed_plain(func, args)
+        if not plain:
+            return for_ranks(func, ranks, args, kwargs, **options)
+        first = frozenset([min(ranks)])
+        if plain == [None] or len(plain) == len(args[0]):
+            return for_ranks(func, first, args, kwargs, **options)
+        for_ranks(func, first, _select(args, plain), kwargs, **options)
+        others = [number for number in range(len(args[0])) if number not in plain]
+        return for_ranks(func, ranks, _select(args, others), kwargs, **options)
 
     return run_for_common_ranks
+
+
+def _find_changed_plain(func: Function, args: Args) -> list[int | None]:
+    """Return the places of the unsharded tensors in a list that an operator changes, or [None] for no list."""
+    if not isinstance(func, OPERATORS) or func is torch.ops.aten.copy_.default:
+        return []
+    if not any(place == 0 for place, _ in list_written_arguments(func)):
+        return []
+    if isinstance(args[0], torch.Tensor):
+        return [] if isinstance(args[0], LocalTensor) else [None]
+    return [number for number, each in enumerate(args[0]) if not isinstance(each, LocalTensor)]
+
+
+def _select(args: Args, numbers: Sequence[Any]) -> Args:
+    """Return the arguments of an operator of lists, for some places in the lists."""
+
+    def select(value: Any) -> object:
+        is_list = isinstance(value, (list, tuple)) and len(value) == len(args[0])  # pyright: ignore[reportUnknownArgumentType]
+        return [value[number] for number in numbers] if is_list else value  # pyright: ignore[reportUnknownVariableType]
+
+    return tuple(map(select, args))
 
 
 _READ: dict[object, Callable[[torch.Tensor], object]] = {

@@ -111,7 +111,7 @@ class OperatorsGuarded:
     Args:
         answer: Called with a function that returns what `DTensor` would do, the operator, its arguments, positional
             and by name, and their mesh. It returns that, which is then kept, or the operator's result.
-        changed: Called with an operator and the tensors that `DTensor` has changed by it.
+        changed: Called with an operator, the tensors that `DTensor` has changed by it, and its arguments.
         moved: Called with a DTensor that was redistributed for a view of it, its local tensor there, and
             the spec of that.
     """
@@ -242,8 +242,8 @@ def _return_results(then: Function, op: OpOverload, args: Args, kwargs: Kwargs, 
     if is_inplace or is_out:
         changed = args[0] if is_inplace else [kwargs[name] for _, name in list_written_arguments(op)]
         leaves = [changed] if isinstance(changed, torch.Tensor) else tree_leaves(changed)
-        then(op, leaves)
-        if op is torch.ops.aten.copy_.default and not isinstance(changed, DTensor):
+        then(op, leaves, args, kwargs)
+        if is_inplace and isinstance(changed, torch.Tensor) and not isinstance(changed, DTensor):
             return changed
     return _OWN[_TAIL](_DISPATCHER, op, args, kwargs, *others)
 

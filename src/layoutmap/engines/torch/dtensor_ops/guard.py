@@ -100,11 +100,11 @@ def guard_mesh(device_mesh: DeviceMesh) -> None:
         change(OPERATORS_GUARDED)
 
 
-def _propagate_changes(op: OpOverload, changed: list[torch.Tensor]) -> None:
+def _propagate_changes(op: OpOverload, changed: list[torch.Tensor], args: Args, kwargs: Kwargs) -> None:
     """Write the changes of DTensors back to the tensors that they are copies of."""
     _refuse_unsharded_writes(
-        op, changed, {}
-    )  # what DTensor remembers of replicated tensors it does to plain ones, too
+        op, args, kwargs
+    )  # DTensor has not asked if it knows the operator of replicated tensors
     count_unseen(changed)
     some = [each for each in _list_dtensors(changed) if each.device_mesh in meshes] if copied else []
     if some:
@@ -138,19 +138,31 @@ def _answer_operator(own: Function, op: OpOverload, args: Args, kwargs: Kwargs, 
 
 
 def _refuse_unsharded_writes(op: OpOverload, args: Args, kwargs: Kwargs) -> None:
-    """Refuse an operator that would change an unsharded tensor, except a copy of values."""
+    """Refuse an operator that would change an unsharded tensor by sharded ones, except a copy of values.
+
+    In an operator of lists a tensor is changed by the tensors at its place in the other lists.
+    """
     if op is torch.ops.aten.copy_.default:
         return
     for place, name in list_written_arguments(op):
         # Others are for the operator's own use, such as the steps of a fused optimizer.
-        for each in tree_leaves(args[0] if place == 0 else kwargs.get(name)):
-            if isinstance(each, torch.Tensor) and not isinstance(each, DTensor):
+        tensors = _as_list(args[0] if place == 0 else kwargs.get(name))
+        for number, each in enumerate(tensors):
+            if not isinstance(each, torch.Tensor) or isinstance(each, DTensor):
+                continue
+            columns = (column for value in args[1:] if (column := _as_list(value)))
+            others = (column[number if len(column) == len(tensors) else 0] for column in columns)
+            if place or any(isinstance(other, DTensor) and not is_replicated(other) for other in others):
                 raise EngineError(
                     f"{op}: a plain tensor would be changed by tensors on a mesh",
                     facts={"shape": tuple(each.shape), "gradient of": get_backward_node()},
                     why="each device would change it, or a copy of it",
                     fix="pass their values: tensor.full_tensor()",
                 )
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)  # pyright: ignore[reportUnknownVariableType]
 
 
 def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> object:
@@ -342,7 +354,7 @@ def _write(op: OpOverload, old: DTensor, new: torch.Tensor) -> None:
             axes = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]
             values = values.where(get_local(move_to_placements(is_first, axes)).reshape(()), 0)
     get_local(old).copy_(values)
-    _propagate_changes(op, [old])
+    _propagate_changes(op, [old], (old,), {})
 
 
 OPERATORS_GUARDED = OperatorsGuarded(_answer_operator, _propagate_changes, _note_copy)

@@ -1,0 +1,173 @@
+"""Trainer of transformers and accelerate with a model that several processes share.
+
+Both wrap a model in DistributedDataParallel and give each process rows of its own. A sharded model takes the global
+batch and reduces its gradients itself, so its processes count as one: each runs the program of one device, with the
+same rows. All processes gather weights and states that are saved, and the first writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from layoutmap.adapters.torch.boundary import gather_tensors, unshard_tensors
+from layoutmap.adapters.torch.forward import find_forward
+from layoutmap.engines.patches import Attribute, patch_if_present
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.changes import change
+from layoutmap.engines.torch.operators import Function
+from layoutmap.engines.torch.trees import tree_map
+
+
+def patch_accelerate() -> Iterator[Attribute]:
+    """Yield the patches of accelerate."""
+    from accelerate import Accelerator, PartialState  # pyright: ignore[reportMissingTypeStubs]
+    from accelerate.optimizer import AcceleratedOptimizer  # pyright: ignore[reportMissingTypeStubs]
+
+    def wrap_state_dict(own: Function) -> Function:
+        def get_state_dict(self: object, model: torch.nn.Module, *args: object, **options: object) -> object:
+            found = own(self, model, *args, **options)
+            return gather_tensors(found) if found else found
+
+        return get_state_dict
+
+    def wrap_prepare(own: Function) -> Function:
+        def prepare(self: object, *args: object, **options: object) -> object:
+            if any(map(_is_shared, args)):
+                _count_as_one()  # before a data loader among them is split
+            return own(self, *args, **options)
+
+        return prepare
+
+    def wrap_optimizer_state(own: Function) -> Function:
+        def state_dict(self: object) -> object:
+            return tree_map(_gather_value, own(self))
+
+        return state_dict
+
+    def wrap_wait(own: Function) -> Function:
+        def wait_for_everyone(self: object) -> None:
+            own(self)
+            if not simulation.is_simulated() and dist.is_initialized():
+                dist.barrier()  # pyright: ignore[reportUnknownMemberType]
+
+        return wait_for_everyone
+
+    yield from patch_if_present(Accelerator, "get_state_dict", wrap_state_dict)
+    yield from patch_if_present(Accelerator, "prepare", wrap_prepare)
+    yield from patch_if_present(Accelerator, "prepare_model", wrap_prepare)
+    yield from patch_if_present(AcceleratedOptimizer, "state_dict", wrap_optimizer_state)
+    yield from patch_if_present(PartialState, "wait_for_everyone", wrap_wait)
+
+
+def _gather_value(value: object) -> object:
+    return unshard_tensors(value.detach()).cpu() if isinstance(value, DTensor) else value
+
+
+def _is_shared(model: object) -> bool:
+    """Return whether a value is a model that several processes share."""
+    several = simulation.get_world_size() > 1 and not simulation.is_simulated()
+    return (
+        several
+        and isinstance(model, torch.nn.Module)
+        and any(find_forward(each) is not None for each in model.modules())
+    )
+
+
+class _ProcessesAsOne:
+    """The patch that has accelerate count the processes of a sharded model as one, which passes the global batch."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[dict[str, object], dict[str, object]]] = []
+
+    def install(self) -> None:
+        """Count one process from now on."""
+        from accelerate.state import AcceleratorState, PartialState  # pyright: ignore[reportMissingTypeStubs]
+        from accelerate.utils import DistributedType  # pyright: ignore[reportMissingTypeStubs]
+
+        one: dict[str, object] = {"num_processes": 1, "distributed_type": DistributedType.NO}
+        shared: list[dict[str, object]] = [
+            vars(PartialState)["_shared_state"],
+            vars(AcceleratorState)["_shared_state"],
+        ]
+        for state in shared:
+            if state.get("num_processes", 1) != 1:
+                self._before.append((state, {name: state[name] for name in one}))
+                state.update(one)
+
+    def remove(self) -> None:
+        """Count all processes again."""
+        for state, before in self._before:
+            if state:
+                state.update(before)
+        self._before.clear()
+
+
+_AS_ONE = _ProcessesAsOne()
+
+
+# Each process computes the global batch as a program on one device does (decisions/0215).
+def _count_as_one() -> None:
+    change(_AS_ONE)
+
+
+def patch_trainer() -> Iterator[Attribute]:
+    """Yield the patches of the Trainer of transformers."""
+    from transformers import Trainer
+
+    def wrap_creation(own: Function) -> Function:
+        def create_accelerator_and_postprocess(self: Any) -> None:
+            if _is_shared(self.model):
+                _count_as_one()
+            own(self)
+
+        return create_accelerator_and_postprocess
+
+    def wrap_save(own: Function) -> Function:
+        def save(
+            self: Any, output_dir: str | None = None, state_dict: Mapping[str, torch.Tensor] | None = None
+        ) -> None:
+            if not _is_shared(self.model):
+                own(self, output_dir, state_dict)
+                return
+            if not hasattr(self.model, "save_pretrained"):
+                state_dict = gather_tensors(state_dict or self.model.state_dict())
+            elif not self.args.should_save:
+                self.model.save_pretrained(output_dir or self.args.output_dir, state_dict=state_dict)
+            own(self, output_dir, state_dict)
+            dist.barrier()  # pyright: ignore[reportUnknownMemberType]
+
+        return save
+
+    def wrap_save_optimizer(own: Function) -> Function:
+        def save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+            if _is_shared(self.model) and not self.args.should_save:
+                self.optimizer.state_dict()  # all processes gather it
+            own(self, output_dir)
+
+        return save_optimizer_and_scheduler
+
+    def wrap_save_draws(own: Function) -> Function:
+        def save_rng_state(self: Any, output_dir: str) -> None:
+            if self.args.should_save or not _is_shared(self.model):
+                own(self, output_dir)
+
+        return save_rng_state
+
+    def wrap_checkpoint(own: Function) -> Function:
+        def save_checkpoint(self: Any, *args: object, **options: object) -> None:
+            own(self, *args, **options)
+            if _is_shared(self.model):
+                dist.barrier()  # pyright: ignore[reportUnknownMemberType]  # another process may read it next
+
+        return save_checkpoint
+
+    yield from patch_if_present(Trainer, "create_accelerator_and_postprocess", wrap_creation)
+    yield from patch_if_present(Trainer, "_save", wrap_save)
+    yield from patch_if_present(Trainer, "_save_optimizer_and_scheduler", wrap_save_optimizer)
+    yield from patch_if_present(Trainer, "_save_rng_state", wrap_save_draws)
+    yield from patch_if_present(Trainer, "_save_checkpoint", wrap_checkpoint)

@@ -1,0 +1,138 @@
+"""One of several processes that train by Trainer or accelerate, or one alone; run by test_torch_hugging_face.py."""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import accelerate
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from hugging_face_models import make_llama, value_of
+from torch.nn import functional as F
+
+import layoutmap as lm
+
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
+FIRST = os.environ.get("RANK", "0") == "0"
+RULES = {
+    r".*(q|k|v|gate|up)_proj\.weight|.*(embed_tokens|lm_head|first)\.weight": ("batch", None),
+    r".*(o|down)_proj\.weight|.*last\.weight": (None, "batch"),
+}
+
+
+def draw_data(number, seed):
+    """Rows of tokens, of which some are not predicted."""
+    draws = torch.Generator().manual_seed(seed)
+    rows = torch.randint(1, 64, (number, 8), generator=draws)
+    ignored = torch.arange(8) < torch.randint(0, 5, (number, 1), generator=draws)
+    return [
+        {"input_ids": row, "labels": labels}
+        for row, labels in zip(rows, rows.masked_fill(ignored, -100), strict=True)
+    ]
+
+
+class Net(torch.nn.Module):
+    """A model that is not one of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64)
+
+    def forward(self, input_ids, labels=None):
+        logits = self.last(F.dropout(self.first(input_ids), 0.1, self.training))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def make_model(make):
+    torch.manual_seed(0)
+    if PROCESSES == 1:
+        return make()
+    layout_map = lm.LayoutMap(f"batch={PROCESSES}", RULES, rest="replicated")
+    return layout_map.build(make, library="torch", batch_dim="batch")
+
+
+def train_by_trainer(folder, make=make_llama, resume=None, lora=False, **options):
+    model = make_model(make)
+    if lora:
+        torch.manual_seed(1)
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        )
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
+    settings |= {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    settings |= {"max_grad_norm": 0.5, "learning_rate": 1e-2, "adam_epsilon": 1e-3, "logging_steps": 1}
+    arguments = transformers.TrainingArguments(
+        folder, report_to=[], use_cpu=True, disable_tqdm=True, **settings | options
+    )
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=draw_data(22, 1), eval_dataset=draw_data(7, 2)
+    )
+    trainer.train(resume or None)
+    trainer.save_model(folder / "end")
+    logged = [each.get("loss", each.get("eval_loss")) for each in trainer.state.log_history[:-1]]
+    return [*logged, trainer.evaluate()["eval_loss"]], model
+
+
+def train_by_accelerate(folder):
+    model = make_model(Net)
+    data = torch.stack([each["input_ids"] for each in draw_data(22, 1)])
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader, model, optimizer, schedule = accelerator.prepare(loader, model, optimizer, schedule)
+    losses = []
+    torch.manual_seed(3)
+    for epoch in range(3):
+        for rows in loader:
+            with accelerator.accumulate(model):
+                loss = model(rows, rows)["loss"]
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+        if epoch == 0:
+            accelerator.save_state(folder)
+            accelerator.wait_for_everyone()
+        if epoch == 1:
+            accelerator.load_state(folder)
+    return losses, model
+
+
+CASES = {
+    "adamw": lambda folder, _: train_by_trainer(folder, gradient_checkpointing=True),
+    "sgd": lambda folder, _: train_by_trainer(folder, optim="sgd"),
+    "bf16": lambda folder, _: train_by_trainer(folder, bf16=True),
+    "lora": lambda folder, _: train_by_trainer(folder, lora=True),
+    "module": lambda folder, _: train_by_trainer(folder, Net),
+    "resumed": lambda folder, resume: train_by_trainer(folder, resume=resume),
+    "loop": lambda folder, _: train_by_accelerate(folder),
+}
+
+
+def main(folder, resume, *cases):
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if PROCESSES > 1:
+        dist.init_process_group("gloo")
+    for case in cases:
+        losses, model = CASES[case](folder / case, resume)
+        weights = {name: value_of(weight) for name, weight in model.named_parameters()}
+        if FIRST:
+            torch.save(weights, folder / f"{case}.pt")
+            (folder / f"{case}.json").write_text(json.dumps(losses))
+    print("all is well", flush=True)
+    if PROCESSES > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
