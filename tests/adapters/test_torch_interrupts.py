@@ -56,7 +56,7 @@ def in_a_scope(layout_map):
 
 # Some hundreds of interrupts in one process are too many for torch's C++: objects turn into others, or it crashes.
 @pytest.mark.parametrize(
-    ("first", "step"), [(1, 41), *(pytest.param(first, 16, marks=pytest.mark.long) for first in range(1, 17))]
+    ("first", "step"), [(1, 41), *(pytest.param(first, 32, marks=pytest.mark.long) for first in range(1, 33))]
 )
 def test_an_interrupt_at_any_line_leaves_torch_plain(first, step):
     """Wherever a scope is interrupted, torch's classes, hooks and modes are as before, and the next scope works."""
