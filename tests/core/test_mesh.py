@@ -345,7 +345,7 @@ BAD_MESHES = {
         (
             "device 0 is not a name\n"
             "  mesh  x=2\n"
-            "  why   it is of type int; a mesh is a value, and holds the names of devices\n"
+            "  why   it is of type int; a mesh holds the names of devices, such as CPU:0\n"
             '  fix   pass names, as in ["CPU:0", "CPU:1"], or None for an abstract mesh'
         ),
     ),

@@ -309,7 +309,7 @@ class Keeping(Building, Protocol):
         ...
 
     def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
-        """Restore the result of `settings`, which another library may have written."""
+        """Restore the settings of a checkpoint, which a model of another library may have written."""
         ...
 
     def restore_with_optimizer(self, model: Any, restore: Callable[[], None]) -> bool:

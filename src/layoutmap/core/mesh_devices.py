@@ -52,7 +52,7 @@ def check_device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) 
             raise MeshError(
                 f"device {name!r} is not a name",
                 facts={"mesh": ", ".join(map(str, dims))},
-                why=f"it is {describe_type(name)}; a mesh is a value, and holds the names of devices",
+                why=f"it is {describe_type(name)}; a mesh holds the names of devices, such as CPU:0",
                 fix=fix,
             )
     return tuple(as_text(name).removeprefix(tf_format.LOCAL_DEVICE) for name in names)

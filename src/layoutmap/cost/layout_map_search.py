@@ -373,7 +373,7 @@ def _make_mesh_grid(mesh: Mesh, batch_dim: BatchDim | None, start: RuleSet | Non
 
 
 def _select_kept_rules(start: RuleSet | None, keep: Iterable[str], mesh: Mesh | None) -> RuleSet | None:
-    """Return the rules of `start` that every map keeps."""
+    """Return the rules of `start` that the search does not change."""
     patterns = [keep] if isinstance(keep, str) else list(keep)
     if not patterns:
         return None

@@ -112,7 +112,7 @@ class StepCost:
 
     def on(self, memory_bytes: int) -> StepCost:
         """Return the cost on a device with `memory_bytes` of memory."""
-        # XLA's scheduler may use 95 % of what the arguments leave of 80 % of it.
+        # Limit of XLA's scheduler: 0.95 * (0.8 * device memory - bytes of arguments).
         room = self.argument_bytes + int(0.95 * max(0.0, 0.8 * memory_bytes - self.argument_bytes))
         least = self.least_peak_bytes or self.peak_bytes
         return replace(self, peak_bytes=max(least, min(self.peak_bytes, room)))

@@ -102,7 +102,7 @@ class Item:
         self._items, self._key, self._value = items, key, value
 
     def install(self) -> None:
-        """Put it in."""
+        """Replace the attribute of the framework."""
         self._items[self._key] = self._value
 
     def remove(self) -> None:

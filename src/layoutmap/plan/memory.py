@@ -136,7 +136,7 @@ def _find_shardable(plan: PlanTable, fitting: list[Assignment]) -> Iterator[Shar
     """Yield each replicated variable that could be sharded over a mesh dim."""
     suggestions = make_suggestions(plan)
     for a in fitting:
-        # What follows another variable saves where that does.
+        # A variable that inherits a layout saves bytes if its parent is sharded.
         if a.variable.follows or not a.layout.is_fully_replicated():
             continue
         layout = suggestions.suggest_layout(a)

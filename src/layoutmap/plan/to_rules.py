@@ -50,7 +50,7 @@ def derive_rules(plan: PlanTable) -> RuleSet:
         raise RuleError(
             f"{join_names(wrong)}: no rules give {'it its layout' if len(wrong) == 1 else 'them their layouts'}",
             facts={"layout": str(plan[wrong[0]].layout)},
-            why="it has taken another variable's place in another form, whose layout follows from a rule for that",
+            why="it is derived from another variable, as a quantized kernel is, and follows that variable's rule",
             fix="leave it out of what is inspected, and lay it out by hand",
         )
     return _make_map(plan, rules)

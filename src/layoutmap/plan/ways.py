@@ -89,7 +89,7 @@ class Way:
         return replace(self, rules=_edit_rules(self.rules, self.mesh, rules, activations or {}), preset=None)
 
     def doubled(self, dim: str) -> Way:
-        """Return the way with twice as many devices along a mesh dim."""
+        """Return the same configuration with twice as many devices along a mesh dim."""
         mesh = Mesh(None, [(each.name, each.size * (1 + (each.name == dim))) for each in self.mesh.mesh_dims])
         on = re.sub(r":[0-9]+$", f":{mesh.size}", self.on)
         return replace(self, rules=_edit_rules(self.rules, mesh, {}, {}), on=on)

@@ -333,7 +333,7 @@ class _Loading:
         if not is_new:
             with Progress(variables, enabled=self._progress, verb="checked") as progress:
                 self._processes.agreed(lambda: self._check_values(variables.values(), layouts, progress))
-        del stored, rest  # and with them the last arrays that are replaced
+        del stored, rest  # the last references to replaced arrays, which are freed now
         with Progress(variables, enabled=self._progress, verb="loaded") as progress:
 
             def read_arrays() -> Iterator[tuple[str, Any]]:
@@ -457,7 +457,7 @@ def _check_override(override: Mapping[str, Any], settings: Mapping[str, Any]) ->
         raise CheckpointError(
             f"override={dict(override)!r}: there is no setting {unknown[0]!r} of an optimizer that was saved",
             facts={"settings": join_names(sorted(known)) or "none: it has no optimizer of torch"},
-            why="settings of an optimizer of torch are replaced; others have theirs in code or in variables",
+            why="only a saved optimizer of torch has settings; other optimizers keep theirs in code or in variables",
             fix="name one of these, or set it after the load",
         )
 

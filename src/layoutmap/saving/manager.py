@@ -389,7 +389,9 @@ class CheckpointManager:
             own = np.array([rows[0, 0], rows[:, 1].max()])
         if self._preemption is not None and own[1] >= 0:
             self._is_preempted = True
-            return bool(own[1] < self._preemption.total_seconds)  # else it would be there in part
+            return bool(
+                own[1] < self._preemption.total_seconds
+            )  # or the checkpoint would be incomplete when the machine stops
         return self._retention.is_due(step, self._seen, float(own[0]))
 
     def _write(self, writer: StepWriter, saved: SavedStep) -> None:

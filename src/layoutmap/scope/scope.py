@@ -324,7 +324,7 @@ def _open_scope(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]
     if across:
         from layoutmap.scope.process_group import check_options
 
-        # Before a refusal is raised: what is wrong in one process only must be an error in all.
+        # Compare before raising, so that an error of one process is raised in all, and none waits for it.
         compared = replace(options, progress=None) if options else refusal
         check_options(f"library={adapter.name!r}, {compared}", lambda values: engine.all_gather(values, mesh))
     if refusal is not None:

@@ -89,7 +89,9 @@ def run_program(program: str) -> tuple[float, str]:
 
 
 def try_faults(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
-    """Yield whether a known fault is corrected, with the program if it is not. Only the first process yields.
+    """Yield for each known framework bug whether it is corrected, with a program that shows it if not.
+
+    Only the first process yields.
 
     Args:
         engine: The engine's name.

@@ -151,7 +151,7 @@ class Session(KerasSession):
             yield
 
     def draw_earlier_seeds(self, variable: object = None) -> None:
-        """Draw the seeds that unsharded Keras would have drawn before it creates a variable, or until now."""
+        """Draw the seeds that unsharded Keras draws before it creates a variable, or all so far without one."""
         with self.lock, self._leave_tracing():
             self._materializer.draw_earlier_seeds(variable, self.make_now)
 

@@ -99,7 +99,7 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
         session.registry.add_optimizer(optimizer)
     if inner is not None and _start_wrapping(
         inner, session
-    ):  # its variables are the outer one's, and it updates them
+    ):  # the inner optimizer updates the variables of the outer one
         wraps = {"load_own_variables": wrap_load_own_variables(inner, session)}
         _put(inner, {**wraps, **session.backend.make_optimizer_wraps(inner, session)})
     for each in getattr(optimizer, "optimizers", ()):  # a MultiOptimizer's, that may have been made outside

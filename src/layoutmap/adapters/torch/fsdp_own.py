@@ -26,7 +26,7 @@ check_names("torch", (torch.nn.RNNBase, "_flat_weights"))
 
 @dataclass(slots=True, eq=False)
 class Weight:
-    """A parameter that is gathered, or of another element type, when it computes.
+    """A parameter that is gathered, or cast, for the forward and the backward pass.
 
     Args:
         place: The module that holds it, and its name there.

@@ -148,7 +148,7 @@ def _copy(
         if name not in _NOT_COPIED and not name.endswith("_hooks"):
             vars(copied)[name] = tree_map(copy_leaf, value)
     for name in (each for each in vars(optimizer) if each.endswith("_hooks")):
-        vars(copied)[name] = {}  # a step that calls its base class's runs them
+        vars(copied)[name] = {}  # no hooks: a `step` that calls `super().step` would run them twice
     copied.state = defaultdict(dict)
     settings = {name: tree_map(copy_leaf, value) for name, value in group.items() if name != "params"}
     copied.param_groups = [{**settings, "params": [parameter]}]

@@ -15,7 +15,9 @@ from layoutmap.checkpoint.gate import MOST_SMALL_BYTES, check_regular, check_sma
 from layoutmap.core.blocks import Index, NumpyArray, compute_block_shape
 from layoutmap.core.errors import CheckpointError
 
-_SHORT_BYTES = 512  # runs below it are read with what is between them: a disk reads more than that at once
+_SHORT_BYTES = (
+    512  # shorter runs are read together with the gaps between them, since a disk reads more at once
+)
 _SLAB_BYTES = 1 << 20
 
 
@@ -39,7 +41,7 @@ class ByteFile:
         try:
             self._file = os.open(
                 self.path, os.O_RDONLY | os.O_NONBLOCK
-            )  # which a pipe of that name does not hang
+            )  # so that opening a named pipe does not block
         except OSError as error:
             raise _make_read_error(self.path, error) from error
         weakref.finalize(self, os.close, self._file)

@@ -48,7 +48,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompiledCollective:
-    """Equal collectives of a compiled step.
+    """Collectives of one kind, size, and group of devices in a compiled step.
 
     Args:
         kind: What they do, as in `Collective`.

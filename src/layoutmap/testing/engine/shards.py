@@ -32,7 +32,7 @@ from layoutmap.testing.engine.cases import (
 
 
 class ShardLaws(EngineCases):
-    """Laws about relayouts and shards."""
+    """Tests that relayouts keep values, and that each device holds its shard."""
 
     def test_every_relayout_is_exact(self):
         """A relayout between any two layouts keeps all bits and gives the new layout."""

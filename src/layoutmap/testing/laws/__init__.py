@@ -109,7 +109,7 @@ def try_case(case: Case, only: Collection[str] = ()) -> Iterator[Outcome]:
 def run_law(
     law: str, find_differences: Callable[[], Iterable[str]], figures: Sequence[Mapping[str, Any]] = ()
 ) -> Outcome:
-    """Run a law, and return its outcome.
+    """Check one law on a case, and return whether it held.
 
     Args:
         law: The law.

@@ -51,7 +51,7 @@ def run_selftest(options: Any) -> Report | None:
     started_by = detect_launcher() or Launcher("", 0, 1)
     is_alone = started_by.num_processes == 1
     if not is_alone and not options.engine:
-        raise LayoutMapError("processes try one engine together", fix=f"add --engine {', '.join(ENGINES)}")
+        raise LayoutMapError("several processes test one engine", fix=f"add --engine {', '.join(ENGINES)}")
     if not (options.simulate or options.busy):
         _check_devices_are_free()
     if options.on:

@@ -132,7 +132,7 @@ class View:
 
     @property
     def geometry(self) -> Geometry:
-        """Where its elements are in memory, whatever the order of the axes."""
+        """Offset, sizes, and strides of its elements in memory, sorted so that transposed views are equal."""
         return Geometry(
             self.offset,
             tuple(self.shape[axis] for axis in self.order),

@@ -184,7 +184,7 @@ def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any
     if place < len(args) and args[place] is not None and args[place] < 0:
         rank = args[0].ndim if place == 1 else len(args[1])
         return op(*args[:place], args[place] % max(rank, 1), *args[place + 1 :], **kwargs)
-    if name == "embedding" and is_axis_sharded(args[0], 0):  # DTensor mixes up what several lookups leave out
+    if name == "embedding" and is_axis_sharded(args[0], 0):  # DTensor confuses the masks of several lookups
         return LOOKUPS[F.embedding](F.embedding, (args[1], args[0]), {})
     tensors = _list_dtensors((args, kwargs))
     written = {id(each) for each in _list_dtensors(find_changed(op, args, kwargs))}

@@ -23,7 +23,7 @@ from layoutmap.engines.torch.specs import cache_by_mesh, make_dtensor, make_tens
 
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # one more changes bits that decide nothing
 _PIECE = 1 << 16  # elements that are mixed at once, on a CPU in its cache
-_LARGE_PIECE = 1 << 22  # on other devices
+_LARGE_PIECE = 1 << 22  # elements, on devices other than CPUs
 
 Places = tuple[Sequence[int], ...]  # along each axis
 

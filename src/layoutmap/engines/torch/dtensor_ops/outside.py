@@ -187,7 +187,7 @@ def _rebuild_tensor(own: Function, pieces: object, known: Args, *form: object) -
         return tensor
 
 
-_SAID = "_layoutmap_said"  # of a mode that counts: it was warned of
+_SAID = "_layoutmap_said"  # set on a counting mode once a warning was shown
 
 
 @skip_function_modes

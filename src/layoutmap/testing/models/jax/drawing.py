@@ -288,7 +288,7 @@ def _fill(expression: str, values: Mapping[str, str]) -> str:
 
 
 def _resize(contents: Contents, features: int, width: int) -> Contents:
-    """Return the contents of a linear layer or an embedding of this size."""
+    """Return the arrays of a linear layer or an embedding, resized to these features and width."""
     if isinstance(contents, str):
         return _fill(contents, {"features": str(features), "width": str(width)})
     return dict.fromkeys(contents, (features, width))
