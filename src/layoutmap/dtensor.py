@@ -178,7 +178,7 @@ def relayout(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
     """
     target = _choose_engine(tensor, engine)
     present = target.get_layout(tensor) if isinstance(tensor, target.array_types) else None
-    return target.relayout(tensor, convert_layout(layout, present and present.mesh, np.ndim(tensor)))
+    return target.relayout(tensor, convert_layout(layout, present and present.mesh, _get_rank(tensor)))
 
 
 def relayout_like(tensor: Any, layout_tensor: Any, *, engine: str | None = None) -> Any:
@@ -213,7 +213,7 @@ def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> A
             why="copy_to_mesh takes an unsharded tensor",
             fix="use relayout(tensor, layout)",
         )
-    return target.relayout(tensor, convert_layout(layout, rank=np.ndim(tensor)))
+    return target.relayout(tensor, convert_layout(layout, rank=_get_rank(tensor)))
 
 
 def call_with_layout(
@@ -391,6 +391,14 @@ def _read_variable(variable: Any) -> Any:
     """Return the array of a flax.nnx or Keras variable, or None for any other value."""
     read = getattr(variable, "get_value", None)
     return read() if callable(read) else getattr(variable, "value", None)
+
+
+def _get_rank(tensor: Any) -> int:
+    """Return the number of axes of a tensor, or of numbers in lists, without reading a tensor."""
+    shape = getattr(tensor, "shape", None)
+    if shape is None:
+        return np.ndim(tensor)
+    return shape.rank or 0 if hasattr(shape, "rank") else len(shape)  # TensorFlow's shapes may be unknown
 
 
 def _choose_engine(tensor: Any, engine: str | None) -> Engine:

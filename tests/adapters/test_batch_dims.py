@@ -7,7 +7,10 @@ import pytest
 import layoutmap as lm
 
 PROCESSES = ("jax", "torch", "tensorflow")
-pytestmark = pytest.mark.every_backend
+pytestmark = [
+    pytest.mark.every_backend,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras's own
+]
 
 MESH, DIMS = "replica=2,fsdp=2,model=2", ("replica", "fsdp")
 X = np.random.default_rng(0).normal(size=(8, 16)).astype("float32")
