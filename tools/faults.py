@@ -185,7 +185,7 @@ FAULTS = (
     Fault(
         "a batch that does not divide is sharded all the same",
         "core/policy.py",
-        "divides = shape[0] % self.mesh.dim_size(dim) == 0",
+        "divides = shape[0] % count_batch_shards(dim, self.mesh) == 0",
         "divides = True",
         "torch",
     ),

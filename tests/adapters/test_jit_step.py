@@ -1,5 +1,6 @@
 """Compiled steps leave everything in its layout, and compute what one device computes."""
 
+import contextlib
 import functools
 import warnings
 
@@ -215,8 +216,11 @@ def test_accumulation_remat_and_scan(layout_map, kind):
     else:
         function, plain, params = stacked, stacked_params(), stacked_params(layout_map.mesh)
     before, step = layouts(params), lm.jit_step(function, donate_argnums=0, batch_dim="batch")
+    few_rows = pytest.warns(lm.LayoutMapWarning, match="goes over 2 microbatches")
     for number in range(2):
-        plain, params = jax.jit(function)(plain, batch(number)), step(params, batch(number))
+        plain = jax.jit(function)(plain, batch(number))
+        with few_rows if kind == "accumulated" and number == 0 else contextlib.nullcontext():
+            params = step(params, batch(number))
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     assert before == layouts(params)

@@ -366,8 +366,9 @@ options:
   --fuse-attention      with --on: count attention as one fused kernel (flash attention), which
                         keeps no scores in memory, although the model as it is traced here calls
                         none
-  --batch-dim DIM       the mesh dim over which the batch is sharded, for lint and --on; default:
-                        that of the rules for activations, or one with a usual name
+  --batch-dim DIM       the mesh dim over which the batch is sharded (several: replica,fsdp), for
+                        lint and --on; default: that of the rules for activations, or one with a
+                        usual name
   --backend {jax,tensorflow,torch}
                         the backend that Keras runs on
   --library {keras,torch,jax}

@@ -204,11 +204,11 @@ def test_what_is_on_no_mesh_is_said():
     )
 
     assert {"count": "()", "table": "(unsharded,)", "w": "(model,)"} == layouts(plan)
-    assert [("no layout", "warning", "pinned"), ("plain", "note", "count"), ("plain", "note", "table")] == [
+    assert [("no layout", "warning", "pinned"), ("plain", "note", "table")] == [
         each for each in problems(plan) if each[0] != "unused dim"
     ]
     assert "pinned: on CPU:3 alone" == plan.problems[0].what
-    assert "note: count: on no mesh: JAX copies it to where it is used" in str(plan)
+    assert "note: table: an array of numpy, which JAX copies to where it is used" in str(plan)
 
 
 def test_a_model_on_one_device_has_a_plan_of_one():

@@ -20,8 +20,8 @@ LIBRARIES = ("nnx", "pytree")
 @pytest.mark.every_case
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_kind_and_every_pair_of_kinds_is_drawn(library):
-    """Of 4,000 models none lacks, alone or with something around it."""
-    drawn = [models.draw_model(seed, library) for seed in range(4000)]
+    """Of 6,000 models none lacks, alone or with something around it."""
+    drawn = [models.draw_model(seed, library) for seed in range(6000)]
     kinds, pairs = counted({*model.kinds} for model in drawn)
 
     assert {*FUNCTIONS, *WRAPPERS} - {""} < {*kinds}

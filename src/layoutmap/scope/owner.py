@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 from layoutmap.adapters import ADAPTERS, get_model_adapter
-from layoutmap.core.errors import ScopeError
+from layoutmap.core.errors import LayoutMapError, ScopeError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,12 +58,21 @@ def infer_library(function: Callable[P, R]) -> Callable[P, R]:
         from layoutmap.adapters.random_states import read_states, restore_states  # late: it imports numpy
 
         states = read_states()
+        again: Callable[..., R] = function
         try:
             return function(*args, **kwargs)
         except OtherLibraryError as error:
-            library = error.library
-        restore_states(states)
-        again: Callable[..., R] = function
-        return again(*args, **{**kwargs, "library": library})
+            restore_states(states)
+            return again(*args, **{**kwargs, "library": error.library})
+        except LayoutMapError:
+            raise
+        except Exception as error:
+            # Code of a JAX model that names mesh dims fails without a mesh, and only a scope for JAX has one.
+            if "jax" not in imported[1:] or "mesh" not in str(error):
+                raise
+            restore_states(states)
+            with suppress(Exception):
+                return again(*args, **{**kwargs, "library": "jax"})
+            raise
 
     return run

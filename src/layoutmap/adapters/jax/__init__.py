@@ -22,10 +22,10 @@ from layoutmap.adapters.jax.variables import Variable
 from layoutmap.adapters.protocol import Adapter, Saved, ScopeContext, Stored
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError, shorten_repr
+from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
-from layoutmap.engines.jax.ambient import leave_ambient_mesh
-from layoutmap.engines.jax.devices import make_mesh_of_one
+from layoutmap.engines.jax.ambient import leave_ambient_mesh, make_mesh_of_one
 
 __all__ = ["JaxAdapter", "TrainState", "adapter", "train_with"]
 
@@ -66,7 +66,7 @@ class JaxAdapter(Adapter):
 
     def make_on_one_device(self, make: Callable[[], Any], mesh: Mesh) -> Any:
         """Return an unsharded model, made under a mesh of one device that has the dims that its code may name."""
-        alone = make_mesh_of_one(mesh)
+        alone = make_mesh_of_one(get_engine("jax").native(Layout.replicated(mesh, 0), 0).mesh)
         with jax.set_mesh(alone):
             model = make()
         if isinstance(model, TrainState):

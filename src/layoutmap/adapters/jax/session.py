@@ -23,7 +23,7 @@ from layoutmap.core.paths import format_path_pattern
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.agreement import check_values
-from layoutmap.engines.jax.devices import make_abstract_mesh
+from layoutmap.engines.jax.ambient import make_abstract_mesh
 
 
 class JaxSession:

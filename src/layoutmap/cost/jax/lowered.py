@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,10 +37,10 @@ from layoutmap.cost.jax.targets import find_target
 from layoutmap.cost.table import COMPILED, PARTITIONED, Collective, PeakTensors, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.engines.jax import shardy
-from layoutmap.engines.jax.ambient import use_mesh
+from layoutmap.engines.jax.ambient import make_abstract_mesh, use_mesh
 from layoutmap.engines.jax.arrays import constrain
 from layoutmap.engines.jax.corrections import lowered_without_devices
-from layoutmap.engines.jax.devices import make_abstract_mesh, make_partition_spec
+from layoutmap.engines.jax.devices import make_partition_spec
 from layoutmap.engines.jax.programs import leave_program_context
 
 _KEPT = 2
@@ -66,8 +66,9 @@ class LoweredStep:
         self._fuses = fuse_attention
         self._recomputes = _make_remat_check(step, remat)
         self._notes = (*step.notes, *([f"{_NOTE} (remat={remat!r})"] if remat else []))
-        # By the blocks left out, and what else the program depends on: see `_make_key`.
-        self._modules: dict[tuple[frozenset[str], object], _LoweredModule] = {}
+        # By the blocks left out, and by the layouts if the program depends on them.
+        self._modules: dict[tuple[frozenset[str], Hashable], _LoweredModule] = {}
+        self._needs_mesh = False  # whether the step's own code names mesh dims
         self._made: dict[
             tuple[bytes, int, str], CompiledStep
         ] = {}  # by the hash of a module with its layouts
@@ -301,29 +302,34 @@ class LoweredStep:
     def _lower_cached(
         self, skipped: Mapping[str, str], layouts: Mapping[Key, Layout], policy: LayoutPolicy
     ) -> _LoweredModule:
-        key, mesh = frozenset(skipped), Mesh(None, policy.mesh.mesh_dims)
-        is_explicit = "explicit" in mesh.axis_types
-        # Under explicit axes the layouts are part of the program, and elsewhere at most the mesh is.
-        specs = tuple(layout.sharding_specs for layout in layouts.values())
-        place: object = (mesh, mesh.axis_types, specs, policy.batch_dim) if is_explicit else mesh
-        found = None if is_explicit else self._modules.get((key, None))
-        found = found or self._modules.get((key, place))
-        if found is None:
+        needs_mesh = self._needs_mesh or "explicit" in policy.mesh.axis_types
+        place = _describe_place(layouts, policy) if needs_mesh else None
+        key = frozenset(skipped), place
+        if key not in self._modules:
+            placed = layouts if needs_mesh else None
             try:
-                found = _lower_without_blocks(
-                    self._step,
-                    skipped,
-                    layouts if is_explicit else None,
-                    policy,
-                    self._recomputes,
-                    self._fuses,
+                self._modules[key] = _lower_without_blocks(
+                    self._step, skipped, placed, policy, self._recomputes, self._fuses
                 )
             except _UnequalBlockError as error:
                 raise _UnequalStackError(
                     next(n for n, s in enumerate(self._step.blocks) if error.path in s)
                 ) from None
-            self._modules[key, place if is_explicit or found.has_own_mesh else None] = found
-        return found
+            except ScopeError:
+                if needs_mesh:
+                    self._needs_mesh = False
+                    raise
+                # Code that names mesh dims fails without a mesh, so the step is traced once more, in its layouts.
+                self._needs_mesh = True
+                return self._lower_cached(skipped, layouts, policy)
+        return self._modules[key]
+
+
+def _describe_place(layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Hashable:
+    """Return a key of everything that a step in its layouts depends on."""
+    mesh, activations = policy.mesh, getattr(policy.activations, "__self__", None)
+    specs = tuple(layout.sharding_specs for layout in layouts.values())
+    return Mesh(None, mesh.mesh_dims), mesh.axis_types, specs, policy.batch_dim, str(activations)
 
 
 def _find_peak_tensors(counts: Counts) -> tuple[PeakTensors, ...]:
@@ -382,11 +388,6 @@ class _LoweredModule:
     outputs: Mapping[str, Sequence[tuple[int, ...]]]
     attention_notes: Sequence[str]
 
-    @property
-    def has_own_mesh(self) -> bool:
-        """Whether the step itself names mesh dims, as in `with_sharding_constraint(x, P("batch"))`."""
-        return shardy.has_own_mesh(self.module)
-
     def make_output_lookup(self, policy: LayoutPolicy) -> Callable[[str, tuple[int, ...]], Layout | None]:
         """Return a lookup of an output's layout by the layer's path and the output's shape."""
         known: dict[tuple[str, tuple[int, ...]], Layout | None] = {}
@@ -413,7 +414,8 @@ def _lower_without_blocks(
     Args:
         step: The step.
         skipped: The path of each block that is left out, and of one that is equal to it.
-        layouts: The layouts of the variables, where the mesh has explicit axes; `None`: the step has none yet.
+        layouts: The layouts of the variables, where the code names mesh dims or axes are explicit; `None`: the step is
+            traced without layouts, and has marks where layers return.
         policy: The mesh that the step is traced under, and the layouts of its batch and of layers' outputs.
         recomputes: Whether the activations of a layer are computed again in the backward pass; `None`: of none.
         fuses: Whether each call of attention is one fused kernel.
@@ -438,7 +440,7 @@ def _lower_without_blocks(
     batch = [describe(each, policy.derive_batch_layout(each.shape)) for each in step.batch]
     with (
         leave_program_context(),
-        use_mesh(mesh),
+        use_mesh(mesh) if layouts is not None else nullcontext(),
         lowered_without_devices(),
         name_attention_calls(fuses) as calls,
         _explain_failures(step, tracer),

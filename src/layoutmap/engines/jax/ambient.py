@@ -8,13 +8,30 @@ from typing import TypeVar
 
 import jax
 import jax.core
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from layoutmap.core.errors import LayoutMapWarning
+from layoutmap.core.mesh import Mesh
 from layoutmap.core.users_line import find_user_stacklevel
 
 AnyMesh = AbstractMesh | jax.sharding.Mesh
 T = TypeVar("T")
+
+
+def read_axis_types(mesh: Mesh) -> tuple[AxisType, ...]:
+    """Return JAX's types of a mesh's dims."""
+    return tuple(AxisType.Explicit if name == "explicit" else AxisType.Auto for name in mesh.axis_types)
+
+
+def make_abstract_mesh(mesh: Mesh) -> AbstractMesh:
+    """Return a mesh without its devices, for programs that are traced under it."""
+    return AbstractMesh(mesh.shape, mesh.dim_names, axis_types=read_axis_types(mesh))
+
+
+def make_mesh_of_one(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    """Return a mesh of the first device of another one, with the same dims, each of size 1."""
+    device = mesh.devices.ravel()[:1].reshape([1] * mesh.devices.ndim)
+    return jax.sharding.Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def leave_ambient_mesh() -> AbstractContextManager[object]:
@@ -38,7 +55,7 @@ def differs_from_ambient_mesh(mesh: AnyMesh) -> bool:
 
 def use_auto_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
     """Return a mesh of the same devices and dims with auto axes."""
-    if jax.sharding.AxisType.Explicit not in mesh.axis_types:
+    if AxisType.Explicit not in mesh.axis_types:
         return mesh
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
@@ -19,6 +19,7 @@ from layoutmap.engines.checks import (
     make_no_devices_error,
     resolve_device_names,
 )
+from layoutmap.engines.jax.ambient import read_axis_types
 from layoutmap.engines.jax.corrections import correct_for
 
 Device = Any
@@ -77,21 +78,6 @@ def add_devices(mesh: Mesh, devices: Sequence[Device]) -> Mesh:
     return bind_devices(mesh, [get_device_name(device) for device in devices], here)
 
 
-def make_abstract_mesh(mesh: Mesh) -> AbstractMesh:
-    """Return a mesh without its devices, for programs that are traced under it."""
-    return AbstractMesh(mesh.shape, mesh.dim_names, axis_types=_read_axis_types(mesh))
-
-
-def make_mesh_of_one(mesh: Mesh) -> jax.sharding.Mesh:
-    """Return a mesh of the first device of a bound mesh, with the same dims, each of size 1."""
-    device = np.array(find_devices(mesh)[:1]).reshape([1] * len(mesh.dim_names))
-    return jax.sharding.Mesh(device, mesh.dim_names, axis_types=_read_axis_types(mesh))
-
-
-def _read_axis_types(mesh: Mesh) -> tuple[AxisType, ...]:
-    return tuple(AxisType.Explicit if name == "explicit" else AxisType.Auto for name in mesh.axis_types)
-
-
 @functools.lru_cache(_MAX_NATIVES)
 def _make_native_mesh(mesh: Mesh, axis_types: tuple[AxisType, ...]) -> jax.sharding.Mesh:
     devices = np.empty(mesh.size, object)
@@ -103,7 +89,7 @@ def _make_native_mesh(mesh: Mesh, axis_types: tuple[AxisType, ...]) -> jax.shard
 def make_named_sharding(layout: Layout) -> NamedSharding:
     """Return the `NamedSharding` of a layout, with one entry per axis."""
     # Meshes that differ in axis types alone are equal, so the types are part of the key.
-    return _make_named_sharding(layout, _read_axis_types(layout.mesh))
+    return _make_named_sharding(layout, read_axis_types(layout.mesh))
 
 
 @functools.lru_cache(_MAX_NATIVES)

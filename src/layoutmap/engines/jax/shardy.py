@@ -208,12 +208,6 @@ def _mark_meshes(module: Module) -> set[str]:
     }
 
 
-def has_own_mesh(module: Module) -> bool:
-    """Return whether a module has a mesh of its own, apart from that of the marks."""
-    meshes = [op for op in module.operation.regions[0].blocks[0] if op.operation.name == "sdy.mesh"]
-    return len(meshes) > len(_mark_meshes(module))
-
-
 def _replace(op: _ir.Operation, layout: Layout | None) -> None:
     rank = len(op.results[0].type.shape)
     if layout is None or layout.rank != rank:
