@@ -30,9 +30,10 @@ def make_model():
 
 
 def make_map():
-    return lm.LayoutMap(
-        lm.create_mesh(MESH), {"up.kernel": ("fsdp", "model"), "down.kernel": ("model", "fsdp")}
-    )
+    rules = {"up.kernel": ("fsdp", "model"), "down.kernel": ("model", "fsdp")}
+    layout_map = lm.LayoutMap(lm.create_mesh(MESH), rules)
+    layout_map.activations["up"] = (DIMS, "model") if not ON_TENSORFLOW else ("fsdp", "model")
+    return layout_map
 
 
 @pytest.mark.skipif(ON_TENSORFLOW, reason="TensorFlow shards an axis over one mesh dim")

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import jax
 import jax.core
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from layoutmap.core.errors import LayoutMapWarning
@@ -29,9 +30,11 @@ def make_abstract_mesh(mesh: Mesh) -> AbstractMesh:
 
 
 def make_mesh_of_one(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-    """Return a mesh of the first device of another one, with the same dims, each of size 1."""
-    device = mesh.devices.ravel()[:1].reshape([1] * mesh.devices.ndim)
-    return jax.sharding.Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
+    """Return a mesh of this process's first device in another one, with the same dims, each of size 1."""
+    device = mesh.local_devices[:1]
+    return jax.sharding.Mesh(
+        np.array(device).reshape([1] * mesh.devices.ndim), mesh.axis_names, axis_types=mesh.axis_types
+    )
 
 
 def leave_ambient_mesh() -> AbstractContextManager[object]:
