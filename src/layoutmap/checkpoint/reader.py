@@ -30,7 +30,7 @@ _ALIGNMENT = 64  # bytes: JAX and TensorFlow copy arrays that begin elsewhere
 
 
 class StepSource(Source):
-    """One step of a checkpoint.
+    """Reader of one saved step of a checkpoint.
 
     Args:
         storage: Where the checkpoint is.

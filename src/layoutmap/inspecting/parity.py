@@ -491,7 +491,7 @@ def _is_tiny(expected: NumpyArray, actual: NumpyArray, largest: float) -> bool:
 
 
 def _move_gradients(adapter: Training, model: Any, batch: object, tolerance: float) -> Mapping[str, Any]:
-    """Return the gradients of a model while its numbers are moved by one rounding."""
+    """Return the gradients of a model with its values perturbed by one rounding error."""
     # A forward pass may count its calls, as a batch normalization does, so put all variables back.
     before = {path: adapter.read(variable).copy() for path, variable in adapter.variables(model).items()}
     signs = np.random.default_rng(0)

@@ -53,7 +53,7 @@ def find_tied(variable: VariableSpec, rule: Rule, winners: Mapping[str, Rule], n
 
 
 def find_variable_problems(assignment: Assignment, asked: Layout) -> Iterator[Problem]:
-    """Yield the problems of a variable: axes that do not divide, no rule, a global initial value.
+    """Yield the problems of a variable: uneven axes, no matching rule, an initial value that is made unsharded.
 
     Args:
         assignment: The variable and its layout.

@@ -226,7 +226,7 @@ def _plan_alternatives(plan: PlanTable, needed: int, there: int) -> tuple[Advice
         found = zip(table.assignments, counts.values(), strict=True)
         return sum(a.shard_bytes * (1 + a.variable.is_trained) * number for a, number in found)
 
-    if try_count(lambda: count_bytes(before)) != needed:  # a layout follows from more than the rules
+    if try_count(lambda: count_bytes(before)) != needed:  # rules alone do not give this memory
         return ()
     dims = plan.mesh.dim_names
     sharded = [

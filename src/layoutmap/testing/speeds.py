@@ -31,7 +31,7 @@ _SPEEDS = {"jax": "layoutmap.testing.jax_speeds", "torch": "layoutmap.testing.to
 
 
 def try_speeds(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
-    """Measure the devices of an engine. Yields outcomes with figures and an empty program.
+    """Measure the bandwidth and the FLOP rate of an engine's devices. Yields results without a program.
 
     A plan predicts seconds from the same figures (why: decisions/0166). All processes must call it together.
 

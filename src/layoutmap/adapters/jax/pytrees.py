@@ -41,7 +41,7 @@ Describe = Callable[[Sequence[str], object], Leaf]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A model as its arrays.
+    """Arrays of a model, and a function that puts the model together again.
 
     Args:
         leaves: The arrays, in a fixed order.

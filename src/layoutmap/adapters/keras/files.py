@@ -58,7 +58,7 @@ class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
         return bool(np.asarray(self))
 
     def __getattr__(self, name: str) -> object:
-        if name.startswith("_"):  # nor is it an array of this or that framework
+        if name.startswith("_"):  # private names are no files of the user's and no arrays
             raise AttributeError(name)
         return getattr(np.asarray(self), name)
 

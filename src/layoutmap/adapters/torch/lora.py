@@ -41,7 +41,7 @@ def find_lora_factors(root: torch.nn.Module) -> dict[int, tuple[str, Axes]]:
         if not (_is_of_peft(module) and isinstance(base, torch.nn.Module)):
             continue
         roles = find_roles(base, "weight")
-        if len(roles) == 2:  # PEFT's layer for a convolution is one itself, and asks the rules
+        if len(roles) == 2:  # PEFT's adapter of a convolution is a convolution, so the rules apply to it
             output = roles.index("out.0")
             path = ".".join(filter(None, (prefix, _BASE, "weight")))
             found.update((id(t), (path, axes)) for t, axes in _iterate_factors(module, 1 - output, output))

@@ -97,7 +97,7 @@ def make_entries(roots: Sequence[torch.nn.Module], *, is_new: bool = False) -> I
 
 
 class TorchSession:
-    """One scope's work in torch.
+    """State and hooks of one open scope for models of torch.
 
     Args:
         context: The scope, which knows rules, meshes and arrays.

@@ -129,7 +129,7 @@ class ByteFile:
         strides: Sequence[int],
         run: tuple[int, int, int],
     ) -> None:
-        """Fill the block from slabs of several rows each, since single runs would be too short."""
+        """Fill the block by reads of several rows each, since one read per contiguous range is slow."""
         begin, end, row = run
         axis = len(strides) - 1
         first, last = parts[axis]

@@ -14,7 +14,7 @@ from layoutmap.cost.verified import TooLargeError, Verified
 
 _OTHERS = 2  # of the maps that were found, beside the best
 _ERROR = 0.05  # of the time, by which a count may be wrong where others were exact
-_SMALL = 1e-3  # seconds of a step; collectives of small arrays are those that XLA changes most, and compile quickly
+_SMALL = 1e-3  # seconds: shorter steps are compiled, since XLA changes small collectives most
 
 
 def choose_compiled(outcome: Outcome, compiled: Callable[[Candidate], Figures]) -> Outcome:

@@ -204,7 +204,7 @@ class _Search:
         return lambda point: self.evaluate_map(_FOUND, space.make_layout_map(point)).score
 
     def _simplify_point(self, space: Space, point: Point) -> Point:
-        """Return the point with the first choice, which needs no rule, wherever that is not worse."""
+        """Return the point with groups at their first choice, which needs no rule, where the cost does not rise."""
         score = self._score(space)
         for n, choice in enumerate(point):
             simpler = (*point[:n], 0, *point[n + 1 :])

@@ -79,7 +79,7 @@ class Model:
 
     @cached_property
     def groups(self) -> tuple[VariableGroup, ...]:
-        """Groups without a kept rule."""
+        """Groups of variables that the search lays out, since no kept rule does."""
         return tuple(group for group in group_variables(self.variables) if not self._is_kept(group))
 
     def _is_kept(self, group: VariableGroup) -> bool:

@@ -65,7 +65,7 @@ _devices: ContextVar[int | None] = ContextVar("layoutmap_lowers_for_devices", de
 
 
 def correct_for(shape: Sequence[int]) -> None:
-    """Have JAX lower these operators in a right form for meshes of this shape, from now on.
+    """Register correct lowerings of operators that XLA miscompiles on meshes of this shape.
 
     It stays so: nobody can tell when the last array is gone that was made of one in a layout, and JAX keeps programs
     for longer than arrays (docs/decisions/0112).

@@ -149,7 +149,7 @@ class PieceProgram:
 
 
 class _Evaluation:
-    """Evaluation of a program. Tensors that do not depend on the position are computed once."""
+    """Evaluation of a graph for each position of the mesh. Tensors that do not depend on it are computed once."""
 
     def __init__(self, program: PieceProgram, seed: object):
         self._program = program

@@ -97,7 +97,7 @@ class TorchEngine:
     # -- devices and layouts
 
     def check_layout(self, layout: Layout) -> None:
-        """Refuse a layout that no DTensor can have, on any machine. Nothing is started.
+        """Refuse a layout that no DTensor can have. It needs no device and no process group.
 
         Raises:
             EngineError: The mesh's devices come in an order that torch does not keep.

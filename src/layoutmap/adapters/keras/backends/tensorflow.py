@@ -135,7 +135,9 @@ class TensorFlowBackend(Backend):
         """Return the training losses and their gradients."""
         session = get_session(model)
         batch = (x, y, sample_weight)
-        make_for_training(model, session, batch)  # each device would write to trackers of losses
+        make_for_training(
+            model, session, batch
+        )  # makes loss trackers first, or each device would make its own
         if session is not None:
             batch = place_on_mesh(batch, session)
 

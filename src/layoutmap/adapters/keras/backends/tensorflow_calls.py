@@ -119,7 +119,7 @@ def make_weight_reader(held: Any, layout: Layout, session: KerasSession) -> Call
 
 
 def is_building_eagerly() -> bool:
-    """Return whether a layer is being built eagerly, so that its weights are read off the mesh."""
+    """Return whether a layer is being built eagerly, so that its weights are read as unsharded tensors."""
     return tf.executing_eagerly() and is_in_build()
 
 

@@ -190,7 +190,7 @@ def _find_written_handles(graph: tf.Graph) -> set[object]:
             if handle.ref() in inside:
                 written.add(inside[handle.ref()].ref())
         elif op.type in _CALLS:
-            # What a called function does is not looked into: taken as written to.
+            # Called functions are not analyzed, so all that is passed to them counts as written.
             known = (i for i in op.inputs if i.ref() in inside and i.dtype == tf.resource)
             written |= {inside[i.ref()].ref() for i in known}
     return written

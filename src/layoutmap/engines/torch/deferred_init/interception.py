@@ -135,7 +135,7 @@ _open = threading.local()  # tapes: weak references to those that record on a th
 
 
 def _list_recording_tapes() -> list[Any]:
-    # One that an interrupt left here has ended all the same.
+    # An interception that an interrupt left in the list has ended.
     return [t for ref in getattr(_open, "tapes", ()) if (t := ref()) is not None and t.is_recording]
 
 

@@ -132,7 +132,7 @@ def _attend_with_projections(draw: Function, function: Function, args: Args, kwa
     batched = [tensors[name] for name in ("query", "key", "value")] if query.ndim == 3 else []
     kept = find_kept_axes(
         batched, mesh, [1]
-    )  # heads are split inside of the function, of all of the embedding
+    )  # the function splits the whole embedding into heads, so that axis is gathered
     of_weights = dict.fromkeys(kept, 0)  # their first axis is that of the batch, with or without the heads
     drops = given["training"] and given["dropout_p"] > 0
     mask = draw(*_describe_weights(given), given["dropout_p"], mesh, of_weights) if drops else None

@@ -209,7 +209,7 @@ def _iterate_paths(
 
 
 _HANDLERS_OF_DTENSOR = dict(_DISPATCHER._custom_op_handlers)
-# Torch's C++ keeps these methods as it finds them first, be it before we are imported: their code is replaced.
+# torch's C++ caches these methods at first use, so their `__code__` is replaced and not the attribute.
 _OF_TORCH = {name: getattr(_Dispatcher, name).__code__ for name in (_TAIL, _RESULTS)}
 _OWN = {name: FunctionType(code, _of_dispatch.__dict__) for name, code in _OF_TORCH.items()}
 _INSTEAD: dict[str, Function] = {

@@ -54,7 +54,7 @@ class Gradients:
                 self._hooks += self._watch(parameter)
 
     def remove(self) -> None:
-        """Leave gradients as they come."""
+        """Remove the hooks, so that gradients are no longer reduced."""
         while self._hooks:
             self._hooks.pop().remove()
 
