@@ -101,6 +101,8 @@ def make_state(init: Callable[[object], object], params: object, layouts: Sequen
     """Return an optimizer's state, each leaf computed straight in its layout."""
     shardings = [get_engine("jax").native(layout, layout.rank) for layout in layouts]
     mesh = _find_mesh(params)
+    if isinstance(mesh, jax.sharding.Mesh):  # equal layouts may have other axis types than the parameters
+        shardings = [NamedSharding(mesh, sharding.spec) for sharding in shardings]
     with leave_program_context(), use_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh):
         tree = jax.tree.structure(jax.eval_shape(init, params))
         return jax.block_until_ready(jax.jit(init, out_shardings=jax.tree.unflatten(tree, shardings))(params))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from layoutmap.adapters.jax.training import TrainState, put_values, split_model,
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
+from layoutmap.core.layout import Layout
 from layoutmap.core.paths import format_path_pattern
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, VariableSpec
@@ -133,9 +135,16 @@ class JaxSession:
             [specs[number] for number in order], whys, unused, True, parts.layers, free_activations=True
         )
         return [
-            assignment
+            self._keep_axis_types(assignment)
             for _, assignment in sorted(zip(order, assigned, strict=True), key=lambda pair: pair[0])
         ]
+
+    def _keep_axis_types(self, assignment: Assignment) -> Assignment:
+        """Return an assignment on the scope's mesh, since an equal layout may be on one with other axis types."""
+        layout, mesh = assignment.layout, self._context.policy.mesh
+        if layout.mesh.axis_types == mesh.axis_types:
+            return assignment
+        return replace(assignment, layout=Layout.from_valid_specs(layout.sharding_specs, mesh))
 
     def _materialize(self, assignments: Sequence[Assignment], arrays: Sequence[object]) -> list[object]:
         """Return arrays in their layouts: traced ones computed there, and those that exist redistributed."""
