@@ -253,9 +253,7 @@ def test_maps_of_both_axis_types_are_used_in_one_process():
     """Their layouts are equal, and each has arrays and slots of its own type."""
     for axis_types in ("auto", "explicit", "auto"):
         layout_map = make_map(axis_types)
-        net = layout_map.build(
-            lambda: Explicit(nnx.Rngs(0)) if axis_types == "explicit" else Plain(nnx.Rngs(0))
-        )
+        net = layout_map.build(lambda: Plain(nnx.Rngs(0)))
         slots = layout_map.build_optimizer(ADAM, net).opt_state[0].mu
         for leaf in (*jax.tree.leaves(nnx.state(net)), *jax.tree.leaves(slots)):
             assert {getattr(AxisType, axis_types.title())} == {*leaf.sharding.mesh.axis_types}
