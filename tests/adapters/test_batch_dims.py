@@ -64,3 +64,10 @@ def test_a_layout_and_a_preset_take_several_dims():
     assert (DIMS, "unsharded") == lm.Layout.batch_sharded(mesh, DIMS, rank=2).sharding_specs
     preset = lm.LayoutMap.preset("llama", mesh, fsdp_dim="fsdp", batch_dim=DIMS)
     assert (DIMS, "unsharded", "unsharded") == next(iter(preset.activations.values())).sharding_specs
+
+
+@pytest.mark.skipif(keras.backend.backend() == "jax", reason="JAX has explicit axes")
+def test_explicit_axes_are_refused_elsewhere():
+    layout_map = lm.LayoutMap(lm.create_mesh(MESH, axis_types="explicit"), rest="replicated")
+    with pytest.raises(lm.MeshError, match=r"'replica' has explicit axes(?s:.*)without axis_types"):
+        layout_map.build(make_model, library="keras")

@@ -259,6 +259,53 @@ def test_maps_of_both_axis_types_are_used_in_one_process():
             assert {getattr(AxisType, axis_types.title())} == {*leaf.sharding.mesh.axis_types}
 
 
+@pytest.mark.parametrize("axis_types", ["explicit", {"model": "explicit"}])
+def test_axis_types_are_in_files(axis_types):
+    layout_map = make_map(axis_types)
+    again = lm.LayoutMap.from_yaml(layout_map.to_yaml())
+    plan = lm.Plan.from_json(lm.plan(lambda: Plain(nnx.Rngs(0)), layout_map, library="jax").to_json())
+    assert layout_map.mesh.axis_types == again.mesh.axis_types == plan.mesh.axis_types
+
+
+@pytest.mark.parametrize("kind", ["batch", "model"])
+def test_activations_are_laid_out_on_mixed_axis_types(kind):
+    def build_and_call(axis_types):
+        layout_map = lm.LayoutMap(lm.create_mesh(MESH, axis_types=axis_types))
+        layout_map[r".*up\.kernel"] = (None, "model")
+        layout_map[r".*down\.kernel"] = (None, None)
+        layout_map.activations["up"] = ("batch", None)
+        net = layout_map.build(lambda: Plain(nnx.Rngs(0)), batch_dim="batch", library="jax")
+        return lm.jit_step(lambda net, x: net(x).sum(), batch_dim="batch")(net, X)
+
+    np.testing.assert_allclose(build_and_call("auto"), build_and_call({kind: "explicit"}), rtol=1e-5)
+
+
+def test_a_model_is_called_in_shard_map_while_another_mesh_is_set():
+    with ambient("explicit"):
+        net = lm.LayoutMap(lm.create_mesh(MESH), rest="replicated").build(
+            lambda: Plain(nnx.Rngs(3)), library="jax"
+        )
+
+        @lm.jit_step(batch_dim="batch")
+        def call(net, x):
+            graph, state = nnx.split(net)
+            run = jax.shard_map(
+                lambda state, x: nnx.merge(graph, state)(x), in_specs=(P(), P("batch")), out_specs=P("batch")
+            )
+            return run(state, x).sum()
+
+        np.testing.assert_allclose(Plain(nnx.Rngs(3))(X).sum(), call(net, X), rtol=1e-4)
+
+
+def test_shardings_that_are_no_layouts_are_refused():
+    """Pending sums and other memories are parts of JAX's shardings, and layouts have none of them."""
+    mesh = jax.make_mesh((2, 4), ("batch", "model"))
+    with pytest.raises(lm.LayoutError, match="a sum over model is pending"):
+        lm.dtensor.relayout(X, NamedSharding(mesh, P("batch", unreduced={"model"})))
+    with pytest.raises(lm.LayoutError, match=r"pinned_host(?s:.*)leave memory_kind out"):
+        lm.dtensor.relayout(X, NamedSharding(mesh, P("batch"), memory_kind="pinned_host"))
+
+
 @pytest.mark.parametrize(
     ("axis_types", "why"),
     [("manual", "auto"), ({"data": "explicit"}, "no such dim"), (["explicit"], "1 of them for 2 dims")],

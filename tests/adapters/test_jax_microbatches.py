@@ -62,6 +62,15 @@ def test_steps_that_split_otherwise_are_not_told(kernel, transform):
     make_step(lambda x: x[:8].reshape(2, 4, 32), transform)(kernel, X)
 
 
+def test_rows_of_one_device_are_not_told():
+    """A batch dim of size 1 shards nothing."""
+    mesh = lm.create_mesh("batch=1,model=8")
+    kernel = lm.dtensor.relayout(
+        np.ones((32, 16), np.float32), lm.Layout([None, "model"], mesh), engine="jax"
+    )
+    make_step(lambda x: x.reshape(4, -1, 32))(kernel, X)
+
+
 def test_trees_are_split_row_by_row():
     batch = {"x": X, "t": jnp.arange(64)}
     made = lm.microbatches(batch, 8)

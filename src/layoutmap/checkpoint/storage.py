@@ -46,7 +46,7 @@ class Storage(Protocol):
     """How much is best read at once."""
 
     write_files: int
-    """How many files a process best writes at the same time."""
+    """Number of files that a process writes at the same time."""
 
     def steps(self) -> list[int]:
         """Return the steps that exist, in rising order."""

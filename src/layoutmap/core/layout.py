@@ -436,8 +436,15 @@ def convert_layout(value: Any, mesh: Mesh | None = None, rank: int | None = None
     if is_dtensor_class(value, "Layout"):
         return Layout.from_string(value.to_string())
     if _is_jax_class(value, "NamedSharding"):
+        _check_memory_kind(value)
         mesh, value = convert_mesh(value.mesh), value.spec
     if _is_jax_class(value, "PartitionSpec"):
+        if getattr(value, "unreduced", None):
+            raise LayoutError(
+                f"{value} is not a layout",
+                why=f"a sum over {', '.join(sorted(value.unreduced))} is pending, and a layout has whole values",
+                fix="add it up first: jax.reshard(x, jax.P(..)) without unreduced",
+            )
         value = (*value, *[None] * ((rank or 0) - len(value)))
     if not isinstance(value, (tuple, list)):
         fix = 'use a Layout, or a tuple of sharding specs such as (None, "model")'
@@ -451,6 +458,19 @@ def convert_layout(value: Any, mesh: Mesh | None = None, rank: int | None = None
             fix="make the map with one, LayoutMap(mesh), or pass a Layout",
         )
     return Layout(value, mesh)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _check_memory_kind(sharding: Any) -> None:
+    """Refuse a sharding in another memory than the default one of its devices, since a layout has no memory kind."""
+    is_abstract = type(sharding.mesh).__name__ == "AbstractMesh"
+    usual = None if is_abstract else sharding.mesh.devices.flat[0].default_memory().kind
+    if sharding.memory_kind not in (None, usual):
+        raise LayoutError(
+            f"{sharding} is not a layout",
+            facts={"memory": sharding.memory_kind},
+            why="a layout says how an array is sharded, and not in which memory it is",
+            fix="leave memory_kind out, and move the result: jax.device_put(x, sharding)",
+        )
 
 
 def _is_jax_class(value: object, name: str) -> bool:

@@ -110,6 +110,11 @@ class Mesh:
         return tuple(dim.axis_type for dim in self.mesh_dims)
 
     @property
+    def explicit_dims(self) -> tuple[str, ...]:
+        """The names of the mesh dims of type `"explicit"`."""
+        return tuple(dim.name for dim in self.mesh_dims if dim.axis_type == "explicit")
+
+    @property
     def dim_names(self) -> tuple[str, ...]:
         """The names of the mesh dims, in order."""
         return tuple(dim.name for dim in self.mesh_dims)
@@ -270,7 +275,7 @@ class Mesh:
         local = (
             "" if self.local_device_ids == usual else f", local_device_ids={list(self.local_device_ids)!r}"
         )
-        types = {dim.name: dim.axis_type for dim in self.mesh_dims if dim.axis_type != "auto"}
+        types = dict.fromkeys(self.explicit_dims, "explicit")
         explicit = f", axis_types={types!r}" if types else ""
         return (
             f"Mesh({devices!r}, {[(dim.name, dim.size) for dim in self.mesh_dims]!r}{name}{local}{explicit})"

@@ -85,6 +85,17 @@ def resolve_device_names(
     return names
 
 
+def check_auto_axes(mesh: Mesh, framework: str) -> None:
+    """Refuse explicit axes, which only JAX has."""
+    if mesh.explicit_dims:
+        raise MeshError(
+            f"mesh dim {mesh.explicit_dims[0]!r} has explicit axes, and {framework} has none",
+            facts={"mesh": str(mesh)},
+            why="axis types are JAX's: they make shardings a part of the types of its arrays",
+            fix="make the mesh without axis_types, or use JAX",
+        )
+
+
 def bind_devices(mesh: Mesh, names: Sequence[str], here: Iterable[int]) -> Mesh:
     """Return the mesh with its devices, or the same object if it knows them already."""
     local_device_ids = tuple(here)

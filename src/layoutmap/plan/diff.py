@@ -40,7 +40,7 @@ class Change:
 
     @property
     def text(self) -> str:
-        """How both plans have it, with an arrow between, or how the only one has it."""
+        """Values before and after with an arrow between them, or the only value."""
         return " -> ".join(filter(None, (self.before, self.after)))
 
 

@@ -71,6 +71,8 @@ def plan_to_json(plan: PlanTable) -> str:
         mesh["name"] = plan.mesh.name
     if plan.mesh.devices is not None:
         mesh["devices"] = plan.mesh.devices
+    if plan.mesh.explicit_dims:
+        mesh["explicit_dims"] = plan.mesh.explicit_dims
     lists: dict[str, Iterable[Any]] = {
         "variables": map(_convert_variable, plan.assignments),
         "activations": map(_convert_match, plan.activations),
@@ -308,6 +310,7 @@ class _Mesh(PlanObject):
     dims: dict[str, Any]
     name: str = ""
     devices: tuple[str, ...] | None = None
+    explicit_dims: tuple[str, ...] = ()
 
 
 class _Plan(PlanObject):
@@ -329,7 +332,8 @@ class _Plan(PlanObject):
 def _read_mesh(item: _Mesh) -> Mesh:
     dims = convert_values(item.dims, Number, "mesh.dims")
     try:
-        return Mesh(item.devices, dims, item.name)
+        types = dict.fromkeys(item.explicit_dims, "explicit")
+        return Mesh(item.devices, dims, item.name, axis_types=types)
     except LayoutMapError as error:
         raise make_file_error(f"mesh: {error.what}", error.why, error.fix) from error
 

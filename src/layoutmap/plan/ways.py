@@ -90,7 +90,9 @@ class Way:
 
     def doubled(self, dim: str) -> Way:
         """Return the same configuration with twice as many devices along a mesh dim."""
-        mesh = Mesh(None, [(each.name, each.size * (1 + (each.name == dim))) for each in self.mesh.mesh_dims])
+        mesh = Mesh(
+            None, [replace(each, size=each.size * (1 + (each.name == dim))) for each in self.mesh.mesh_dims]
+        )
         on = re.sub(r":[0-9]+$", f":{mesh.size}", self.on)
         return replace(self, rules=_edit_rules(self.rules, mesh, {}, {}), on=on)
 

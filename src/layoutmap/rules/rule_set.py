@@ -144,6 +144,7 @@ class RuleSet(Rules):
                 dims=None if mesh is None else {dim.name: dim.size for dim in mesh.mesh_dims},
                 mesh_name="" if mesh is None else mesh.name,
                 devices=None if mesh is None else mesh.devices,
+                explicit_dims=() if mesh is None else mesh.explicit_dims,
                 rules={pattern: layout.sharding_specs for pattern, layout in self.items()},
                 activations={pattern: layout.sharding_specs for pattern, layout in self.activations.items()},
                 uneven=self.uneven,
@@ -172,7 +173,8 @@ class RuleSet(Rules):
         fields = yaml_file.from_yaml(text)
         mesh = read_mesh(mesh)
         if mesh is None and fields.dims is not None:
-            mesh = Mesh(fields.devices, fields.dims, fields.mesh_name)
+            types = dict.fromkeys(fields.explicit_dims, "explicit")
+            mesh = Mesh(fields.devices, fields.dims, fields.mesh_name, axis_types=types)
         return cls._from_fields(fields, mesh)
 
     @classmethod

@@ -44,7 +44,7 @@ VERSION = 1
 """The version of the form."""
 
 _KEYS = {"version", "mesh", "rules", "activations", "uneven", "rest"}
-_MESH_KEYS = {"dims", "name", "devices"}
+_MESH_KEYS = {"dims", "name", "devices", "explicit_dims"}
 _MOST_ERRORS = 10
 _FIX = "write it as LayoutMap.to_yaml() does: version, mesh and rules"
 
@@ -54,7 +54,8 @@ class RulesFields:
     """The fields of a rules file, unchecked: mesh dims, mesh name, devices or `None`, and sharding specs by pattern.
 
     The specs are those of variables in `rules`, and of layers' outputs in `activations`.
-    `dims` is `None` if the file names no mesh. `uneven_rules` has the rules that say it for themselves.
+    `dims` is `None` if the file names no mesh. `explicit_dims` are those with explicit axes on JAX. `uneven_rules` has
+    the rules that say it for themselves.
     """
 
     dims: Mapping[str, int] | None
@@ -62,6 +63,7 @@ class RulesFields:
     devices: tuple[str, ...] | None
     rules: Mapping[str, tuple[Any, ...]]
     activations: Mapping[str, tuple[Any, ...]]
+    explicit_dims: tuple[str, ...] = ()
     uneven: Uneven = "error"
     uneven_rules: Mapping[str, Uneven] = field(default_factory=dict[str, Uneven])
     rest: Rest | None = None
@@ -107,6 +109,8 @@ def to_yaml(fields: RulesFields) -> str:
             mesh["name"] = fields.mesh_name
         if fields.devices is not None:
             mesh["devices"] = Flow(fields.devices)
+        if fields.explicit_dims:
+            mesh["explicit_dims"] = Flow(fields.explicit_dims)
         data["mesh"] = mesh
     data["rules"] = {pattern: convert_rule(pattern, specs) for pattern, specs in fields.rules.items()}
     if fields.activations:
@@ -139,12 +143,14 @@ def from_yaml(text: str) -> RulesFields:
     devices = (mesh or {}).get("devices")
     if not isinstance(name, str | None):
         raise RuleError("rules file: mesh name is not text", facts={"there": shorten_repr(name)}, fix=_FIX)
-    if devices is not None and not _are_texts(devices):
-        raise RuleError(
-            "rules file: mesh devices is not a list of texts",
-            facts={"there": shorten_repr(devices)},
-            fix=_FIX,
-        )
+    explicit_dims = (mesh or {}).get("explicit_dims")
+    for key, value in (("devices", devices), ("explicit_dims", explicit_dims)):
+        if value is not None and not _are_texts(value):
+            raise RuleError(
+                f"rules file: mesh {key} is not a list of texts",
+                facts={"there": shorten_repr(value)},
+                fix=_FIX,
+            )
     dims = None if mesh is None else _check_mapping(mesh.get("dims"), "mesh dims", None)
     for dim, size in (dims or {}).items():
         if not isinstance(size, int):
@@ -159,6 +165,7 @@ def from_yaml(text: str) -> RulesFields:
         dims=dims,
         mesh_name=name or "",
         devices=None if devices is None else tuple(cast("list[str]", devices)),
+        explicit_dims=tuple(cast("list[str]", explicit_dims or [])),
         rules=_read_rules(rules, "rules", "rule"),
         activations=_read_rules(_read_section(top, "activations"), "activations", "activation rule"),
         uneven=check_uneven(top.get("uneven", "error"), "rules file"),

@@ -36,7 +36,7 @@ def create_mesh(
         device_type: `"CPU"`, `"GPU"` or `"TPU"`: the first devices of that type; `None`: of the default type.
         engine: Whose devices: `"jax"`, `"tensorflow"` or `"torch"`; `None` means the framework that is in use.
         axis_types: JAX's types of the dims, `"auto"` or `"explicit"`: one for all, a list, or a dict by name; `None`:
-            `"auto"`. Layouts on an explicit mesh are part of the types of JAX's arrays (see docs/how-to/jax.md).
+            `"auto"`. Layouts on an explicit mesh are part of the types of JAX's arrays (see docs/jax.md).
 
     Raises:
         MeshError: The mesh cannot be, or there are too few devices, or others than `device_type` were given.

@@ -80,7 +80,7 @@ def _search(
         name, inputs = eqn.primitive.name, [var for var in eqn.invars if not isinstance(var, Literal)]
         if name in _KEEPS_ROWS and inputs and inputs[0] in rows:
             rows[eqn.outvars[0]] = rows[inputs[0]]
-        elif name == "reshape" and inputs and inputs[0] in rows:
+        elif name == "reshape" and inputs and inputs[0] in rows and eqn.params["sharding"] is None:
             source: Any = inputs[0]
             before, after = source.aval.shape, eqn.outvars[0].aval.shape  # type: ignore[attr-defined]
             if len(after) > 1 and 1 < after[0] < before[0] == after[0] * after[1]:

@@ -452,7 +452,8 @@ class JitStep:
         self, jaxpr: Jaxpr, inputs: Sequence[Input], shardings: Sequence[NamedSharding]
     ) -> None:
         """Warn of a scan over microbatches that each have rows of few devices."""
-        dims = {*list_batch_dims(self._batch_dim)}
+        sizes = shardings[0].mesh.shape if shardings else {}
+        dims = {dim for dim in list_batch_dims(self._batch_dim) if sizes[dim] > 1}
         sharded = [n for n, each in enumerate(shardings) if dims & {*jax.tree.leaves(tuple(each.spec[:1]))}]
         for number, count in find_consecutive_splits(jaxpr, sharded):
             name, rows = inputs[number].name, inputs[number].shape[0]

@@ -79,7 +79,7 @@ def _is_shared(model: object) -> bool:
 
 
 class _ProcessesAsOne:
-    """The patch that has accelerate count the processes of a sharded model as one, which passes the global batch."""
+    """Patch that makes accelerate count the processes of a sharded model as one, since each has the global batch."""
 
     def __init__(self) -> None:
         self._before: list[tuple[dict[str, object], dict[str, object]]] = []

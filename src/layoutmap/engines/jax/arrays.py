@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from layoutmap.core.blocks import Ends, Index, NumpyArray, get_slice_ends, make_full_index, normalize_index
 from layoutmap.core.errors import EngineError
@@ -87,9 +87,21 @@ def constrain(array: jax.Array, sharding: NamedSharding) -> jax.Array:
         mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.axis_names != sharding.mesh.axis_names:
         return jax.lax.with_sharding_constraint(array, sharding)
-    if jax.sharding.AxisType.Explicit in mesh.axis_types:
-        return jax.sharding.reshard(array, sharding.spec)
-    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, sharding.spec))
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Explicit not in types.values():
+        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, sharding.spec))
+    # JAX moves arrays over explicit dims and over auto dims by two operations.
+    array = jax.sharding.reshard(array, _keep_dims(sharding.spec, types, AxisType.Explicit))
+    if AxisType.Auto in types.values():
+        spec = _keep_dims(sharding.spec, types, AxisType.Auto)
+        array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+    return array
+
+
+def _keep_dims(spec: PartitionSpec, types: Mapping[str, AxisType], kind: AxisType) -> PartitionSpec:
+    """Return a spec with only its mesh dims of one axis type."""
+    dims = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
+    return PartitionSpec(*(tuple(dim for dim in entry if types[dim] is kind) or None for entry in dims))
 
 
 def iterate_shards(array: jax.Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:

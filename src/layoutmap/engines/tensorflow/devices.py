@@ -18,6 +18,7 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import (
     bind_devices,
+    check_auto_axes,
     check_simulated,
     explain_more_devices,
     make_no_devices_error,
@@ -65,6 +66,7 @@ def simulate(number: int) -> None:
 
 def bind_mesh(mesh: Mesh) -> Mesh:
     """Return the mesh with devices of this machine: the first ones for an abstract mesh, or else its own."""
+    check_auto_axes(mesh, "TensorFlow")
     fix = explain_more_devices("TensorFlow", mesh.size)
     names = resolve_device_names(mesh, list_device_names, "TensorFlow", fix, shorten_name)
     here = (i for i, name in enumerate(names) if _expand_name(name).task == dtensor.client_id())

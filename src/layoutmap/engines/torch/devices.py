@@ -23,7 +23,12 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from layoutmap.core.errors import EngineError, join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.checks import bind_devices, make_no_devices_error, resolve_device_names
+from layoutmap.engines.checks import (
+    bind_devices,
+    check_auto_axes,
+    make_no_devices_error,
+    resolve_device_names,
+)
 from layoutmap.engines.tested import Needed, check_names
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import call_on_restore, meshes
@@ -71,6 +76,7 @@ def _list_device_types() -> list[str]:
 
 def bind_mesh(mesh: Mesh) -> Mesh:
     """Return the mesh with devices of this machine: the first ones for an abstract mesh, or else its own."""
+    check_auto_axes(mesh, "torch")
     names = resolve_device_names(mesh, list_device_names, "torch", _fix_too_few(mesh.size))
     here = set(simulation.filter_local_ranks(map(_rank, names)))
     return bind_devices(mesh, names, [i for i, name in enumerate(names) if _rank(name) in here])

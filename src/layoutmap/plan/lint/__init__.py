@@ -74,7 +74,7 @@ class Findings:
 
     @property
     def line(self) -> str:
-        """How many there are, and over which mesh dim batches are sharded."""
+        """The number of findings, and the mesh dims over which batches are sharded, as one line."""
         count = len(group_problems(self.problems))
         found = f"{count} finding{'' if count == 1 else 's'}" if count else "nothing found"
         if self.batch_dim:
