@@ -60,7 +60,8 @@ with Needed("tensorflow"):
     from tensorflow.python.autograph.core import config as autograph_config
     from tensorflow.python.autograph.core.config import DoNotConvert
 
-# Autograph cannot convert all of Python, and would show frames of this library in errors.
+# Autograph cannot convert all of Python, and would show frames of this library in errors. The rule stays for the
+# whole process, since it concerns functions of this library alone.
 autograph_config.CONVERSION_RULES = (DoNotConvert("layoutmap"), *autograph_config.CONVERSION_RULES)
 
 dtensor = tf.experimental.dtensor
