@@ -20,9 +20,17 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from layoutmap.engines.patches import Attribute
 from layoutmap.engines.tested import Needed, check_names
-from layoutmap.engines.torch.modes import list_dispatch_modes, skip_function_modes
-from layoutmap.engines.torch.operators import OPERATORS, Args, Function, Kwargs, list_written_arguments
-from layoutmap.engines.torch.trees import tree_leaves
+from layoutmap.engines.torch.modes import TorchDispatchMode, list_dispatch_modes, skip_function_modes
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
+from layoutmap.engines.torch.per_rank import (
+    cache_groups,
+    can_run_directly,
+    list_leaves,
+    make_meta_reader,
+    make_rank_loop,
+    read_common_size,
+    run_operator,
+)
 
 with Needed("torch"):
     import torch.distributed._local_tensor as local_tensors
@@ -41,15 +49,19 @@ check_names(
     "torch",
     (torch, "_disable_dynamo"),
     (DeviceMesh, "_rank_map"),
-    (local_tensors, "_PROCESS_MODE _THREAD_LOCAL_TENSOR_MODE _for_each_rank_run_func"),
+    (
+        local_tensors,
+        "_PROCESS_MODE _THREAD_LOCAL_TENSOR_MODE _for_each_rank_run_func _compute_local_tensor_meta",
+    ),
     (local_tensors, "_LocalDeviceMesh _PATCHED_DEVICE_MESH_METHODS"),
-    (_of_collectives, "_get_default_group"),
+    (_of_collectives, "_get_default_group _prepare_collective_groups"),
     (LocalTensor, "_local_tensors _ranks __torch_dispatch__"),
     (LocalIntNode, "_local_ints"),
     (Shard, "local_shard_size_and_offset"),
     (StridedShard, "_to_replicate_tensor local_shard_size_and_offset"),
     (LocalTensorMode, "_patch_device_mesh _unpatch_device_mesh _disable"),
-    (LocalTensorMode, "_patch_random_functions _unpatch_random_functions _per_rank_rng_states"),
+    (LocalTensorMode, "_patch_random_functions _unpatch_random_functions enable_"),
+    (local_tensors, "get_local_tensor_mode_list"),
 )
 
 get_ranks = attrgetter("_ranks")
@@ -84,7 +96,7 @@ def _leave_modes_above(is_found: Callable[[object], bool]) -> Generator[None]:
 
 
 class SimulationMode(LocalTensorMode):
-    """A `LocalTensorMode` that leaves random numbers to torch, and is entered below the modes of the program.
+    """A `LocalTensorMode` that is entered below the modes of the program.
 
     So these see what they would see of real devices, such as collectives.
     """
@@ -93,18 +105,11 @@ class SimulationMode(LocalTensorMode):
     def __enter__(self) -> Self:
         with _leave_modes_above(lambda mode: isinstance(mode, LocalTensorMode)):
             super().__enter__()
-        self._per_rank_rng_states.clear()  # all ranks draw from the one generator of this process
         return self
 
     def __exit__(self, *error: Any) -> None:
         with _leave_modes_above(lambda mode: mode is self):
             super().__exit__(*error)
-
-    def _patch_random_functions(self) -> None:
-        """Leave `torch.manual_seed` as it is."""
-
-    def _unpatch_random_functions(self) -> None:
-        """See above."""
 
 
 class _Modes(threading.local):
@@ -112,6 +117,23 @@ class _Modes(threading.local):
 
     def __init__(self, first: object) -> None:
         self.value = [first]
+
+
+_UNUSED_CHANGES = tuple(
+    f"{prefix}_{changed}"
+    for changed in ("device_mesh", "dist", "random_functions")
+    for prefix in ("_patch", "_unpatch")
+)
+
+
+def _enter_mode(mode: LocalTensorMode) -> TorchDispatchMode:
+    """Enter a mode, and let its ranks draw from the one generator of this process.
+
+    Torch copies the state of the generator for each rank here, which takes longer than most operators.
+    """
+    local_tensors.get_local_tensor_mode_list().append(mode)
+    mode.enable_()
+    return TorchDispatchMode.__enter__(mode)
 
 
 def make_simulation_patches(
@@ -134,7 +156,7 @@ def make_simulation_patches(
         # as get_rank from 2.14 on, are left as they are for the rest of the program.
         *(
             Attribute(LocalTensorMode, name, lambda _: lambda _: None)  # pyright: ignore[reportUnknownLambdaType]
-            for name in ("_patch_device_mesh", "_unpatch_device_mesh", "_patch_dist", "_unpatch_dist")
+            for name in _UNUSED_CHANGES
             if hasattr(LocalTensorMode, name)
         ),
         *(
@@ -142,13 +164,16 @@ def make_simulation_patches(
             for name, local in methods.items()
         ),
         Attribute(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _Modes(mode)),
+        Attribute(LocalTensorMode, "__enter__", lambda _: _enter_mode),  # pyright: ignore[reportUnknownLambdaType]
         Attribute(local_tensors, "_PROCESS_MODE", lambda _: False),  # else one for all threads
         Attribute(_of_collectives, "_get_default_group", lambda _: lambda: group),  # torch has none for it
+        Attribute(_of_collectives, "_prepare_collective_groups", cache_groups),
         Attribute(Shard, "local_shard_size_and_offset", _cache_sizes),
         Attribute(StridedShard, "local_shard_size_and_offset", _cache_sizes),
         Attribute(StridedShard, "_to_replicate_tensor", functools.partial(_gather_by_size, type(mode))),
-        Attribute(local_tensors, "_for_each_rank_run_func", _limit_ranks),
-        Attribute(LocalTensor, "__torch_dispatch__", _read_off),
+        Attribute(local_tensors, "_for_each_rank_run_func", make_rank_loop),
+        Attribute(local_tensors, "_compute_local_tensor_meta", make_meta_reader),
+        Attribute(LocalTensor, "__torch_dispatch__", _skip_simulation),
         Attribute(DTensor, "__reduce_ex__", pickled),
     )
 
@@ -163,73 +188,18 @@ def _choose_method(local: Function, plain: Function) -> Function:
     return call_method
 
 
-def _limit_ranks(for_ranks: Function) -> Function:
-    """Run a function only for the ranks of its arguments, because backward passes run outside a simulation.
-
-    Unsharded tensors are changed by the first rank only, because each rank would change them again.
-    """
-
-    @functools.wraps(for_ranks)
-    def run_for_common_ranks(
-        func: Function, ranks: Any, args: Args, kwargs: Kwargs, **options: object
-    ) -> object:
-        for leaf in tree_leaves((args, kwargs)):
-            leaf = getattr(leaf, "elem", leaf)  # of the result of a collective that is not waited for yet
-            if isinstance(leaf, LocalTensor):
-                ranks = ranks & leaf._ranks
-            elif isinstance(leaf, torch.SymInt) and isinstance(leaf.node, LocalIntNode):  # pyright: ignore[reportUnknownMemberType]
-                ranks = ranks & leaf.node._local_ints.keys()
-        plain = _find_changed_plain(func, args)
-        if not plain:
-            return for_ranks(func, ranks, args, kwargs, **options)
-        first = frozenset([min(ranks)])
-        if plain == [None] or len(plain) == len(args[0]):
-            return for_ranks(func, first, args, kwargs, **options)
-        for_ranks(func, first, _select(args, plain), kwargs, **options)
-        others = [number for number in range(len(args[0])) if number not in plain]
-        return for_ranks(func, ranks, _select(args, others), kwargs, **options)
-
-    return run_for_common_ranks
-
-
-def _find_changed_plain(func: Function, args: Args) -> list[int | None]:
-    """Return the places of the unsharded tensors in a list that an operator changes, or [None] for no list."""
-    if not isinstance(func, OPERATORS) or func is torch.ops.aten.copy_.default:
-        return []
-    if not any(place == 0 for place, _ in list_written_arguments(func)):
-        return []
-    if isinstance(args[0], torch.Tensor):
-        return [] if isinstance(args[0], LocalTensor) else [None]
-    return [number for number, each in enumerate(args[0]) if not isinstance(each, LocalTensor)]
-
-
-def _select(args: Args, numbers: Sequence[Any]) -> Args:
-    """Return the arguments of an operator of lists, for some places in the lists."""
-
-    def select(value: Any) -> object:
-        is_list = isinstance(value, (list, tuple)) and len(value) == len(args[0])  # pyright: ignore[reportUnknownArgumentType]
-        return [value[number] for number in numbers] if is_list else value  # pyright: ignore[reportUnknownVariableType]
-
-    return tuple(map(select, args))
-
-
-_READ: dict[object, Callable[[torch.Tensor], object]] = {
-    torch.ops.aten.sym_size.default: torch.Tensor.size,
-    torch.ops.aten.sym_stride.default: torch.Tensor.stride,
-    torch.ops.aten.sym_storage_offset.default: torch.Tensor.storage_offset,
-}
-
-
-def _read_off(dispatch: Any) -> object:
-    """Read a size that all ranks share off the first, since entering a simulation for each view is slow."""
+def _skip_simulation(dispatch: Any) -> object:
+    """Run most operators without entering a simulation, which takes longer than the operator."""
 
     def dispatch_or_read(
         cls: Any, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        if read := _READ.get(func):
-            first, *others = map(read, get_rank_tensors(args[0]).values())
-            if all(each == first for each in others):
-                return first
+        if (size := read_common_size(func, args)) is not None:
+            return size
+        leaves = list_leaves(args, kwargs or {})
+        if can_run_directly(func, leaves):
+            ranks = next(get_ranks(leaf) for leaf in leaves if isinstance(leaf, LocalTensor))
+            return run_operator(func, ranks, args, kwargs or {}, leaves)
         return dispatch.__func__(cls, func, types, args, kwargs)
 
     # Not traced by torch.compile, as torch's own is not.

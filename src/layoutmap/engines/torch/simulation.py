@@ -44,8 +44,8 @@ from layoutmap.engines.torch.local_tensors import (
 )
 from layoutmap.engines.torch.modes import list_dispatch_modes, skip_function_modes
 from layoutmap.engines.torch.operators import COLLECTIVES, Function
+from layoutmap.engines.torch.per_rank import can_run_directly, list_leaves, read_common_size, run_operator
 from layoutmap.engines.torch.specs import clear_sharding_caches, get_local
-from layoutmap.engines.torch.trees import tree_leaves
 
 with Needed("torch"):
     from torch.distributed.distributed_c10d import GroupMember
@@ -61,8 +61,10 @@ class _Simulation(SimulationMode):
     """Simulation of ranks that leaves operators on other tensors alone."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+        if (size := read_common_size(func, args)) is not None:
+            return size
         kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
+        leaves = list_leaves(args, kwargs)
         locals_ = (get_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves)
         ranks = next((get_ranks(each) for each in locals_ if isinstance(each, LocalTensor)), self.ranks)
         if ranks != self.ranks:  # a tensor on another mesh than that of all ranks
@@ -70,6 +72,8 @@ class _Simulation(SimulationMode):
                 return func(*args, **kwargs)
         if func.namespace not in COLLECTIVES and not any(map(_is_per_rank, leaves)):
             return func(*args, **kwargs)
+        if can_run_directly(func, leaves):
+            return run_operator(func, ranks, args, kwargs, leaves)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

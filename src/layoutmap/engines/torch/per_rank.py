@@ -1,0 +1,282 @@
+"""Run one operator for each simulated rank, faster than torch's `LocalTensorMode` does.
+
+Torch flattens the arguments once per rank, and saves and restores the generator for each rank of every operator.
+Here the arguments are taken apart once, and only operators that draw random numbers touch the generator.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from layoutmap.engines.tested import Needed, check_names
+from layoutmap.engines.torch.operators import (
+    OPERATORS,
+    Args,
+    Function,
+    Kwargs,
+    can_return_view,
+    list_written_arguments,
+)
+from layoutmap.engines.torch.trees import is_sequence
+
+with Needed("torch"):
+    import torch.distributed._local_tensor as local_tensors
+    from torch.distributed._local_tensor import LocalIntNode, LocalTensor
+    from torch.utils import _python_dispatch
+
+check_names(
+    "torch",
+    (local_tensors, "_combine_rank_results _get_rng_state _set_rng_state"),
+    (_python_dispatch, "return_and_correct_aliasing"),
+    (LocalTensor, "_local_tensors _ranks"),
+    (LocalIntNode, "_local_ints"),
+)
+
+_NO_KEYS = torch._C.DispatchKeySet.from_raw_repr(0)
+_NEW_LOCAL_TENSOR: Any = inspect.unwrap(cast(Any, LocalTensor).__new__)
+_TENSOR_TYPES = frozenset((LocalTensor, torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
+# Torch gives these operators special results, such as empty pieces for ranks with fewer splits.
+_SPECIAL_NAMES = frozenset(("split", "hash_tensor", "dim"))
+
+
+_READ: dict[object, Callable[[torch.Tensor], object]] = {
+    torch.ops.aten.sym_size.default: torch.Tensor.size,
+    torch.ops.aten.sym_stride.default: torch.Tensor.stride,
+    torch.ops.aten.sym_storage_offset.default: torch.Tensor.storage_offset,
+    torch.ops.aten.sym_numel.default: torch.Tensor.numel,
+    torch.ops.aten.dim.default: torch.Tensor.dim,
+}
+
+
+def read_common_size(func: Function, args: Args) -> object:
+    """Return a size that an operator reads off a tensor if all ranks have the same, or None."""
+    read = _READ.get(func)
+    if read is None or not isinstance(args[0], LocalTensor):
+        return None
+    first, *others = map(read, args[0]._local_tensors.values())
+    return first if all(each == first for each in others) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _OperatorTraits:
+    """Properties of an operator that decide how it runs for each rank."""
+
+    is_special: bool
+    is_random: bool
+    is_in_place: bool
+    can_alias: bool
+
+
+@functools.cache
+def _find_traits(op: Any) -> _OperatorTraits:
+    schema = op._schema
+    name = schema.name.removeprefix("aten::")
+    is_special = op.namespace != "aten" or name in _SPECIAL_NAMES or name.startswith("sym_")
+    writes = list_written_arguments(op)
+    is_in_place = name.endswith("_") and bool(writes) and writes[0][0] == 0 and len(schema.returns) == 1
+    return _OperatorTraits(
+        is_special=is_special or torch.Tag.inplace_view in op.tags,
+        is_random=torch.Tag.nondeterministic_seeded in op.tags,
+        is_in_place=is_in_place,
+        can_alias=bool(writes) or can_return_view(op),
+    )
+
+
+def list_leaves(args: Args, kwargs: Kwargs) -> list[object]:
+    """Return the arguments of an operator, with those in lists one by one."""
+    leaves: list[object] = []
+    for value in (*args, *kwargs.values()):
+        if is_sequence(value):
+            leaves += list_leaves(value, {})
+        else:
+            leaves.append(value)
+    return leaves
+
+
+def can_run_directly(func: Function, leaves: Iterable[object]) -> bool:
+    """Return whether an operator can run for each rank without entering a `LocalTensorMode`.
+
+    Args:
+        func: Operator that is dispatched.
+        leaves: Flattened arguments, among them a `LocalTensor`.
+    """
+    if not isinstance(func, OPERATORS) or _find_traits(func).is_special:
+        return False
+    return all(type(leaf) in _TENSOR_TYPES for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def find_common_ranks(ranks: frozenset[int], leaves: Iterable[object]) -> frozenset[int]:
+    """Return the ranks that all arguments have, because backward passes run outside a simulation."""
+    for leaf in leaves:
+        leaf = getattr(leaf, "elem", leaf)  # of the result of a collective that is not waited for yet
+        if isinstance(leaf, LocalTensor):
+            ranks = ranks & leaf._ranks
+        elif isinstance(leaf, torch.SymInt) and isinstance(leaf.node, LocalIntNode):  # pyright: ignore[reportUnknownMemberType]
+            ranks = ranks & leaf.node._local_ints.keys()
+    return ranks
+
+
+def make_rank_loop(torch_loop: Function) -> Function:
+    """Return a replacement of torch's function that runs an operator for each rank.
+
+    It runs for the ranks of the arguments only. Unsharded tensors are changed by the first rank only, because each rank
+    would change them again.
+
+    Args:
+        torch_loop: Torch's own function, which still runs operators with special results.
+    """
+
+    @functools.wraps(torch_loop)
+    def run_for_common_ranks(
+        func: Function, ranks: frozenset[int], args: Args, kwargs: Kwargs, **options: Any
+    ) -> object:
+        if (size := read_common_size(func, args)) is not None:
+            return size
+        leaves = list_leaves(args, kwargs)
+        if options.get("alias", True) and can_run_directly(func, leaves):
+            return run_operator(func, ranks, args, kwargs, leaves)
+        ranks = find_common_ranks(ranks, leaves)
+        return _run_in_parts(functools.partial(torch_loop, **options), func, ranks, args, kwargs)
+
+    return run_for_common_ranks
+
+
+def run_operator(
+    func: Function, ranks: frozenset[int], args: Args, kwargs: Kwargs, leaves: Iterable[object]
+) -> object:
+    """Run an operator that `can_run_directly` for each rank, and join the results.
+
+    Args:
+        func: Operator.
+        ranks: Simulated ranks.
+        args: Its positional arguments.
+        kwargs: Its arguments by name.
+        leaves: All arguments, flattened.
+    """
+    return _run_in_parts(_run_for_ranks, func, find_common_ranks(ranks, leaves), args, kwargs)
+
+
+def _run_in_parts(
+    loop: Function, func: Function, ranks: frozenset[int], args: Args, kwargs: Kwargs
+) -> object:
+    """Run an operator for each rank, but change unsharded tensors only once."""
+    unsharded = _find_changed_unsharded(func, args)
+    if not unsharded:
+        return loop(func, ranks, args, kwargs)
+    first = frozenset([min(ranks)])
+    if unsharded == [None] or len(unsharded) == len(args[0]):
+        return loop(func, first, args, kwargs)
+    loop(func, first, _select_items(args, unsharded), kwargs)
+    others = [number for number in range(len(args[0])) if number not in unsharded]
+    return loop(func, ranks, _select_items(args, others), kwargs)
+
+
+def _run_for_ranks(func: Any, ranks: frozenset[int], args: Args, kwargs: Kwargs) -> object:
+    """Run an operator of known traits for each rank, and join the results."""
+    traits, order = _find_traits(func), sorted(ranks)
+    columns = [_spread_value(value, order) for value in args]
+    named = [_spread_value(value, order) for value in kwargs.values()]
+    rows = zip(*columns, strict=False) if columns else repeat(())
+    named_rows = zip(*named, strict=False) if named else repeat(())
+    state = local_tensors._get_rng_state() if traits.is_random else None
+    results: dict[int, Any] = {}
+    for rank, row, named_row in zip(order, rows, named_rows, strict=False):
+        if state is not None:
+            local_tensors._set_rng_state(*state)  # all ranks draw the same numbers
+        results[rank] = func(*row, **dict(zip(kwargs, named_row, strict=True)))
+    if traits.is_in_place:
+        return args[0]
+    joined = _join_results(results)
+    if not traits.can_alias:
+        return joined
+    return cast(Any, _python_dispatch).return_and_correct_aliasing(func, args, kwargs, joined)
+
+
+def _join_results(results: dict[int, Any]) -> object:
+    """Return the result of an operator from the results of all ranks."""
+    first = next(iter(results.values()))
+    if isinstance(first, torch.Tensor):
+        return _NEW_LOCAL_TENSOR(LocalTensor, results)
+    if is_sequence(first):
+        return type(first)(
+            _join_results(dict(zip(results, row, strict=True))) for row in zip(*results.values(), strict=True)
+        )
+    return local_tensors._combine_rank_results(results, None)
+
+
+def _spread_value(value: object, ranks: Sequence[int]) -> Iterable[object]:
+    """Return an argument's value for each rank, without end if all ranks have the same."""
+    if isinstance(value, LocalTensor):
+        return [value._local_tensors[rank] for rank in ranks]
+    if isinstance(value, torch.SymInt) and isinstance(value.node, LocalIntNode):  # pyright: ignore[reportUnknownMemberType]
+        return [value.node._local_ints[rank] for rank in ranks]
+    if is_sequence(value):
+        columns = [_spread_value(item, ranks) for item in value]
+        if not all(isinstance(column, repeat) for column in columns):
+            return [list(row) for row in zip(*columns, strict=False)]
+    return repeat(value)
+
+
+def make_meta_reader(read_meta: Function) -> Function:
+    """Return a replacement of torch's function that reads shape and strides off the tensors of all ranks.
+
+    Torch compares each size of each rank. Tensors of equal shape, strides, and type take one comparison per rank here.
+    """
+
+    @functools.wraps(read_meta)
+    def read_common_meta(pieces: Mapping[int, torch.Tensor]) -> object:
+        first, *others = pieces.values()
+        shape, strides, dtype = first.shape, first.stride(), first.dtype
+        for piece in (first, *others):
+            if piece.shape != shape or piece.dtype != dtype or piece.layout != first.layout:
+                return read_meta(pieces)
+            if piece.stride() != strides or piece.is_neg() or piece.is_conj():
+                return read_meta(pieces)
+        return list(shape), list(strides), first.device, dtype, first.layout, _NO_KEYS
+
+    return read_common_meta
+
+
+def cache_groups(prepare_groups: Function) -> Function:
+    """Return torch's function that finds the groups of a collective, with a cache."""
+    known: dict[tuple[int, ...], object] = {}
+
+    @functools.wraps(prepare_groups)
+    def find_groups(group: Any) -> object:
+        opened = group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
+        ranks = tuple(dist.get_process_group_ranks(opened))
+        if ranks not in known:
+            known[ranks] = prepare_groups(group)
+        return known[ranks]
+
+    return find_groups
+
+
+def _find_changed_unsharded(func: Function, args: Args) -> list[int | None]:
+    """Return the places of the unsharded tensors in a list that an operator changes, or [None] for no list."""
+    if not isinstance(func, OPERATORS) or func is torch.ops.aten.copy_.default:
+        return []
+    if not any(place == 0 for place, _ in list_written_arguments(func)):
+        return []
+    if isinstance(args[0], torch.Tensor):
+        return [] if isinstance(args[0], LocalTensor) else [None]
+    return [number for number, each in enumerate(args[0]) if not isinstance(each, LocalTensor)]
+
+
+def _select_items(args: Args, numbers: Sequence[Any]) -> Args:
+    """Return the arguments of an operator of lists, for some places in the lists."""
+
+    def select(value: Any) -> object:
+        is_list = isinstance(value, (list, tuple)) and len(value) == len(args[0])  # pyright: ignore[reportUnknownArgumentType]
+        return [value[number] for number in numbers] if is_list else value  # pyright: ignore[reportUnknownVariableType]
+
+    return tuple(map(select, args))
