@@ -74,10 +74,8 @@ def make_page_fields(
 ) -> dict[str, object]:
     """Return the cost's fields for the HTML page of a plan.
 
-    Args:
-        cost: The cost.
-        resident_bytes: Bytes of weights, slots and state on a device.
-        find_variable: Returns the number of the first variable that a cause stands for, `None` for a layer.
+    `resident_bytes` are those of weights, slots, and state on a device. `find_variable` returns the number of the first
+    variable of a cause, or None for a layer.
     """
     return {
         "machine": str(cost.machine),

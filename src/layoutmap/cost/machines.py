@@ -117,10 +117,6 @@ def _read_devices(path: str) -> Mapping[str, Device]:
 def parse_devices(text: str, where: str) -> Mapping[str, Device]:
     """Return the devices that a text describes, by name.
 
-    Args:
-        text: What the file says.
-        where: What it is, as messages name it.
-
     Raises:
         LayoutMapError: It says something else; says where.
     """

@@ -23,12 +23,7 @@ def make_training_step(
 ) -> TrainingStep:
     """Return the training step of a model from a dry run.
 
-    Args:
-        context: The scope of the dry run.
-        model: The model.
-        inputs: What it is called with, or like.
-        optimizer: What updates its weights; `None`: the model's own, or nothing.
-        loss: Called with what it returns, returns a number; `None`: the model's own, or one that stands for it.
+    Without `optimizer` or `loss`, the model's own is used, or else none, or a loss that stands for it.
     """
     module = import_module(_MODULES[context.adapter.name])
     return module.describe_step(context.session, model, inputs, optimizer, loss)

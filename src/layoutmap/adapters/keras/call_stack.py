@@ -34,8 +34,7 @@ def describe_reader() -> str:
 def find_makers(depth: int) -> Iterator[object]:
     """Yield the layers, optimizers, metrics, and seed generators with a running method, innermost first.
 
-    Args:
-        depth: How many frames, the outermost ones, are left out: see `count_user_frames`.
+    The outermost `depth` frames are left out, as `count_user_frames` counts them.
     """
     kinds = (keras.layers.Layer, keras.Optimizer, keras.Metric, keras.random.SeedGenerator)
     start = sys._getframe(1)

@@ -41,11 +41,9 @@ class Materializer:
             self._undrawn.append(weakref.ref(variable))
 
     def draw_earlier_seeds(self, variable: object, make_now: Callable[[keras.Variable], None]) -> None:
-        """Draw the seeds that unsharded Keras would have drawn before it creates a variable.
+        """Draw the seeds that unsharded Keras would have drawn before it creates a variable, or all so far for None.
 
-        Args:
-            variable: The variable; does nothing if it does not draw. `None`: up to now.
-            make_now: Gives a variable its value at once.
+        Does nothing if the variable does not draw. `make_now` gives a variable its value at once.
         """
         if self._session.on_thread.is_initializing:
             return

@@ -130,12 +130,7 @@ def name_sublayers(layer: object) -> dict[int, str]:
 def make_slot_path(slot: Any, weight: Any, weight_path: str, taken: set[str], kind: str = "") -> str:
     """Return the path of an optimizer's variable: `optimizer.`, its weight's path, and the kind of slot.
 
-    Args:
-        slot: The variable.
-        weight: The weight that it belongs to, or `None`.
-        weight_path: The weight's path.
-        taken: Paths that others have; the new one is added.
-        kind: What kind of slot it is; empty: its name says it.
+    The path is added to `taken`. An empty kind is read from the slot's name.
     """
     if weight is None:
         path = f"optimizer.{strip_number(slot.name)}"

@@ -111,11 +111,7 @@ ATTRIBUTES: Names = (
 
 
 def check_names(more: Names = ()) -> None:
-    """Refuse a Keras version that lacks one of the private names.
-
-    Args:
-        more: Classes or modules, and names that they are to have, beside those that every backend needs.
-    """
+    """Refuse a Keras version that lacks one of the private names, or one of `more`."""
     missing = [
         f"{owner.__name__}.{name}"
         for owner, names in (*NAMES, *more)
@@ -275,11 +271,7 @@ def set_global_seed(state: Sequence[int] | None) -> None:
 def find_dataset(store: Any, key: str, opened: dict[str, Any]) -> object:
     """Return the `h5py.Dataset` that a Keras store would read for a key, or None.
 
-    Args:
-        store: The store.
-        key: The key, in the layer or optimizer that the store is at.
-        opened: Files that were opened here, by name; one of those in which a store in several files has a layer is
-            added. The store itself would close one to open another.
+    A file of a store in several files is added to `opened`, since the store itself would close one to open another.
     """
     group = store._h5_entry_group
     if key in group:

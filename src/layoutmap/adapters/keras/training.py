@@ -26,9 +26,7 @@ from layoutmap.engines.patches import temporarily, wrap_in_context
 def complete(model: Any, inputs: object) -> None:
     """Create, without computing, the variables that a first call and training step would create.
 
-    Args:
-        model: The model.
-        inputs: What it is called with, or like; `None`: it is not called, and may stay without weights.
+    Without inputs, the model is not called, and may stay without weights.
     """
     if inputs is not None:
         _call(model, keras.tree.map_structure(functools.partial(_make_symbol, inputs), inputs))
@@ -91,10 +89,7 @@ def adopt_for_training(model: keras.Model, session: KerasSession) -> None:
 def make_for_training(model: keras.Model, session: KerasSession | None, batch: object) -> None:
     """Create the weights, slots, metrics, and loss trackers that a traced training step would create.
 
-    Args:
-        model: The model; one that is not compiled makes weights alone.
-        session: Its scope, on whose mesh all is placed; `None`: a plain model.
-        batch: Inputs, targets and weights of samples.
+    They are placed on the mesh of the session, if there is one. A model that is not compiled only gets weights.
     """
     if model.compiled:
         with nullcontext() if session is None else session.defer():
@@ -119,12 +114,7 @@ def make_step_wraps(
 ) -> dict[str, Callable[..., object]]:
     """Return the methods to wrap on a model: those that make its steps, and the one that begins an epoch.
 
-    Args:
-        model: The model.
-        session: Its scope.
-        schedule: Decides which steps the processes compare.
-        step: Returns the step of a name, `"train"`, `"test"` or `"predict"`; what it is given beside returns Keras's.
-        wraps: The methods that the backend has wrapped already.
+    `step` returns the step `"train"`, `"test"`, or `"predict"`. Its second argument returns Keras's own step.
     """
 
     def wrap_make_function(name: str) -> Callable[..., object]:
@@ -201,15 +191,9 @@ def place_batch(batch: object, session: KerasSession, can_place: Callable[[objec
 
 
 def check_same_batch(batch: object, session: KerasSession, schedule: CallSchedule | None = None) -> bool:
-    """Refuse a batch that is another one in another process, where every process brings all of it.
+    """Refuse a batch that differs between processes that each bring all of it. Returns whether they compared it.
 
-    Args:
-        batch: The batch.
-        session: The scope.
-        schedule: Decides whether this call is compared; `None`: it is.
-
-    Returns:
-        Whether the processes have compared it.
+    Without a schedule, every call is compared.
     """
     if not (session.context.across and session.context.options.check_batches):
         return False

@@ -190,11 +190,7 @@ def _wrap_maybe_build(
 
 
 def _check_outer(outer: Any, session: KerasSession) -> None:
-    """Warn once, when all its layers are built, if a model outside of all scopes has weights of its own.
-
-    Raises:
-        ScopeError: It is called in a step of Keras's that the backend cannot take with layers of two kinds.
-    """
+    """Warn once of unsharded layers beside sharded ones, or refuse a step that the backend cannot run with both."""
     refused = session.backend.single_scope_steps
     step = find_running_step(outer, refused) if refused else ""
     if step and (not refused[step] or _has_mixed_layers(outer)):

@@ -16,25 +16,18 @@ from layoutmap.cost.table import Collective, PeakTensorKind, Phase
 
 @dataclass(frozen=True)
 class Counts:
-    """Counted numbers of one step on one device.
+    """Counted numbers of one step on one device."""
 
-    Args:
-        collectives: How often each is called; their own `calls` is 1.
-        flops: Operations of matrix products by element type.
-        traffic: Bytes that are read and written.
-        peaks: The most bytes beside the arguments, by the order of `memory_of`, the layer that computes, and the phase.
-        held: What these bytes are: the same keys, and what `Causes.describe` says; empty if nobody asked.
-        compiled_bytes: The most bytes beside the arguments, by XLA's compiler; 0: it was not asked.
-        recomputes: Whether activations are computed again, outside of loops.
-    """
-
+    # number of calls; the keys' own `calls` is 1
     collectives: Mapping[Collective, int] = field(default_factory=dict[Collective, int])
-    flops: Mapping[str, int] = field(default_factory=dict[str, int])
+    flops: Mapping[str, int] = field(default_factory=dict[str, int])  # by element type
     traffic: int = 0
+    # bytes beside the arguments, by the order of `compute_memory`, layer, and phase
     peaks: Mapping[Any, int] = field(default_factory=dict[Any, int])
+    # contents of the peaks: the same keys, and a description; empty unless requested
     held: Mapping[Any, int] = field(default_factory=dict[Any, int])
-    compiled_bytes: int = 0
-    recomputes: bool = False
+    compiled_bytes: int = 0  # peak beside the arguments by XLA's compiler; 0: unknown
+    recomputes: bool = False  # whether activations are recomputed outside of loops
 
     def __sub__(self, other: Counts) -> Counts:
         return self.add_counts(other, -1)
@@ -59,13 +52,9 @@ def _add_scaled(first: Mapping[Any, int], second: Mapping[Any, int], times: int)
 def count_step(
     block: Block, names: Sequence[str], donated: Mapping[int, int], *, with_held: bool = False
 ) -> Counts:
-    """Count the collectives, operations, and memory of a step.
+    """Count the collectives, operations, and memory of a partitioned step.
 
-    Args:
-        block: The step, partitioned.
-        names: The path of each argument.
-        donated: For each result that takes the place of an argument, the number of that.
-        with_held: Whether to say what is held at the peaks.
+    `names` are the paths of its arguments. `donated` maps a result to the argument whose memory it reuses.
     """
     causes = CauseFinder(block, names, len(donated))
     memories = compute_memory(block, donated, causes.describe if with_held else None)
@@ -132,13 +121,7 @@ _PASSED_FORWARD = _PASSED | {"multiply", "divide", "dynamic_update_slice", "nega
 
 
 class CauseFinder:
-    """Finder of the weight or layer that causes a collective.
-
-    Args:
-        block: The step.
-        names: The path of each of its arguments: weights, then the batch.
-        num_weights: How many of them are weights.
-    """
+    """Finder of the weight or layer that causes a collective. `names` are the paths of all arguments, weights first."""
 
     def __init__(self, block: Block, names: Sequence[str], num_weights: int):
         self._batch = {*names[num_weights:]}

@@ -23,11 +23,7 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 @contextmanager
 def explain_refused_sharding(name: str) -> Generator[None]:
-    """Raise a `ShardingRefusedError` for the first operation that JAX refuses under explicit axes while open.
-
-    Args:
-        name: The name of the model.
-    """
+    """Raise a `ShardingRefusedError` for the first operation that JAX refuses under explicit axes while open."""
     before = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]
     jax.config.update("jax_traceback_filtering", "off")  # so that the operands of JAX's rules can be read
     try:

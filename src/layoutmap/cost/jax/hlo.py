@@ -48,16 +48,10 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompiledCollective:
-    """Collectives of one kind, size, and group of devices in a compiled step.
-
-    Args:
-        kind: What they do, as in `Collective`.
-        group: How many devices exchange.
-        tensor_bytes: As in `Collective`.
-    """
+    """Collectives of one kind, size, and group of devices in a compiled step."""
 
     kind: str
-    group: int
+    group: int  # number of devices that exchange
     tensor_bytes: int
 
     @property

@@ -51,14 +51,9 @@ _KEPT = 2
 class LoweredStep:
     """Training step on JAX that is traced once without layouts, and then counted quickly in any layouts.
 
-    Of equal blocks two and three are traced; what the third one adds is what each of the others adds. Where layouts
-    differ within a stack, all of its blocks are traced.
-
-    Args:
-        step: The step.
-        remat: The layers whose activations are computed again in the backward pass: `"blocks"`, those that the model
-            has several of, or a regex for their paths; `None`: as the model's own code says.
-        fuse_attention: Whether each call of attention is counted as one fused kernel, whatever the model calls.
+    Of equal blocks two and three are traced. The third block's cost counts for each further block. Where layouts differ
+    within a stack, all of its blocks are traced. `remat` selects layers that recompute activations: `"blocks"` or a
+    regex.
     """
 
     def __init__(self, step: TrainingStep, remat: str | None = None, fuse_attention: bool = False):
@@ -83,14 +78,7 @@ class LoweredStep:
         target: str | None = None,
         on_wait: Callable[[], object] = lambda: None,
     ) -> StepCost:
-        """Count the step's collectives, operations, and memory in given layouts.
-
-        Args:
-            assignments: Each variable of the step and its layout, in their order.
-            policy: The layouts of batches and of what layers return.
-            with_held: Whether to say what is held at the peak.
-            target: A name of `targets`: collectives, peak and FLOPs are of its compiler; `None`: of the partitioner.
-            on_wait: Called several times a second while XLA compiles.
+        """Count a step in given layouts, in the module of the partitioner or of a target's compiler.
 
         Raises:
             EngineError: The compiler for the target is not installed, or fails.
@@ -263,14 +251,7 @@ class LoweredStep:
         target: str,
         on_wait: Callable[[], object] = lambda: None,
     ) -> CompiledStep:
-        """Have XLA compile the step with all blocks, for devices that need not exist. See `count`.
-
-        Args:
-            assignments: See `count`.
-            policy: See `count`.
-            target: A name of `targets`.
-            on_wait: Called several times a second while XLA compiles.
-        """
+        """Have XLA compile the step with all blocks, for devices that need not exist. See `count`."""
         layouts = {a.variable.key: a.layout for a in assignments}
         placed = self._place_module(self._lower_cached({}, layouts, policy), layouts, policy)
         return self._compile_modules([shardy.serialize_module(placed)], policy.mesh.size, target, on_wait)[0]
@@ -409,16 +390,10 @@ def _lower_without_blocks(
     recomputes: Callable[[str], bool] | None,
     fuses: bool,
 ) -> _LoweredModule:
-    """Trace and lower a step without some of its blocks.
+    """Trace and lower a step without its `skipped` blocks, each given with the path of an equal block.
 
-    Args:
-        step: The step.
-        skipped: The path of each block that is left out, and of one that is equal to it.
-        layouts: The layouts of the variables, where the code names mesh dims or axes are explicit; `None`: the step is
-            traced without layouts, and has marks where layers return.
-        policy: The mesh that the step is traced under, and the layouts of its batch and of layers' outputs.
-        recomputes: Whether the activations of a layer are computed again in the backward pass; `None`: of none.
-        fuses: Whether each call of attention is one fused kernel.
+    `layouts` is None unless the code names mesh dims or axes are explicit. Without layouts, the outputs of layers are
+    marked.
     """
     variables = [v for v in step.variables if _find_block(v, skipped) is None]
     unread = [v for v in step.variables if _find_block(v, skipped) is not None]

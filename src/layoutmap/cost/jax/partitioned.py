@@ -53,12 +53,7 @@ _IOTA = r"\[([\d,]*)\](?:T\(([\d,]*)\))?"
 
 
 def parse_step(text: str, mesh: Mesh) -> Block:
-    """Return the operations of a module's text.
-
-    Args:
-        text: The module after the partitioner, with large constants.
-        mesh: The mesh that it was partitioned for.
-    """
+    """Return the operations of a module's text."""
     bodies, entry = parse_computations(text)
     return _Reader(bodies, mesh).read_block(entry)
 

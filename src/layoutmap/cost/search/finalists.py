@@ -18,15 +18,10 @@ _SMALL = 1e-3  # seconds: shorter steps are compiled, since XLA changes small co
 
 
 def choose_compiled(outcome: Outcome, compiled: Callable[[Candidate], Figures]) -> Outcome:
-    """Choose among the best maps and the expert maps by XLA's figures of a step.
+    """Choose among the best maps and the expert maps by XLA's figures of a step, which `compiled` returns.
 
-    Args:
-        outcome: What was found by counting.
-        compiled: The figures of a map as XLA compiles its step; raises a `LayoutMapError` where it cannot.
-
-    Returns:
-        The same with the best of them first; experts' maps that were compiled are before those that were only counted.
-        What was found by counting, if an interrupt came before any was compiled or the compiler fails.
+    Returns `outcome` if an interrupt came before any map was compiled or if the compiler fails. Compiled expert maps
+    come before those that were only counted.
     """
     made, failed = dict[object, Candidate](), list[str]()
     is_small = outcome.best.figures is not None and outcome.best.figures.seconds < _SMALL
@@ -70,15 +65,9 @@ def choose_compiled(outcome: Outcome, compiled: Callable[[Candidate], Figures]) 
 
 
 def extend_search(counted: Outcome, compiled: Outcome, near: Callable[[Candidate], Outcome]) -> Outcome:
-    """Search further from the best compiled map if counting had chosen a worse one.
+    """Search further from the best compiled map, by `near`, if counting had chosen a worse one.
 
-    Args:
-        counted: What was found by counting.
-        compiled: The same after `choose_compiled`.
-        near: Searches from a map on by XLA's own figures.
-
-    Returns:
-        What was found in both searches, the best first; `compiled` where counts were right, or an interrupt came.
+    Returns the result of both searches, or `compiled` if counts were right or after an interrupt.
     """
     first, was = compiled.best, counted.best.layout_map
     same = next((each for each in compiled.others if each.layout_map is was), None)
@@ -105,16 +94,7 @@ def _set_compiled_figures(expert: Candidate, made: Candidate | None) -> Candidat
 def choose_fitting(
     outcome: Outcome, verify: Callable[[Candidate], Verified], limit: int
 ) -> tuple[Outcome, Verified | None]:
-    """Compile the best maps, and choose the first that fits as XLA compiled it.
-
-    Args:
-        outcome: What was found by counting.
-        verify: Compiles the step with a map.
-        limit: The memory of a device, in bytes.
-
-    Returns:
-        What was found, the maps that do not fit with what XLA needs for them, and what XLA made of the best; `None`: an
-        interrupt came before.
+    """Compile the best maps by `verify`, and choose the first that fits. Without figures, an interrupt came before.
 
     Raises:
         PlanError: None of them fits.

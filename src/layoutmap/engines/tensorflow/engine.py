@@ -210,7 +210,7 @@ class TensorFlowEngine:
         return fit_layout(assignment.layout, variable.shape, variable.path)
 
     def _create_value(
-        self, assignment: Assignment, initializer: Initializer, seed: Any
+        self, assignment: Assignment, initializer: Initializer, seed: object
     ) -> tuple[tf.Tensor, int]:
         """Return an initial value, and with several processes the checksum of each one's own computation."""
         variable = assignment.variable

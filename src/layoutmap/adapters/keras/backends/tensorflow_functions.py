@@ -77,11 +77,7 @@ _current = threading.local()
 
 @contextmanager
 def compute_for_mesh(replicate: Replicate) -> Generator[None]:
-    """Make Keras on this thread compute with operations that DTensor supports until the block ends.
-
-    Args:
-        replicate: Returns a tensor in the layout in which every device holds all of it.
-    """
+    """Make Keras on this thread compute with operations that DTensor supports until the block ends."""
     with _PATCHES.activate(), temporarily(_current, "replicate", replicate):
         yield
 

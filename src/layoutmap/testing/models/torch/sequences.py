@@ -34,14 +34,7 @@ def draw_recurrent(choices: Choices, shape: Shape) -> tuple[str, str, Shape]:
 def draw_attention(
     choices: Choices, shape: Shape, key_value: str = "{x}", key_shape: Shape | None = None
 ) -> tuple[str, str, Shape]:
-    """Draw attention of a sequence to itself or to another sequence.
-
-    Args:
-        choices: Makes all choices.
-        shape: The shape of the queries.
-        key_value: The expression of keys and values.
-        key_shape: The shape of keys and values. `None`: that of the queries.
-    """
+    """Draw attention of a sequence to itself, or to another sequence of an expression and a shape."""
     (length, width), (num_keys, size) = shape, key_shape or shape
     options = write_options(
         kdim=size if size != width else None,
