@@ -1,4 +1,4 @@
-"""Describe the training step of a planned model, for the counter of its framework."""
+"""Describe the training step of a planned model, and load the counter of its framework."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from layoutmap.core.errors import EngineError
 from layoutmap.core.steps import TrainingStep
 from layoutmap.scope.context import Scope
 
@@ -27,3 +28,22 @@ def make_training_step(
     """
     module = import_module(_MODULES[context.adapter.name])
     return module.describe_step(context.session, model, inputs, optimizer, loss)
+
+
+_STEP_COUNTERS = {"jax": "layoutmap.cost.jax.lowered", "torch": "layoutmap.cost.torch_step"}
+
+
+def load_step_counter(name: str) -> Any:
+    """Return the class that counts a `TrainingStep` of a framework with its method `count`.
+
+    Raises:
+        EngineError: Steps of that framework cannot be counted.
+    """
+    if name not in _STEP_COUNTERS:
+        raise EngineError(
+            f"the cost of a step cannot be counted on {name}",
+            facts={"counted on": ", ".join(_STEP_COUNTERS)},
+            why=f"what {name} sends between devices is decided by a compiler that needs the devices",
+            fix="plan the same rules with the model on JAX: the layouts are the same (KERAS_BACKEND=jax)",
+        )
+    return import_module(_STEP_COUNTERS[name]).LoweredStep

@@ -17,10 +17,9 @@ from layoutmap.core.specs import BatchDim, format_batch_dim, list_batch_dims
 from layoutmap.core.steps import Shape, TrainingStep
 from layoutmap.core.variables import Assignment
 from layoutmap.cost.cost import Cost
-from layoutmap.cost.counters import load_step_counter
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import find_machine
-from layoutmap.cost.model_steps import make_training_step
+from layoutmap.cost.model_steps import load_step_counter, make_training_step
 from layoutmap.cost.table import SCORED_ATTENTION, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.plan.lint import guess_batch_dim

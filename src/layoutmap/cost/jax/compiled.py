@@ -59,10 +59,10 @@ def compile_modules(
         (target, chosen),
         on_wait,
     )
-    return [_make_compiled_step(**json.loads(each)) for each in answers]
+    return [_read_answer(**json.loads(each)) for each in answers]
 
 
-def _make_compiled_step(
+def _read_answer(
     text: str, argument_bytes: int, output_bytes: int, alias_bytes: int, temp_bytes: int
 ) -> CompiledStep:
     return CompiledStep(text, argument_bytes, argument_bytes + output_bytes - alias_bytes + temp_bytes)

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.paths import find_repeated_layers
+from layoutmap.core.paths import find_repeated_layers, replace_numbers
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Key, Shape, TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
@@ -118,7 +118,10 @@ class LoweredStep:
             counts.traffic,
             arguments,
             arguments + peaks[0],
-            (*self._notes, *self._attention_notes),
+            (
+                *self._notes,
+                *dict.fromkeys(note for m in self._modules.values() for note in m.attention_notes),
+            ),
             arguments + min(peaks),
             held,
             f"{COMPILED}{target}" if target else PARTITIONED,
@@ -130,10 +133,6 @@ class LoweredStep:
         traced = {p: s[0] for module in self._modules.values() for p, s in module.outputs.items() if s}
         equal = {p: traced[stack[0]] for stack in self._step.blocks for p in stack if stack[0] in traced}
         return {**equal, **traced}
-
-    @property
-    def _attention_notes(self) -> Iterator[str]:
-        yield from dict.fromkeys(note for module in self._modules.values() for note in module.attention_notes)
 
     @property
     def fingerprint(self) -> str:
@@ -157,8 +156,8 @@ class LoweredStep:
         kept += [{n: _KEPT + (len(self._step.blocks[n]) == size) for n in tied} for size in sizes]
         try:
             modules = [self._lower_cached(self._choose_skipped(each), layouts, policy) for each in kept]
-        except _UnequalStackError as error:
-            self._loose.add(error.stack)
+        except _UnequalBlockError as error:
+            self._loose.add(next(n for n, stack in enumerate(self._step.blocks) if error.path in stack))
             return self._count_blocks(layouts, policy, with_held, target, on_wait)
         if self._find_equal_stacks(layouts, policy) != tied:  # the layers inside of blocks are known only now
             return self._count_blocks(layouts, policy, with_held, target, on_wait)
@@ -292,10 +291,6 @@ class LoweredStep:
                 self._modules[key] = _lower_without_blocks(
                     self._step, skipped, placed, policy, self._recomputes, self._fuses
                 )
-            except _UnequalBlockError as error:
-                raise _UnequalStackError(
-                    next(n for n, s in enumerate(self._step.blocks) if error.path in s)
-                ) from None
             except ScopeError:
                 if needs_mesh:
                     self._needs_mesh = False
@@ -345,13 +340,6 @@ class _UnequalBlockError(Exception):
 
     def __init__(self, path: str):
         self.path = path
-
-
-class _UnequalStackError(Exception):
-    """Raised when the blocks of a stack cannot be skipped."""
-
-    def __init__(self, stack: int):
-        self.stack = stack
 
 
 def _find_block(variable: VariableSpec, blocks: Mapping[str, object]) -> str | None:
@@ -627,17 +615,11 @@ def _merge_repeated(collectives: Sequence[Collective]) -> list[Collective]:
     """Return collectives with one row for repeated layers, which has `*` for the layer's number."""
     groups: dict[Any, list[Collective]] = {}
     for each in collectives:
-        key = each.kind, each.dims, each.tensor_bytes, re.sub(r"\d+", "*", each.cause), each.phase, each.group
+        key = each.kind, each.dims, each.tensor_bytes, replace_numbers(each.cause), each.phase, each.group
         groups.setdefault(key, []).append(each)
     return [
-        Collective(
-            kind,
-            dims,
-            sum(each.calls for each in same),
-            size,
-            cause if len(same) > 1 else same[0].cause,
-            phase,
-            group,
-        )
-        for (kind, dims, size, cause, phase, group), same in groups.items()
+        same[0]
+        if len(same) == 1
+        else replace(same[0], calls=sum(each.calls for each in same), cause=replace_numbers(same[0].cause))
+        for same in groups.values()
     ]

@@ -85,13 +85,11 @@ def _descend(point: Point, sizes: Sequence[int], asked: ScoreCache, chance: rand
     chance.shuffle(coordinates)
     unchanged = 0
     for n in itertools.cycle(coordinates):
-        best = min(((*point[:n], c, *point[n + 1 :]) for c in _list_choices(point[n], sizes[n])), key=asked)
+        choices = sorted(
+            range(sizes[n]), key=lambda c: c != point[n]
+        )  # the current one first, so that ties keep it
+        best = min(((*point[:n], choice, *point[n + 1 :]) for choice in choices), key=asked)
         unchanged = unchanged + 1 if best == point else 0
         point = best
         if unchanged == len(coordinates):
             return
-
-
-def _list_choices(choice: int, size: int) -> list[int]:
-    """Return all choices of a coordinate, the current one first, so that ties keep it."""
-    return [choice, *(c for c in range(size) if c != choice)]

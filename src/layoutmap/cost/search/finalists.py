@@ -52,7 +52,8 @@ def choose_compiled(outcome: Outcome, compiled: Callable[[Candidate], Figures]) 
     chosen = choose_candidate(list(made.values()))
     if chosen is None or chosen.missing_bytes:
         return replace(outcome, is_complete=is_complete)
-    experts = [_set_compiled_figures(each, made.get(each.cost)) for each in outcome.experts]
+    compiled_experts = ((each, made.get(each.cost, each)) for each in outcome.experts)
+    experts = [replace(e, figures=m.figures, compiled_bytes=m.compiled_bytes) for e, m in compiled_experts]
     experts.sort(key=lambda each: (each.compiled_bytes is None, each.score))
     fitting = [each for each in made.values() if each is not chosen and not each.missing_bytes]
     return replace(
@@ -85,10 +86,6 @@ def extend_search(counted: Outcome, compiled: Outcome, near: Callable[[Candidate
     assert further.best.figures is not None
     best = replace(further.best, compiled_bytes=further.best.figures.peak_bytes, recomputes=first.recomputes)
     return replace(found, best=best, others=(first, *found.others)) if is_better(best, first) else found
-
-
-def _set_compiled_figures(expert: Candidate, made: Candidate | None) -> Candidate:
-    return replace(expert, figures=made.figures, compiled_bytes=made.compiled_bytes) if made else expert
 
 
 def choose_fitting(

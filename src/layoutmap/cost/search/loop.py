@@ -144,13 +144,11 @@ class _Search:
     def run(
         self, model: Model, experts: Sequence[ExpertMap], seed: int, is_promising: Callable[[], bool]
     ) -> None:
-        """Try the expert maps, and then search on the meshes of the best ones if that is promising."""
-        with contextlib.suppress(BudgetSpent):
-            self._run(model, experts, seed, is_promising)
+        """Try the expert maps, and then search on the meshes of the best ones if that is promising.
 
-    def _run(
-        self, model: Model, experts: Sequence[ExpertMap], seed: int, is_promising: Callable[[], bool]
-    ) -> None:
+        Raises:
+            BudgetSpent: All maps that may be counted are.
+        """
         scores: dict[int, Score] = {}
         for number, expert in enumerate(experts):
             made = self.evaluate_map(expert.name, expert.layout_map)
@@ -241,13 +239,17 @@ def search_maps(
         PlanError: No map that was tried fits. It names the nearest.
         KeyboardInterrupt: It was interrupted before any map was tried.
     """
-    every, is_complete = tuple(experts), True
+    experts, is_complete = tuple(experts), True
     plain = _Search(evaluate, limit, most, on_tried)
     again = _Search(recomputing or evaluate, limit, most, lambda n, t: on_tried(plain.num_tried + n, t), True)
     try:
-        plain.run(model, every, seed, lambda: recomputing is None or not _is_far(plain.choose_best(), limit))
+        with contextlib.suppress(BudgetSpent):
+            plain.run(
+                model, experts, seed, lambda: recomputing is None or not _is_far(plain.choose_best(), limit)
+            )
         if recomputing is not None and _can_gain(plain):
-            again.run(model, every, seed, lambda: _is_remat_better(plain, again))
+            with contextlib.suppress(BudgetSpent):
+                again.run(model, experts, seed, lambda: _is_remat_better(plain, again))
     except KeyboardInterrupt:
         if plain.choose_best() is None:
             raise
@@ -261,12 +263,8 @@ def search_maps(
     rows: dict[object, Candidate] = {}  # of each expert's map the better of both ways
     for tried in sorted((t for run in runs for t in run.experts), key=lambda tried: tried.score):
         rows.setdefault((tried.name, tried.layout_map.mesh), tried)
-    fitting = {
-        t.cost: t
-        for run in runs
-        for t in reversed(run.candidates)
-        if not t.missing_bytes and t.cost != best.cost
-    }
+    every = (t for run in runs for t in reversed(run.candidates))
+    fitting = {t.cost: t for t in every if not t.missing_bytes and t.cost != best.cost}
     others = sorted(fitting.values(), key=lambda tried: tried.score)
     return Outcome(best, tuple(rows.values()), num_tried, is_complete, tuple(others[:_OTHERS]), without)
 

@@ -98,12 +98,9 @@ def list_grids(num_devices: int, batch_size: int | None, widest: int) -> tuple[G
     """
     sizes = [n for n in range(1, min(widest, num_devices) + 1) if num_devices % n == 0]
     fitting = [n for n in sizes if batch_size is None or batch_size % (num_devices // n) == 0]
-    return tuple(_make_named_grid(num_devices // n, n) for n in fitting)
-
-
-def _make_named_grid(data: int, model: int) -> Grid:
-    dims = {name: size for name, size in (("data", data), ("model", model)) if size > 1}
-    return make_grid(Mesh(None, dims or {"data": 1}), "data" if data > 1 else None)
+    meshes = [{"data": num_devices // n, "model": n} for n in fitting]
+    named = [{name: size for name, size in dims.items() if size > 1} or {"data": 1} for dims in meshes]
+    return tuple(make_grid(Mesh(None, dims), "data" if "data" in dims else None) for dims in named)
 
 
 def list_options(group: VariableGroup, grid: Grid) -> tuple[Option, ...]:
