@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from types import FrameType
 
 import keras
@@ -52,6 +52,22 @@ def count_user_frames() -> int:
         frame.f_globals.get("__name__", "").partition(".")[0] for frame in _walk_frames(sys._getframe(1))
     ]
     return sum(1 for _ in itertools.dropwhile(("layoutmap", "contextlib").__contains__, names))
+
+
+def find_frame(module: str, function: str = "") -> FrameType | None:
+    """Return the innermost running frame of a module, or of one of its functions, or None."""
+    for frame in _walk_frames(sys._getframe(1)):
+        if frame.f_globals.get("__name__") == module and function in ("", frame.f_code.co_name):
+            return frame
+    return None
+
+
+def find_running_step(model: object, names: Container[str]) -> str:
+    """Return the name of the step that a model is running, out of some names, or an empty text."""
+    for frame in _walk_frames(sys._getframe(1)):
+        if frame.f_code.co_name in names and frame.f_locals.get("self") is model:
+            return frame.f_code.co_name
+    return ""
 
 
 def _iterate_running_layers() -> Iterator[tuple[str, keras.Layer]]:

@@ -35,7 +35,7 @@ class Materializer:
         # What may draw from a generator, in the order of making.
         self._undrawn = deque[weakref.ref[keras.Variable]]()
 
-    def made(self, variable: keras.Variable) -> None:
+    def record_pending(self, variable: keras.Variable) -> None:
         """Record a pending variable."""
         if can_draw(variable._initializer) and not is_seed_state(variable):
             self._undrawn.append(weakref.ref(variable))

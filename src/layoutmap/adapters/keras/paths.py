@@ -127,7 +127,9 @@ def name_sublayers(layer: object) -> dict[int, str]:
     return names
 
 
-def make_slot_path(slot: Any, weight: Any, weight_path: str, taken: set[str], kind: str = "") -> str:
+def make_slot_path(
+    slot: keras.Variable, weight: keras.Variable | None, weight_path: str, taken: set[str], kind: str = ""
+) -> str:
     """Return the path of an optimizer's variable: `optimizer.`, its weight's path, and the kind of slot.
 
     The path is added to `taken`. An empty kind is read from the slot's name.

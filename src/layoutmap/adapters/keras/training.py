@@ -16,7 +16,7 @@ from typing import Any
 import keras
 
 from layoutmap.adapters.keras.fingerprints import describe_model
-from layoutmap.adapters.keras.protocol import KerasSession
+from layoutmap.adapters.keras.protocol import KerasSession, read_variable
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutMapError, ScopeError, shorten_repr
 from layoutmap.engines.agreement import CallSchedule, check_batch, check_program
@@ -142,6 +142,36 @@ def make_step_wraps(
     return {**wraps, **makes, **epochs}
 
 
+def wrap_fit(fit: Callable[..., object], session: KerasSession) -> Callable[..., object]:
+    """Return a `fit` that refuses unsupported callbacks, and warns at its end if no batch could be sharded."""
+
+    @functools.wraps(fit)
+    def fit_checked(*args: object, **kwargs: object) -> object:
+        _check_callbacks(kwargs.get("callbacks"), session)
+        batches = session.policy.batches
+        batches.clear()
+        result = fit(*args, **kwargs)
+        if session.policy.batch_dim is not None and batches and True not in batches:
+            session.policy.warn_of_uneven_batch("fit", "keras")
+        return result
+
+    return fit_checked
+
+
+def _check_callbacks(callbacks: object, session: KerasSession) -> None:
+    """Refuse TensorBoard options that would fail at the end of the first epoch."""
+    for callback in getattr(callbacks, "callbacks", None) or keras.tree.flatten(callbacks):
+        if isinstance(callback, keras.callbacks.TensorBoard) and callback.histogram_freq:
+            for option in filter(
+                lambda name: getattr(callback, name), session.backend.unsupported_board_options
+            ):
+                raise ScopeError(
+                    f"fit: TensorBoard with {option} cannot show weights in layouts on {session.backend.engine_name}",
+                    why="it computes with the weights, using operations for a single device",
+                    fix=f"leave {option} out, and log variable.numpy() in a callback of your own",
+                )
+
+
 def _make_epoch_wraps(
     model: keras.Model, schedule: CallSchedule, wraps: Mapping[str, Callable[..., object]]
 ) -> dict[str, Callable[..., object]]:
@@ -203,6 +233,22 @@ def check_same_batch(batch: object, session: KerasSession, schedule: CallSchedul
     call = None if schedule is None else schedule.calls
     check_batch(list(map(keras.ops.convert_to_numpy, leaves)), session.context.gather, call)
     return True
+
+
+def compute_loss(model: keras.Model, batch: Any) -> Any:
+    """Return the training loss of a batch by `compute_loss` of a model."""
+    x, y, sample_weight = batch
+    y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+    return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+
+
+@contextmanager
+def restored_state(model: keras.Model) -> Generator[None]:
+    """Restore the statistics, seeds, and metrics that a model's call changes in the block."""
+    before = [(v, read_variable(v)) for v in (*model.non_trainable_variables, *model.metrics_variables)]
+    yield
+    for variable, value in before:
+        variable.assign(value)
 
 
 def has_own_step(model: keras.Model) -> bool:

@@ -1,10 +1,4 @@
-"""Describe the training step of a Keras model on JAX, computed on given values of its variables.
-
-Private names of Keras, tested on Keras 3.15:
-
-    keras.src.backend.jax.nn                        _can_use_flash_attention, which refuses a fused kernel that a layer
-                                                    asks for where there is no GPU; and jax, for `jax.devices`
-"""
+"""Describe the training step of a Keras model on JAX, computed on given values of its variables."""
 
 from __future__ import annotations
 
@@ -268,6 +262,7 @@ class _WithoutDevices:
         return [SimpleNamespace(platform="cpu")]
 
 
+# Keras 3.15 refuses a fused kernel that a layer requires if there is no GPU.
 _CAN_USE = "_can_use_flash_attention"
 _PATCHES = Patches(
     [Attribute(keras_nn, _CAN_USE, _allow_required_kernels), Attribute(keras_nn, "jax", _WithoutDevices)]

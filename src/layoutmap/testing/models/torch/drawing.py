@@ -11,9 +11,8 @@ from layoutmap.testing.models.builder import ModelBuilder
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.torch.kinds import KINDS, Drawing, draw_lines
+from layoutmap.testing.models.torch.layers import CALL, draw_attention
 from layoutmap.testing.models.torch.model import Class, Model, Part
-from layoutmap.testing.models.torch.sequences import draw_attention
-from layoutmap.testing.models.torch.windows import CALL
 from layoutmap.testing.models.values import WIDTHS, Value
 
 _INPUTS = {"vector": 3, "sequence": 7, "image": 6, "volume": 2, "tokens": 5, "bag": 2}
