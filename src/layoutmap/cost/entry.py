@@ -29,7 +29,7 @@ def lint(linted: Linted) -> Iterator[Problem]:
     """Yield the problems that the cost of a plan's step shows."""
     cost = linted.plan.cost
     assert isinstance(cost, Cost)
-    for check in CHECKS:
+    for check in CHECKS if linted.batch_dim is not None else ():
         yield from check(cost, linted)
 
 
