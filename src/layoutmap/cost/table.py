@@ -45,7 +45,7 @@ class Collective:
         """Return the bytes that a device sends in a step for all calls, as rings send them."""
         size = self.group or math.prod(map(mesh.dim_size, self.dims))
         if self.kind == "permute":
-            return self.calls * self.tensor_bytes
+            return self.calls * self.tensor_bytes if self.dims else 0
         one = self.tensor_bytes * (size - 1) // size
         return self.calls * one * (2 if self.kind == "all_reduce" else 1)
 

@@ -115,6 +115,8 @@ def _count_in_computation(
                     bodies, inner, times, counts, chains if op == "fusion" else set(), num_devices
                 )
         elif (kind := NAMES.get(op.removesuffix("-start"))) is not None:
+            if kind == "permute" and not any(source != target for source, target in list_permute_pairs(rest)):
+                continue  # XLA keeps permutes without pairs, which send nothing
             if chain := re.search(r'chain_id="\d+"', rest):
                 if chain[0] in chains:
                     continue
@@ -125,6 +127,13 @@ def _count_in_computation(
             done = "reduce_scatter" if name.startswith("all-reduce-scatter") else kind
             for tensor_bytes in _list_tensor_sizes(kind, shape, group, op.endswith("-start")):
                 counts[CompiledCollective(done, group, tensor_bytes)] += times
+
+
+def list_permute_pairs(rest: str) -> list[tuple[int, int]]:
+    """Return the source and target devices of a permute, or no pairs if another operation is given."""
+    pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", rest)
+    found = re.findall(r"(\d+),(\d+)", pairs[1]) if pairs else []
+    return [(int(source), int(target)) for source, target in found]
 
 
 def _list_tensor_sizes(kind: str, shape: str, group: int, starts: bool) -> list[int]:

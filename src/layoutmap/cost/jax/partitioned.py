@@ -28,6 +28,7 @@ from layoutmap.cost.jax.hlo import (
     find_first_group,
     find_inner_computations,
     find_operands,
+    list_permute_pairs,
     parse_computations,
 )
 
@@ -177,10 +178,8 @@ class _MeshPositions:
 
     def find_exchange_dims(self, rest: str) -> tuple[tuple[str, ...], int]:
         """Return a collective's mesh dims, and its group size if that is not all devices along them."""
-        if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", rest):
-            ends = np.array([each.split(",") for each in re.findall(r"\d+,\d+", pairs[1])], int).reshape(
-                -1, 2
-            )
+        if "source_target_pairs=" in rest:
+            ends = np.array(list_permute_pairs(rest), int).reshape(-1, 2)
             dims = [dim for dim, at in self._coords.items() if (at[ends[:, 0]] != at[ends[:, 1]]).any()]
             return tuple(dims), 0
         group = find_first_group(rest, self._mesh.size)
