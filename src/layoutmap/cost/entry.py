@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 from layoutmap.core.mesh import Mesh
@@ -16,6 +17,7 @@ from layoutmap.plan.problems import Problem
 
 __all__ = [
     "add_cost",
+    "explain_step",
     "lint",
     "list_figures",
     "make_json_fields",
@@ -23,6 +25,11 @@ __all__ = [
     "read_cost",
     "request_cost",
 ]
+
+
+def explain_step(*args: Any) -> object:
+    """Explain a compiled step of JAX. See `layoutmap.cost.jax.explained_step.explain_step`."""
+    return import_module("layoutmap.cost.jax.explained_step").explain_step(*args)
 
 
 def lint(linted: Linted) -> Iterator[Problem]:

@@ -62,6 +62,8 @@ class Op:
     trips: int = 1  # iterations of a loop
     flops: int = 0  # of a matrix product or a convolution
     key: Any = None  # equal for operations that are one if their operands are equal
+    metadata: str = ""
+    """XLA's metadata: its name in the program, and where the source line is."""
     function: str = ""  # composite function, such as "erfc", that it is a part of
 
 

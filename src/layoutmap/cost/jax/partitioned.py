@@ -160,6 +160,7 @@ class _Reader:
             place = made.where, made.is_backward, made.is_update, made.is_fused
             made.blocks += [self.read_block(name, place) for name in find_inner_computations(each.rest)]
             made.trips = _count_trips(made) if each.op == "while" else 1
+        made.metadata = _read_attribute(each, r"metadata=\{(.*?)\}")
         made.function = _read_attribute(each, r'op_name="[^"]*/(erfc?|erf_inv)"')
         values, _, attributes = each.rest.partition(")")
         is_alone = made.blocks or ("to_apply=" in attributes and each.op not in NAMES)
