@@ -11,9 +11,9 @@ from flax import nnx
 
 import layoutmap as lm
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning
-from layoutmap.cost.counters import load_step_counter
 from layoutmap.cost.jax.memory import estimate_upper_bound
 from layoutmap.cost.machines import machine_named
+from layoutmap.cost.model_steps import load_step_counter
 
 RULES = {"up.kernel": ("data", "model"), "down.kernel": ("model", "data")}
 INPUTS = keras.Input(batch_shape=(512, 256))

@@ -33,24 +33,14 @@ def add_wide_option(parser: argparse.ArgumentParser) -> None:
 
 
 def get_width(stream: TextIO | None, wide: bool) -> int | None:
-    """Return the width of the terminal in characters, or None to keep full lines.
-
-    Args:
-        stream: The output. A file or a pipe gets full lines.
-        wide: Whether a terminal gets full lines, too.
-    """
+    """Return the width of the terminal in characters, or None for full lines: `wide`, or a file or a pipe."""
     if wide or stream is None or stream.closed or not stream.isatty():
         return None
     return max(_NARROWEST, shutil.get_terminal_size().columns)
 
 
 def print_text(text: str, stream: TextIO | None, width: int | None = None) -> None:
-    """Print lines for people, with control characters and unencodable characters escaped.
-
-    Args:
-        text: The lines.
-        stream: The output stream.
-        width: Most characters of a line, which is broken between words. `None`: never broken.
+    """Print lines for people, with control characters and unencodable characters escaped, broken at a width if given.
 
     Raises:
         OSError: The stream is closed, or cannot be written to.

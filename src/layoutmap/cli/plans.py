@@ -191,6 +191,13 @@ def read_plan(name: str) -> Plan:
         return Plan.from_json(text)
 
 
+def load_model_function(name: str, options: Any) -> tuple[Callable[[], Any], str | None]:
+    """Return the function that makes a model, and its library if an option or a published model names one."""
+    if known := find_published_model(name):
+        return make_published_model(known, options.dtype), options.library or "keras"
+    return import_function(*parse_function_name(name)), options.library
+
+
 def _plan_model(name: str, options: Any) -> Plan:
     inputs = parse_inputs(options.inputs)
     if options.backend:
@@ -199,26 +206,21 @@ def _plan_model(name: str, options: Any) -> Plan:
         os.environ.setdefault("KERAS_BACKEND", "jax")  # which counts steps; Keras's own choice is TensorFlow
     mesh = Mesh(None, options.mesh) if options.mesh else None
     known = find_published_model(name)
-    module_name, function_name = parse_function_name(name)
+    parse_function_name(name)  # raises before files are read
     layout_map = choose_preset(options, mesh, known)
     if layout_map is None:
         layout_map = read_rules(options.rules, mesh) if options.rules else LayoutMap(mesh)
     by = f" by preset {known.preset!r}" if known and not (options.rules or options.preset) else ""
     print_text(f"layoutmap: planning {name}{by}", sys.stderr)
     with users_code(name, choose_backend="add --backend {}"):
-        make_model = (
-            make_published_model(known, options.dtype)
-            if known
-            else import_function(module_name, function_name)
-        )
-        library = options.library or ("keras" if known else None)
+        make_model, library = load_model_function(name, options)
         # Slots of torch are those of a step, and its plans have none.
         is_torch = (library or find_imported_library()) == "torch"
         optimizer = options.optimizer if is_torch and options.on else None
+        if options.optimizer and not optimizer:
+            make_model = _add_optimizer(make_model, options.optimizer)
         return make_plan(
-            make_model
-            if optimizer or not options.optimizer
-            else _add_optimizer(make_model, options.optimizer),
+            make_model,
             layout_map,
             inputs=inputs,
             library=library,

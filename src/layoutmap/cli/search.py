@@ -9,18 +9,19 @@ from typing import Any
 
 from layoutmap.adapters import ADAPTERS
 from layoutmap.cli import interrupts
-from layoutmap.cli.models import find_published_model, make_published_model
+from layoutmap.cli.models import find_published_model
 from layoutmap.cli.output import WELL, add_wide_option, check_targets, get_width, print_text, write_all
 from layoutmap.cli.plans import (
     add_attention_option,
     add_partial_option,
     check_complete,
     find_imported_library,
+    load_model_function,
     parse_inputs,
     read_rules,
 )
 from layoutmap.cli.sizes import parse_size
-from layoutmap.cli.users_code import import_function, parse_function_name, users_code
+from layoutmap.cli.users_code import parse_function_name, users_code
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import parse_batch_dim
@@ -118,22 +119,16 @@ def run_search_command(options: Any) -> int:
     inputs = parse_inputs(options.inputs)
     mesh = Mesh(None, options.mesh) if options.mesh else None
     start = read_rules(options.start, mesh) if options.start else None
-    known = find_published_model(options.model)
-    if options.dtype and not known:
+    if options.dtype and not find_published_model(options.model):
         raise LayoutMapError(
             f"--dtype {options.dtype} is for published models",
             why="it has no effect here",
             fix="leave it out, and make the model with that policy",
         )
-    module_name, function_name = parse_function_name(options.model)
+    parse_function_name(options.model)  # raises before anything is imported
     os.environ.setdefault("KERAS_BACKEND", "jax")
     with users_code(options.model), interrupts.interruptible():
-        make_model = (
-            make_published_model(known, options.dtype)
-            if known
-            else import_function(module_name, function_name)
-        )
-        library = options.library or ("keras" if known else None)
+        make_model, library = load_model_function(options.model, options)
         if library is None:
             find_imported_library()
         found = search(

@@ -25,11 +25,7 @@ _NOT_THEIRS = (
 
 
 class UsersCodeError(LayoutMapError):
-    """Exception raised by a user's module or function.
-
-    Attributes:
-        trace: Its traceback as text, from the user's first line on.
-    """
+    """Exception raised by a user's module or function. `trace` is its traceback from the user's first line on."""
 
     def __init__(self, name: str, error: BaseException):
         trace = error.__traceback__
@@ -49,10 +45,6 @@ def users_code(name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap
     """Run a user's code: allow imports from the current folder, and prevent it from ending the program.
 
     The code's output goes to stderr, so that stdout has only the plan. The current folder and stdout are restored.
-
-    Args:
-        name: The user's name for the code: `module:function`.
-        choose_backend: Command that chooses another backend of Keras, with `{}` for its name.
 
     Raises:
         LayoutMapError: The code called `sys.exit`, or the backend of Keras is not installed.

@@ -35,21 +35,10 @@ def advise(
     can_fuse: bool,
     seconds: float,
 ) -> tuple[tuple[Advice, ...], tuple[str, ...]]:
-    """Count other ways to train a model, and return them as advice, best first.
+    """Count other ways to train a model, and return advice, best first, and the names of uncounted ways.
 
-    Args:
-        before: The way that does not fit.
-        plan: Its plan.
-        needed: What a device holds at the peak in it.
-        count: Returns what a step costs in a way.
-        blocks: The layers between which activations pass.
-        can_recompute: Whether activations of blocks could be computed again in the backward pass.
-        can_fuse: Whether attention could be one fused kernel.
-        seconds: How long counting one took.
-
-    Returns:
-        Advice, best first: what fits before what does not, with the same batch, on the same devices, in less time; and
-        what was not counted, for lack of time.
+    Ways that fit come first, then those with the same batch, on the same devices, in less time. `seconds` is the time
+    that counting `before` took, and `needed` its peak memory.
     """
     trials, data = _Trials(before, needed, count, seconds), before.data
     with ElapsedTime("counting what would fit") as shown:

@@ -27,38 +27,21 @@ _MOST_ROWS = 12
 
 @dataclass(frozen=True, slots=True)
 class TimePart:
-    """Part of a step's time.
-
-    Args:
-        what: What the device does, or waits for.
-        seconds: How long.
-        kind: `"computing"`, `"memory"`, `"weights"` or `"activations"`.
-        dims: The mesh dims over which is exchanged what it waits for.
-    """
+    """Part of a step's time."""
 
     what: str
     seconds: float
-    kind: str
-    dims: tuple[str, ...] = ()
+    kind: str  # "computing", "memory", "weights", or "activations"
+    dims: tuple[str, ...] = ()  # mesh dims of the exchange that the device waits for
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRow:
-    """Equal collectives of repeated blocks, in one row of the table.
+    """Equal collectives of repeated blocks, in one row of the table."""
 
-    Args:
-        first: The first of them.
-        cause: The paths of all their causes in one.
-        calls: How often a step does this, in all.
-        sent_bytes: What each device sends in a step, in all.
-        seconds: How long they take in a step, in all.
-        network: What they run over, in words.
-        overlaps: Whether they overlap with computing.
-    """
-
-    first: Collective
-    cause: str
-    calls: int
+    first: Collective  # the first of the merged collectives
+    cause: str  # paths of all causes in one
+    calls: int  # per step, as are bytes and seconds
     sent_bytes: int
     seconds: float
     network: str
@@ -85,34 +68,18 @@ class CollectiveRow:
 @dataclass(frozen=True, repr=False)
 # Nobody measured these machines, so time is a roofline of peak figures with known sources (decisions/0092).
 class Cost:
-    """Cost of a training step on a machine. When printed, it shows the collectives and the parts of the time.
-
-    Args:
-        step: What each device sends, computes and holds.
-        machine: What it does that on.
-        weights: Paths of the variables, with stars for numbers: what is exchanged because of one is a weight or a
-            gradient, and all else are activations.
-        batch_dim: The mesh dim over which batches are sharded; `None`: they are replicated.
-        verified: The figures of XLA's own compiler beside those of the step; files of plans do not have them.
-        tried: Other ways, counted where the step does not fit, best first.
-        untried: What was not counted, for lack of time.
-
-    Attributes:
-        step: See above.
-        machine: See above.
-        batch_dim: See above.
-        verified: See above.
-        tried: See above.
-        untried: See above.
-    """
+    """Cost of a training step on a machine. When printed, it shows the collectives and the parts of the time."""
 
     step: StepCost
     machine: Machine
+    # paths of the variables, with stars for numbers; all other causes are activations
     weights: frozenset[str] = field(default=frozenset(), compare=False)
-    batch_dim: BatchDim | None = None
+    batch_dim: BatchDim | None = None  # mesh dim that shards batches; None: batches are replicated
+    # figures of XLA's compiler, which files of plans lack
     verified: Verified | None = field(default=None, compare=False)
+    # other ways, counted because the step does not fit, best first
     tried: tuple[Advice, ...] = field(default=(), compare=False)
-    untried: tuple[str, ...] = field(default=(), compare=False)
+    untried: tuple[str, ...] = field(default=(), compare=False)  # not counted, for lack of time
 
     def __post_init__(self):
         object.__setattr__(self, "step", self.step.on(self.machine.device.memory_bytes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 from layoutmap.core.mesh import Mesh
@@ -16,6 +17,7 @@ from layoutmap.plan.problems import Problem
 
 __all__ = [
     "add_cost",
+    "explain_step",
     "lint",
     "list_figures",
     "make_json_fields",
@@ -25,11 +27,16 @@ __all__ = [
 ]
 
 
+def explain_step(*args: Any) -> object:
+    """Explain a compiled step of JAX. See `layoutmap.cost.jax.explained_step.explain_step`."""
+    return import_module("layoutmap.cost.jax.explained_step").explain_step(*args)
+
+
 def lint(linted: Linted) -> Iterator[Problem]:
     """Yield the problems that the cost of a plan's step shows."""
     cost = linted.plan.cost
     assert isinstance(cost, Cost)
-    for check in CHECKS:
+    for check in CHECKS if linted.batch_dim is not None else ():
         yield from check(cost, linted)
 
 
@@ -74,10 +81,8 @@ def make_page_fields(
 ) -> dict[str, object]:
     """Return the cost's fields for the HTML page of a plan.
 
-    Args:
-        cost: The cost.
-        resident_bytes: Bytes of weights, slots and state on a device.
-        find_variable: Returns the number of the first variable that a cause stands for, `None` for a layer.
+    `resident_bytes` are those of weights, slots, and state on a device. `find_variable` returns the number of the first
+    variable of a cause, or None for a layer.
     """
     return {
         "machine": str(cost.machine),

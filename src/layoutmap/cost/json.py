@@ -68,14 +68,13 @@ def make_cost_fields(
         written["tried"] = [dataclasses.astuple(each) for each in tried]
     if untried:
         written["untried"] = untried
-    device = {f.name: getattr(machine.device, f.name) for f in dataclasses.fields(Device)}
-    device |= {name: dataclasses.asdict(device[name]) for name in ("fast", "slow")}
-    written["machine"] = {"devices": machine.num_devices, **device, "flops": dict(machine.device.flops)}
-    return map(_make_collective_row, step.collectives), written
-
-
-def _make_collective_row(c: Collective) -> list[Any]:
-    return [c.kind, c.dims, c.calls, c.tensor_bytes, c.cause, c.phase, *[c.group] * bool(c.group)]
+    device = dataclasses.asdict(dataclasses.replace(machine.device, flops=dict(machine.device.flops)))
+    written["machine"] = {"devices": machine.num_devices, **device}
+    rows = (
+        [c.kind, c.dims, c.calls, c.tensor_bytes, c.cause, c.phase, *[c.group] * bool(c.group)]
+        for c in step.collectives
+    )
+    return rows, written
 
 
 class _Collective(PlanRow):
@@ -163,15 +162,6 @@ def _read_machine(item: _Machine) -> Machine:
             "cost.machine.flops has no type", "time follows from how fast a device multiplies"
         )
     fast, slow = (Network(*msgspec.structs.astuple(each)) for each in (item.fast, item.slow))
-    device = Device(
-        item.name,
-        item.about,
-        item.memory_bytes,
-        item.memory_bandwidth,
-        flops,
-        fast,
-        slow,
-        item.node_size,
-        item.sources,
-    )
-    return Machine(device, item.devices)
+    fields: dict[str, Any] = {f.name: getattr(item, f.name) for f in dataclasses.fields(Device)}
+    fields |= {"flops": flops, "fast": fast, "slow": slow}
+    return Machine(Device(**fields), item.devices)

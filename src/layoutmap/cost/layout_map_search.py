@@ -6,7 +6,6 @@ The file is longer than others for the docstrings of `search` and of what it ret
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib.metadata import version
@@ -21,7 +20,7 @@ from layoutmap.core.text_table import format_bytes, format_html_table, format_pr
 from layoutmap.cost.cost import Cost, format_duration
 from layoutmap.cost.lower_step import LoweredStep, lower_step
 from layoutmap.cost.machine import Machine
-from layoutmap.cost.machines import find_machine, machine_named
+from layoutmap.cost.machines import find_machine
 from layoutmap.cost.plan_cost import choose_compiler, choose_target
 from layoutmap.cost.search.experts import ExpertMap, choose_preset, make_expert_map, make_expert_maps
 from layoutmap.cost.search.figure_cache import FigureCache
@@ -222,7 +221,7 @@ def search(
             why="then meshes with dims data and model are tried, and the batch is sharded over data",
             fix="leave batch_dim out, or pass a mesh that has it",
         )
-    machine = find_machine(on, given) if given else _read_machine(on)
+    machine = find_machine(on, given, "search: ")
     kept = _select_kept_rules(start, keep, given)
     target = choose_target(verify, machine)
     limit = machine.device.memory_bytes if memory is None else memory
@@ -326,23 +325,6 @@ _COMPILED = 8
 
 _WIDEST = 32
 """The largest mesh dim over which layers are sharded, on machines whose fast network joins more devices."""
-
-
-def _read_machine(on: object) -> Machine:
-    if not isinstance(on, str | Machine):
-        raise ScopeError(
-            f"search: on={shorten_repr(on)} names no machine",
-            why=f"it is {describe_type(on)}",
-            fix='write on="h100:64"',
-        )
-    machine = machine_named(on) if isinstance(on, str) else on
-    if isinstance(on, str) and not re.search(r":\d+$", on):
-        raise ScopeError(
-            f"search: on={on!r} says of no number of devices",
-            why="without mesh= the shapes of meshes of so many devices are tried",
-            fix=f"write how many there are, as in on='{on}:8', or pass a mesh",
-        )
-    return machine
 
 
 def _read_mesh(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:

@@ -45,8 +45,6 @@ def _group_by_cause(cost: Cost, found: list[Collective]) -> Iterator[tuple[str, 
 def check_gathered_weights(cost: Cost, linted: Linted) -> Iterator[Problem]:
     """Yield weights that are gathered over a dim other than the batch dim, without need."""
     batch = linted.batch_dim
-    if batch is None:
-        return
     found = [
         c
         for c in cost.step.collectives
@@ -77,8 +75,7 @@ def _find_paths(linted: Linted, cause: str) -> list[str]:
 def check_summed_activations(cost: Cost, linted: Linted) -> Iterator[Problem]:
     """Yield activations that are summed over the dim that shards the batch."""
     batch = linted.batch_dim
-    if batch is None:
-        return
+    assert batch is not None
     found = [
         c
         for c in cost.step.collectives
@@ -102,8 +99,6 @@ def check_summed_activations(cost: Cost, linted: Linted) -> Iterator[Problem]:
 def check_costly_dims(cost: Cost, linted: Linted) -> Iterator[Problem]:
     """Yield mesh dims that cost communication and share no computation."""
     plan = linted.plan
-    if linted.batch_dim is None:
-        return
     for dim in plan.mesh.mesh_dims:
         over = [c for c in cost.step.collectives if dim.name in c.dims]
         if dim.size == 1 or dim.name in linted.batch_dims or not over:

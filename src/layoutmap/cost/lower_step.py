@@ -242,18 +242,7 @@ def step_cost(
 ) -> StepCost:
     """Count the collectives, operations, and memory of a training step on each device.
 
-    No array is allocated and no device is needed: the mesh may be any size.
-
-    Args:
-        make_model: See `lower_step`, as for all arguments.
-        layout_map: The rules, those for activations too.
-        inputs: What the model is called with, of the shape of a global batch.
-        batch_dim: The mesh dim over which batches are sharded, or several.
-        optimizer: What updates the weights.
-        loss: What is derived.
-        remat: Whose activations are computed again in the backward pass.
-        fuse_attention: Whether attention is one fused kernel.
-        library: See `layoutmap.plan`.
+    No array is allocated and no device is needed: the mesh may be any size. See `lower_step` for the arguments.
 
     Raises:
         PlanError: Rules do not fit the model.

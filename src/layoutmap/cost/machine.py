@@ -15,17 +15,11 @@ from layoutmap.cost.table import CollectiveKind
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Network between devices.
-
-    Args:
-        name: What it is called.
-        bandwidth: Bytes that one device can send per second; of a ring, in both directions.
-        ring_from: The devices are connected one to the next, a mesh dim of so many is a ring, and one of fewer is a
-            line, in which half the bandwidth counts; `0`: a switch connects each with each.
-    """
+    """Network between devices."""
 
     name: str
-    bandwidth: float
+    bandwidth: float  # bytes per second that one device sends; on a ring, in both directions
+    # smallest mesh dim that forms a ring; smaller ones are lines with half the bandwidth; 0: a switch
     ring_from: int = 0
 
     def get_bandwidth(self, num_devices: int) -> float:
@@ -35,29 +29,18 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Type of device, with its peak figures.
+    """Type of device, with its peak figures."""
 
-    Args:
-        name: As in `"h100"`.
-        about: What it is.
-        memory_bytes: Memory of a device.
-        memory_bandwidth: Bytes per second from and to that.
-        flops: Floating-point operations per second of matrix products, by the element type of their operands.
-        fast: The network inside a node.
-        slow: The network between nodes.
-        node_size: How many devices share the fast network.
-        sources: Where the figures are from, with versions.
-    """
-
-    name: str
+    name: str  # such as "h100"
     about: str
     memory_bytes: int
-    memory_bandwidth: float
+    memory_bandwidth: float  # bytes per second
+    # FLOPs per second of matrix products, by the operands' element type
     flops: Mapping[str, float] = field(hash=False)
-    fast: Network
-    slow: Network
-    node_size: int
-    sources: tuple[str, ...] = ()
+    fast: Network  # network inside a node
+    slow: Network  # network between nodes
+    node_size: int  # devices that share the fast network
+    sources: tuple[str, ...] = ()  # of the figures, with versions
 
     def get_flops_rate(self, dtype: str) -> float:
         """Return FLOPs per second for an element type, or the slowest type's rate if it is unknown."""
@@ -66,12 +49,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """Devices that run one collective together.
-
-    Args:
-        size: How many they are.
-        nodes: In how many nodes they are, at most.
-    """
+    """Devices that run one collective together, in at most `nodes` nodes."""
 
     size: int
     nodes: int
@@ -88,12 +66,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Devices of one type.
-
-    Args:
-        device: The kind.
-        num_devices: How many.
-    """
+    """Devices of one type."""
 
     device: Device
     num_devices: int
@@ -136,11 +109,6 @@ class Machine:
 
         In a node each device passes on what the others of the node hold. Between nodes each device of a node sends its
         part, all of them at once, so that every byte leaves a node once.
-
-        Args:
-            kind: What it does.
-            tensor_bytes: As in `Collective`.
-            group: The devices.
         """
         size, near, nodes = group.size, group.devices_per_node, group.nodes
         if size == 1:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from layoutmap.core.arguments import as_int, describe_type
-from layoutmap.core.errors import LayoutMapError, shorten_repr
+from layoutmap.core.errors import LayoutMapError, ScopeError, shorten_repr
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.strict_yaml import read_yaml
 from layoutmap.cost.machine import Device, Machine, Network
@@ -67,22 +67,28 @@ def machine_named(name: str) -> Machine:
     return Machine(device, int(found["count"] or 1))
 
 
-def find_machine(on: Any, mesh: Mesh) -> Machine:
-    """Return the machine for a mesh. A name without a number gets the size of the mesh.
+def find_machine(on: Any, mesh: Mesh | None, caller: str = "") -> Machine:
+    """Return the machine for a mesh, or any machine without one. A name without a number gets the mesh's size.
 
     Raises:
         LayoutMapError: There is no such machine, or it has not as many devices as the mesh.
     """
     if not isinstance(on, str | Machine):
         raise LayoutMapError(
-            f"on={shorten_repr(on)} names no machine",
+            f"{caller}on={shorten_repr(on)} names no machine",
             why=f"it is {describe_type(on)}",
             fix='write it as in on="h100:64"',
         )
     machine = machine_named(on) if isinstance(on, str) else on
     if isinstance(on, str) and not re.search(r":[0-9]+$", on):
+        if mesh is None:
+            raise ScopeError(
+                f"{caller}on={on!r} says of no number of devices",
+                why="without mesh= the shapes of meshes of so many devices are tried",
+                fix=f"write how many there are, as in on='{on}:8', or pass a mesh",
+            )
         return Machine(machine.device, mesh.size)
-    if machine.num_devices != mesh.size:
+    if mesh is not None and machine.num_devices != mesh.size:
         raise LayoutMapError(
             f"on={str(on)!r}: the machine has {machine.num_devices:,} devices, and the mesh {mesh.size:,}",
             facts={"mesh": str(mesh)},
@@ -116,10 +122,6 @@ def _read_devices(path: str) -> Mapping[str, Device]:
 
 def parse_devices(text: str, where: str) -> Mapping[str, Device]:
     """Return the devices that a text describes, by name.
-
-    Args:
-        text: What the file says.
-        where: What it is, as messages name it.
 
     Raises:
         LayoutMapError: It says something else; says where.

@@ -1,4 +1,4 @@
-"""Describe the training step of a planned model, for the counter of its framework."""
+"""Describe the training step of a planned model, and load the counter of its framework."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from layoutmap.core.errors import EngineError
 from layoutmap.core.steps import TrainingStep
 from layoutmap.scope.context import Scope
 
@@ -23,12 +24,26 @@ def make_training_step(
 ) -> TrainingStep:
     """Return the training step of a model from a dry run.
 
-    Args:
-        context: The scope of the dry run.
-        model: The model.
-        inputs: What it is called with, or like.
-        optimizer: What updates its weights; `None`: the model's own, or nothing.
-        loss: Called with what it returns, returns a number; `None`: the model's own, or one that stands for it.
+    Without `optimizer` or `loss`, the model's own is used, or else none, or a loss that stands for it.
     """
     module = import_module(_MODULES[context.adapter.name])
     return module.describe_step(context.session, model, inputs, optimizer, loss)
+
+
+_STEP_COUNTERS = {"jax": "layoutmap.cost.jax.lowered", "torch": "layoutmap.cost.torch_step"}
+
+
+def load_step_counter(name: str) -> Any:
+    """Return the class that counts a `TrainingStep` of a framework with its method `count`.
+
+    Raises:
+        EngineError: Steps of that framework cannot be counted.
+    """
+    if name not in _STEP_COUNTERS:
+        raise EngineError(
+            f"the cost of a step cannot be counted on {name}",
+            facts={"counted on": ", ".join(_STEP_COUNTERS)},
+            why=f"what {name} sends between devices is decided by a compiler that needs the devices",
+            fix="plan the same rules with the model on JAX: the layouts are the same (KERAS_BACKEND=jax)",
+        )
+    return import_module(_STEP_COUNTERS[name]).LoweredStep

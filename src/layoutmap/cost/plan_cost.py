@@ -17,10 +17,9 @@ from layoutmap.core.specs import BatchDim, format_batch_dim, list_batch_dims
 from layoutmap.core.steps import Shape, TrainingStep
 from layoutmap.core.variables import Assignment
 from layoutmap.cost.cost import Cost
-from layoutmap.cost.counters import load_step_counter
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import find_machine
-from layoutmap.cost.model_steps import make_training_step
+from layoutmap.cost.model_steps import load_step_counter, make_training_step
 from layoutmap.cost.table import SCORED_ATTENTION, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.plan.lint import guess_batch_dim
@@ -38,42 +37,22 @@ _SHARE_OF_JAX = 0.75
 
 @dataclass(frozen=True, slots=True)
 class CostRequest:
-    """Arguments of `plan` that request the cost of a step.
-
-    Args:
-        machine: What it runs on.
-        batch_dim: The mesh dim over which batches are sharded; `None`: the usual one.
-        loss: What is derived; `None`: the model's own.
-        target: What XLA compiles the whole step for, beside the figures; `None`: it does not.
-        counted_for: What XLA compiles for to count by; `None`: its partitioner's module is counted.
-        remat: Whose activations are computed again in the backward pass; `None`: as the model's code says.
-        fuse_attention: Whether each call of attention is one fused kernel.
-        on: The machine, as it was named.
-        device_memory: The memory of a device, in place of the machine's.
-        advises: Whether other ways are counted where the step does not fit.
-    """
+    """Arguments of `plan` that request the cost of a step."""
 
     machine: Machine
-    batch_dim: BatchDim | None
-    loss: Callable[..., Any] | None
-    target: str | None
-    counted_for: str | None
-    remat: str | None
+    batch_dim: BatchDim | None  # None: the usual one
+    loss: Callable[..., Any] | None  # None: the model's own
+    target: str | None  # what XLA compiles the whole step for, to verify the count
+    counted_for: str | None  # what XLA compiles for to count; None: its partitioner's module is counted
+    remat: str | None  # layers that recompute activations; None: as the code says
     fuse_attention: bool
-    on: str
-    device_memory: int | None = None
-    advises: bool = True
+    on: str  # the machine's name
+    device_memory: int | None = None  # in place of the machine's
+    advises: bool = True  # whether other ways are counted if the step does not fit
 
 
 def request_cost(on: Any, mesh: Mesh, inputs: object, engine: str, options: Mapping[str, Any]) -> CostRequest:
     """Check the arguments of `plan` for the cost of a step, before a model is made.
-
-    Args:
-        on: The machine.
-        mesh: The mesh of the rules.
-        inputs: What the model is called with.
-        engine: The engine's name.
-        options: `batch_dim`, `loss`, `verify`, `remat` and `fuse_attention`, `None` where they are not given.
 
     Raises:
         LayoutMapError: There is no such machine or dim, it has another number of devices than the mesh, the inputs are

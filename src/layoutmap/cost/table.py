@@ -29,28 +29,17 @@ PARTITIONED, ESTIMATE, COMPILED = "an estimate by XLA's partitioner", "estimate"
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Equal collectives of a step: of one kind, over the same mesh dims, with one cause.
-
-    Args:
-        kind: What they do.
-        dims: The mesh dims over which devices exchange, the major one first.
-        calls: How often a step does this.
-        tensor_bytes: Size of the tensor of one call on one device, where it is largest: what an all-gather returns,
-            what a reduce-scatter, an all-reduce or an all-to-all takes.
-        cause: Path of the weight that is gathered or whose gradient is summed, or of the layer whose activation it is;
-            empty if it is not known. Those that differ in the number of a layer only are one, with `*` for the number:
-            `blocks.*.up.kernel`.
-        phase: The part of the step; empty if it is not known.
-        group: How many devices exchange with each other; 0: all that are along the dims.
-    """
+    """Equal collectives of a step: of one kind, over the same mesh dims, with one cause."""
 
     kind: CollectiveKind
-    dims: tuple[str, ...]
-    calls: int
-    tensor_bytes: int
-    cause: str = ""
-    phase: Phase = ""
-    group: int = 0
+    dims: tuple[str, ...]  # the major one first
+    calls: int  # per step
+    tensor_bytes: (
+        int  # largest tensor of one call per device: an all-gather's result, or the operand of others
+    )
+    cause: str = ""  # path of the weight or layer, with `*` for numbers of repeated layers; empty: unknown
+    phase: Phase = ""  # empty: unknown
+    group: int = 0  # devices that exchange; 0: all along the dims
 
     def count_sent_bytes(self, mesh: Mesh) -> int:
         """Return the bytes that a device sends in a step for all calls, as rings send them."""
@@ -63,21 +52,13 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class PeakTensors:
-    """Tensors of one kind and shape on a device at the peak of a step, except the step's arguments.
-
-    Args:
-        kind: What they are.
-        path: The weight or the layer that they are of, with `*` for the number of repeated blocks; empty: not known.
-        shape: The shape of one of them on a device.
-        dtype: Its element type.
-        num_bytes: Bytes of all of them.
-    """
+    """Tensors of one kind and shape on a device at the peak of a step, except the step's arguments."""
 
     kind: PeakTensorKind
-    path: str
-    shape: tuple[int, ...]
+    path: str  # of the weight or layer, with `*` for numbers of repeated blocks; empty: unknown
+    shape: tuple[int, ...]  # of one of them on a device
     dtype: str
-    num_bytes: int
+    num_bytes: int  # of all of them
 
 
 @dataclass(frozen=True)

@@ -48,16 +48,7 @@ class _Context:
 def describe_step(
     session: TorchSession, model: torch.nn.Module, inputs: Any, optimizer: object, loss: Function | None
 ) -> TrainingStep:
-    """Return the training step of a module without values, with the optimizer of `train_with`.
-
-    Args:
-        session: The session of the dry run.
-        model: The module.
-        inputs: What it is called with, or like: one tensor, several in a list, or by name in a mapping.
-        optimizer: Ignored: `train_with` names it.
-        loss: Called with what the module returns, returns a number; `None`: the number that it returns, alone or as
-            `loss`, or else the mean of its squared outputs.
-    """
+    """Return the training step of a module without values, with the optimizer of `train_with`."""
     entries = session.planned
     step = _CountedStep(entries, model, inputs, loss)
     batch = [Shape(name, tuple(each.shape), format_dtype(each.dtype)) for name, each in step.inputs.items()]

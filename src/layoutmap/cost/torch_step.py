@@ -61,11 +61,7 @@ _ACCUMULATED = "weights of a block are gathered together, under the name of the 
 
 # A formula is wrong where layouts conflict, so the step runs on fake tensors and is counted (decisions/0156).
 class LoweredStep:
-    """Training step of a torch module, which can be counted in any layouts.
-
-    Args:
-        step: The step; its function places values in the module, and calls the engine that the tracer has.
-    """
+    """Training step of a torch module, which can be counted in any layouts."""
 
     def __init__(self, step: TrainingStep):
         self._step = step
@@ -73,15 +69,10 @@ class LoweredStep:
     def count(
         self, assignments: Sequence[Assignment], policy: LayoutPolicy, *, with_held: bool = False
     ) -> StepCost:
-        """Count the step's collectives, operations, and memory in given layouts.
-
-        Args:
-            assignments: Each variable of the step and its layout, in their order.
-            policy: The layouts of batches and of what layers return.
-            with_held: Nothing: what is held at the peak is counted on JAX only.
+        """Count the step's collectives, operations, and memory in given layouts. `with_held` is ignored.
 
         Raises:
-            ScopeError: The module fails when it is called with such inputs; or this process has a process group.
+            ScopeError: The module fails when it is called with such inputs, or this process has a process group.
         """
         with ExitStack() as stack:
             stack.enter_context(_simulate_process_group(policy.mesh.size))
@@ -167,19 +158,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 class _OperationCounter(TorchDispatchMode):
-    """Counter of the operations on this process's shards, while it is open.
-
-    Attributes:
-        policy: The layouts of the step.
-        engine: What lays out.
-        flops: Operations of matrix products, by element type.
-        traffic: What operations read and write.
-        kept: What is held on to after the step: slots.
-        peak: The most that is held at one time beside what the step is given.
-        layers: The paths of the layers that compute now.
-        last_layer: The path of the layer that has returned last, whose activation others read.
-        nodes: Operations whose gradients say that a layer begins its backward pass.
-    """
+    """Counter of the operations on this process's shards, while it is open."""
 
     def __init__(self, policy: LayoutPolicy, groups: Mapping[str, tuple[str, ...]]):
         super().__init__()  # pyright: ignore[reportUnknownMemberType]

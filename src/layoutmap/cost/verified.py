@@ -12,11 +12,7 @@ from layoutmap.cost.table import StepCost
 
 
 class TooLargeError(EngineError):
-    """Raised when XLA cannot compile a step because a device has too little memory.
-
-    Attributes:
-        peak_bytes: What a device would have to hold; 0 where XLA does not say it.
-    """
+    """Raised when XLA cannot compile a step because a device has too little memory. `peak_bytes` is 0 if unknown."""
 
     def __init__(self, what: str, *, peak_bytes: int = 0, **rest: Any):
         super().__init__(what, **rest)

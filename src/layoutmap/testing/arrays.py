@@ -64,13 +64,7 @@ check(engine.call(lambda x: x + x, second, [array], {}), second)""",
 
 
 def try_arrays(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
-    """Yield the outcome of each law of arrays, with its program if the law does not hold.
-
-    Args:
-        engine: The engine's name.
-        seed: Draws a mesh, two layouts, a shape, and an element type.
-        devices: The devices.
-    """
+    """Yield the outcome of each law of arrays, with its program if the law does not hold."""
     choices = Choices.from_seed(seed)
     mesh = Mesh(None, dims := choices.pick_weighted(devices.meshes))
     shape = tuple(choices.pick(1, 2, 3) * mesh.size for _ in range(choices.pick_weighted({2: 4, 3: 3, 1: 2})))

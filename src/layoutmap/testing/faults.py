@@ -36,17 +36,11 @@ print("right:", float(FAULTS[{}].is_absent(mesh)))
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of an engine, as two programs on simulated CPU devices. Each prints 1 if the engine computes right.
-
-    Args:
-        title: The fault in a sentence.
-        uncorrected: A program that uses only the engine.
-        corrected: The same program with this package.
-    """
+    """A fault of an engine, as two programs on simulated CPU devices. Each prints 1 if the engine computes right."""
 
     title: str
-    uncorrected: str
-    corrected: str
+    uncorrected: str  # program that uses only the engine
+    corrected: str  # the same program with this package
 
 
 def _list_xla_faults() -> list[Fault]:
@@ -92,11 +86,6 @@ def try_faults(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tup
     """Yield for each known framework bug whether it is corrected, with a program that shows it if not.
 
     Only the first process yields.
-
-    Args:
-        engine: The engine's name.
-        seed: The number of the fault, modulo the number of faults.
-        devices: Ignored, since the programs simulate devices.
     """
     if (started_by := detect_launcher()) and started_by.process:
         return

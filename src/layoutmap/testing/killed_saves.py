@@ -38,13 +38,7 @@ _SECONDS = 120.0
 
 
 def try_killed_saves(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
-    """Kill a program that saves, load its steps on the devices, and yield the outcome. All processes call it.
-
-    Args:
-        engine: The engine's name.
-        seed: Draws a mesh and the moment of the kill.
-        devices: The devices.
-    """
+    """Kill a program that saves, load its steps on the devices, and yield the outcome. All processes call it."""
     dims = Choices.from_seed(seed).pick_weighted(devices.meshes)
     law = "a save that is killed leaves the steps before it, for any mesh"
     yield run_law(law, lambda: _check_saved_steps(engine, dims, random.Random(seed))), ""
@@ -79,13 +73,7 @@ def _save_until_killed(engine: str, folder: Path, rng: random.Random) -> list[st
 
 
 def start_saving(command: Sequence[str], folder: Path, count: int = 1) -> list[subprocess.Popen[str]]:
-    """Start a program on two CPU devices, and return its processes after the first write to a folder.
-
-    Args:
-        command: The command line of each process.
-        folder: The folder that the program saves in.
-        count: The number of processes.
-    """
+    """Start a program on two CPU devices, and return its processes after the first write to a folder."""
     environment = make_cpu_environment() | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // count}"
     }
@@ -103,12 +91,7 @@ def start_saving(command: Sequence[str], folder: Path, count: int = 1) -> list[s
 
 
 class ConstantModel:
-    """A stack of layers in which all weights have the same value.
-
-    Args:
-        engine: The engine's name.
-        dims: The mesh.
-    """
+    """A stack of layers in which all weights have the same value."""
 
     def __init__(self, engine: str, dims: str):
         stack = Stack(engine, dims, _WIDTH)

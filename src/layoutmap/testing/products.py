@@ -40,13 +40,7 @@ def allowed_tf32(engine: str, mesh: Mesh) -> Iterator[bool]:
 
 
 def describe_tf32(engine: str, mesh: Mesh, *, simulated: bool) -> dict[str, str]:
-    """Return facts about float32 products for a report. Real devices stop using TF32.
-
-    Args:
-        engine: The engine's name.
-        mesh: Its devices.
-        simulated: Whether they are simulated.
-    """
+    """Return facts about float32 products for a report. Real devices stop using TF32."""
     has_tf32 = False
     if not simulated:
         with allowed_tf32(engine, mesh) as has_tf32:
@@ -56,11 +50,7 @@ def describe_tf32(engine: str, mesh: Mesh, *, simulated: bool) -> dict[str, str]
 
 
 def describe_products(multiply: Callable[[NumpyArray, NumpyArray], NumpyArray]) -> str:
-    """Return a text that tells whether float32 products are rounded to float32, or to TF32 or bfloat16.
-
-    Args:
-        multiply: Multiplies two matrices on a device.
-    """
+    """Return a text that tells whether float32 products are rounded to float32, or to TF32 or bfloat16."""
     a, b = np.random.default_rng(0).normal(size=(2, 128, 128)).astype("float32")
     exact = a.astype("float64") @ b.astype("float64")
     error = float(np.abs(multiply(a, b) - exact).max() / np.abs(exact).max())

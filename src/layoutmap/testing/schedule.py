@@ -37,56 +37,33 @@ _GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class LawResult:
-    """The outcome of a law for a case of a subject.
-
-    Args:
-        subject: A key of `SUBJECTS` or `WITHOUT_MODELS`.
-        seed: The seed of the case.
-        outcome: The outcome.
-        program: The case as a program, if the law did not hold.
-    """
+    """The outcome of a law for a case of a subject."""
 
     subject: str
     seed: int
     outcome: Outcome
-    program: str = ""
+    program: str = ""  # the case, if the law did not hold
 
 
 @dataclass
 class Schedule:
-    """Cases to try, with the progress so far.
+    """Cases to try, with the progress so far."""
 
-    Args:
-        subjects: Keys of `SUBJECTS` and `WITHOUT_MODELS`.
-        seed: The first seed of each subject.
-        seconds: The time limit. Unfinished cases have no outcome.
-        count: The number of cases of each subject. `None`: no limit.
-        laws: Laws to try. Empty: all laws.
-        num_workers: The number of processes that run at a time. `None`: one for each core.
-        simulate: The number of devices that each process simulates. 0: it uses the devices of the machine.
-        mesh: The mesh of all cases. Empty: each case draws a mesh.
-        settings: Environment variables of the processes.
-
-    Attributes:
-        devices: The devices of each engine with a started process.
-        facts: Facts about these devices for a report.
-        used: The seconds that each subject used.
-        begun: The number of cases that each subject began.
-    """
-
-    subjects: Sequence[str]
-    seed: int
-    seconds: float = threading.TIMEOUT_MAX
-    count: int | None = None
-    laws: Sequence[str] = ()
-    num_workers: int | None = None
-    simulate: int = 8
-    mesh: str = ""
-    settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    subjects: Sequence[str]  # keys of `SUBJECTS` and `WITHOUT_MODELS`
+    seed: int  # the first one of each subject
+    seconds: float = threading.TIMEOUT_MAX  # time limit; unfinished cases have no outcome
+    count: int | None = None  # cases of each subject; None: no limit
+    laws: Sequence[str] = ()  # empty: all laws
+    num_workers: int | None = None  # processes at a time; None: one for each core
+    simulate: int = 8  # devices that each process simulates; 0: the devices of the machine
+    mesh: str = ""  # of all cases; empty: drawn
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])  # environment variables
+    # of each engine with a started process
     devices: dict[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]], init=False)
+    # about these devices, for a report
     facts: dict[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]], init=False)
-    used: Counter[str] = field(default_factory=Counter[str], init=False)
-    begun: Counter[str] = field(default_factory=Counter[str], init=False)
+    used: Counter[str] = field(default_factory=Counter[str], init=False)  # seconds by subject
+    begun: Counter[str] = field(default_factory=Counter[str], init=False)  # number of cases by subject
     _results: queue.SimpleQueue[LawResult | None] = field(default_factory=queue.SimpleQueue, init=False)
     _stopped: set[str] = field(default_factory=set[str], init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -116,8 +93,7 @@ class Schedule:
     def run_together(self, is_first: bool) -> Iterator[LawResult]:
         """Yield results of cases that all processes of a program try together, each with its own worker process.
 
-        Args:
-            is_first: Whether this is the first process, which decides about the cases and the end.
+        The first process decides about the cases and the end.
         """
         deadline = time.monotonic() + self.seconds
         with self._start_process(self.subjects[0], quick=True) as process:
@@ -196,13 +172,7 @@ class Schedule:
 class _WorkerProcess:
     """A worker process that tries one case at a time, or several that try each case together.
 
-    The first of several processes reads cases and writes results for all.
-
-    Args:
-        schedule: The schedule.
-        name: One of its subjects.
-        quick: Whether XLA skips most optimizations, in JAX.
-        laws: Laws to try. Empty: all laws.
+    The first of several processes reads cases and writes results for all. With `quick`, XLA skips most optimizations.
     """
 
     def __init__(self, schedule: Schedule, name: str, *, quick: bool, laws: Sequence[str]):

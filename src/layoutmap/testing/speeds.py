@@ -34,11 +34,6 @@ def try_speeds(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tup
     """Measure the bandwidth and the FLOP rate of an engine's devices. Yields results without a program.
 
     A plan predicts seconds from the same figures (why: decisions/0166). All processes must call it together.
-
-    Args:
-        engine: The engine's name.
-        seed: Draws a mesh.
-        devices: The devices.
     """
     dims = Choices.from_seed(seed).pick_weighted(devices.meshes)
     for law, measure in _MEASUREMENTS.items():

@@ -68,13 +68,7 @@ _MAKERS = {"jax": _make_jax, "torch": _make_torch, "tensorflow": _make_keras}
 
 
 class Stack:
-    """The stack on a mesh.
-
-    Args:
-        engine: The engine. TensorFlow uses Keras, and other engines use their own model library.
-        dims: The mesh, as text.
-        width: The width of its layers and the number of rows of its batch, a multiple of the mesh size.
-    """
+    """A model of linear layers on an engine. The width is also the number of rows, and a multiple of the mesh size."""
 
     def __init__(self, engine: str, dims: str, width: int):
         self.mesh = Mesh(None, dims)
@@ -116,11 +110,7 @@ class Stack:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the predicted cost as JSON.
-
-    Args:
-        arguments: The engine, the mesh, the width, and a machine in the syntax of `--on`.
-    """
+    """Print the predicted cost as JSON."""
     engine, dims, width, on = arguments
     stack = Stack(engine, dims, int(width))
     cost = stack.predict_cost(Machine(machine_named(on).device, stack.mesh.size))

@@ -61,27 +61,15 @@ def make_launcher_environments(count: int) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model library on an engine.
+    """A model library on an engine."""
 
-    Args:
-        title: Its name in reports.
-        library: A key of `layoutmap.testing.models.LIBRARIES`. Empty: no models.
-        engine: The engine's name.
-        num_processes: The number of processes that try a case together, each with its own devices.
-    """
-
-    title: str
-    library: str
+    title: str  # in reports
+    library: str  # key of `layoutmap.testing.models.LIBRARIES`; empty: no models
     engine: str
-    num_processes: int = 1
+    num_processes: int = 1  # processes that try a case together, each with its own devices
 
     def make_environment(self, *, quick: bool, simulated: bool = True) -> dict[str, str]:
-        """Return the environment of its processes.
-
-        Args:
-            quick: Whether XLA skips most optimizations.
-            simulated: Whether it uses only simulated devices.
-        """
+        """Return the environment of its processes."""
         flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_XLA}" if quick else os.environ.get("XLA_FLAGS", "")
         settings = {
             "XLA_FLAGS": flags.strip(),

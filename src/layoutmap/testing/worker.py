@@ -48,14 +48,7 @@ def draw_case(subject: str, seed: int, devices: Devices = EIGHT) -> Case:
 def try_seed(
     subject: str, seed: int, laws: Collection[str] = (), devices: Devices = EIGHT
 ) -> Iterator[tuple[Outcome, str]]:
-    """Yield the outcome of each law for the case of a seed, with the case's program if the law does not hold.
-
-    Args:
-        subject: A key of `SUBJECTS` or `WITHOUT_MODELS`.
-        seed: The seed.
-        laws: Laws of models. Empty: all laws.
-        devices: The devices.
-    """
+    """Yield the outcome of each law for the case of a seed, with the case's program if the law does not hold."""
     if subject in WITHOUT_MODELS:
         yield from _TRIES[subject.partition("-")[0]](get_subject(subject).engine, seed, devices)
         return
@@ -73,11 +66,7 @@ def try_seed(
 
 
 def main(arguments: list[str]) -> int:
-    """Try the seeds that stdin lists.
-
-    Args:
-        arguments: The engine, the number of simulated devices, the mesh, and laws.
-    """
+    """Try the seeds that stdin lists. The arguments are those of the command line, in the docstring of the file."""
     engine, num_simulated, mesh, *laws = arguments
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # frameworks also print to file descriptor 1

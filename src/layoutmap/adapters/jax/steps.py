@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, overload
 
 import jax
@@ -24,6 +27,7 @@ from layoutmap.adapters.fingerprints import hash_lowered, list_versions
 from layoutmap.adapters.jax.microbatches import find_consecutive_splits
 from layoutmap.adapters.jax.objects import StepObjects, find_changed_arrays, is_object, open_objects
 from layoutmap.adapters.jax.outputs import Input, Place, Tree, choose_shardings
+from layoutmap.adapters.jax.step_changes import ProgramKey, describe_change
 from layoutmap.adapters.jax.tracing import is_key
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError, shorten_repr
@@ -279,6 +283,56 @@ class JitStep:
         )
         with leave_ambient_mesh():
             return compiled.lower(*(value for _, value in given[: len(positions)]), **named)
+
+    def explain(self, *args: object, **kwargs: object) -> Any:
+        """Explain the work of each device in this step, without running it.
+
+        Args:
+            args: Arguments of the step, as for `lower`.
+            kwargs: Those by name.
+
+        Returns:
+            The collectives with their bytes, lines of the program, and causes, the work of each device next to its
+            share, and why the step was compiled again. `print` shows tables, `to_json` returns the figures.
+
+        Example:
+            >>> layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"))
+            >>> kernel = lm.dtensor.relayout(np.ones((8, 16), np.float32), lm.Layout(["model", None], layout_map.mesh))
+            >>> step = lm.jit_step(lambda kernel, x: (x @ kernel).sum(), batch_dim="batch")
+            >>> explanation = step.explain(kernel, np.ones((4, 8), np.float32))
+            >>> sorted({(each.kind, each.dims) for each in explanation.collectives})
+            [('all_reduce', ('batch', 'model'))]
+        """
+        call = self._read_call(args, kwargs)
+        program, _ = self._find_program(call, (*_ARRAYS, jax.ShapeDtypeStruct))
+        names, _ = call.list_names()
+        mesh, _ = self._find_mesh(names, call.leaves)
+        with leave_ambient_mesh():
+            traced = program.compiled.trace(*map(_describe_shape, call.leaves, program.shardings))
+        names = list(map(self._name_argument, names))
+        engine = get_engine("jax")
+        batches = {
+            name for name, leaf in zip(names, call.leaves, strict=True) if engine.get_layout(leaf) is None
+        }
+        keys = list(map(self._describe_program, self._programs))
+        changes = [describe_change(before, after) for before, after in pairwise(keys)]
+        # The cost of steps is a package above this one, which the rest of the library reaches through one module.
+        return import_module("layoutmap.cost.entry").explain_step(
+            self._name, traced, names, list(map(np.shape, call.leaves)), batches, mesh, changes
+        )
+
+    def _describe_program(self, signature: Any) -> ProgramKey:
+        variant, avals, shardings, _ = signature
+        names, _ = _Call(variant, [*range(len(avals))], None, None).list_names()
+        static = [(f"argument {variant.keys[n]!r}", value) for n, _, value in variant.static]
+        static += [(f"leaf {n}", value) for n, _, value in variant.constants]
+        return ProgramKey(list(map(self._name_argument, names)), avals, shardings, static)
+
+    def _name_argument(self, name: str) -> str:
+        """Return the name of a leaf with the function's name of its argument: `params['kernel']`."""
+        for number, parameter in enumerate(self._parameters):
+            name = re.sub(rf"^(?:args\[{number}\]|kwargs\['{parameter}'\])", parameter, name)
+        return name
 
     def _read_call(self, args: Sequence[object], kwargs: Mapping[str, object]) -> _Call:
         keys: tuple[Key, ...] = (*range(len(args)), *sorted(kwargs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -82,7 +82,7 @@ class KerasAdapter(KerasKeeping, Adapter):
         """Create, without computing, the variables that a first call and training step would create."""
         complete(model, _get_inputs(batch))
 
-    def set_optimizer(self, model: Any, optimizer: keras.Optimizer) -> object:
+    def set_optimizer(self, model: keras.Model, optimizer: keras.Optimizer) -> object:
         """Set the optimizer of a model, given its name or a function that makes it, and return the model."""
         if optimizer is None:
             return model
@@ -145,7 +145,7 @@ class KerasAdapter(KerasKeeping, Adapter):
         named = zip(model.trainable_variables, gradients, strict=True)
         return _read_scalar_logs(losses), {paths[id(v)]: gradient for v, gradient in named}
 
-    def train_step(self, model: keras.Model, batch: Any) -> dict[str, float]:
+    def train_step(self, model: keras.Model, batch: object) -> dict[str, float]:
         """Run one optimizer step of a compiled model on a batch, and return its logs."""
         x, y, sample_weight = _make_step_inputs(batch)
         with get_backend(get_backend_name()).match_runs(model):
@@ -163,7 +163,7 @@ def _make_step_inputs(batch: object) -> Any:
     )
 
 
-def _read_scalar_logs(logs: Any) -> dict[str, float]:
+def _read_scalar_logs(logs: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
 
 

@@ -16,10 +16,7 @@ def wrap_call_with_layouts(
 ) -> Callable[..., object]:
     """Return a layer's `call` or equivalent that returns arrays in the layouts of activation rules.
 
-    Args:
-        layer: The layer; its path may not be known yet, and is looked up when it is called.
-        session: The scope.
-        plain: The method.
+    The layer's path is looked up when it is called, since it may not be known before.
     """
 
     @functools.wraps(plain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from types import FrameType
 
 import keras
@@ -34,8 +34,7 @@ def describe_reader() -> str:
 def find_makers(depth: int) -> Iterator[object]:
     """Yield the layers, optimizers, metrics, and seed generators with a running method, innermost first.
 
-    Args:
-        depth: How many frames, the outermost ones, are left out: see `count_user_frames`.
+    The outermost `depth` frames are left out, as `count_user_frames` counts them.
     """
     kinds = (keras.layers.Layer, keras.Optimizer, keras.Metric, keras.random.SeedGenerator)
     start = sys._getframe(1)
@@ -53,6 +52,22 @@ def count_user_frames() -> int:
         frame.f_globals.get("__name__", "").partition(".")[0] for frame in _walk_frames(sys._getframe(1))
     ]
     return sum(1 for _ in itertools.dropwhile(("layoutmap", "contextlib").__contains__, names))
+
+
+def find_frame(module: str, function: str = "") -> FrameType | None:
+    """Return the innermost running frame of a module, or of one of its functions, or None."""
+    for frame in _walk_frames(sys._getframe(1)):
+        if frame.f_globals.get("__name__") == module and function in ("", frame.f_code.co_name):
+            return frame
+    return None
+
+
+def find_running_step(model: object, names: Container[str]) -> str:
+    """Return the name of the step that a model is running, out of some names, or an empty text."""
+    for frame in _walk_frames(sys._getframe(1)):
+        if frame.f_code.co_name in names and frame.f_locals.get("self") is model:
+            return frame.f_code.co_name
+    return ""
 
 
 def _iterate_running_layers() -> Iterator[tuple[str, keras.Layer]]:

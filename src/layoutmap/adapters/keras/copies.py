@@ -11,15 +11,14 @@ a head           a model made outside of the scope, with layers in it that are n
 from __future__ import annotations
 
 import functools
-import inspect
-import types
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from layoutmap.adapters.current import get_current_session
+from layoutmap.adapters.keras.call_stack import find_frame
 from layoutmap.adapters.keras.private import CLONING, LOADING, H5IOStore
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import LayoutMapWarning, ScopeError
@@ -60,7 +59,7 @@ def make_copy_wraps(
 
     @functools.wraps(plain_config)
     def get_config() -> object:
-        if get_current_session() is None and _find_frame(CLONING) is not None:
+        if get_current_session() is None and find_frame(CLONING) is not None:
             _warn(
                 "a model in layouts is cloned outside of a scope, and the clone has none",
                 why="clone_model makes new layers, which are plain where no scope is open",
@@ -94,7 +93,7 @@ def _wrap_store_get(plain: Callable[..., object]) -> Callable[..., object]:
     def get(store: Any, path: str) -> object:
         # Keras asks for the model itself once, by an empty path, before it asks for layers.
         if not path and get_current_session() is None and _MARK in store.h5_file.attrs:
-            loading = _find_frame(LOADING, "load_model")
+            loading = find_frame(LOADING, "load_model")
             if loading is not None:
                 _warn(
                     f"{loading.f_locals['filepath']}: a model in layouts was saved to it, "
@@ -124,16 +123,6 @@ def warn_of_unsharded_layers(model: keras.Model, plain: list[keras.Layer]) -> No
     )
 
 
-def find_running_step(model: object, names: Container[str]) -> str:
-    """Return the name of the step that a model is running, out of some names, or an empty text."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name in names and frame.f_locals.get("self") is model:
-            return frame.f_code.co_name
-        frame = frame.f_back
-    return ""
-
-
 def make_mixed_model_error(model: keras.Model, step: str) -> ScopeError:
     """Return the error for a model with sharded layers that was created outside their scope."""
     return ScopeError(
@@ -142,16 +131,6 @@ def make_mixed_model_error(model: keras.Model, step: str) -> ScopeError:
         fix="make its new layers and the model in the scope: with layout_map.scope(): ...; or lay it out and compile "
         "it again: layout_map.apply(model)",
     )
-
-
-def _find_frame(module: str, function: str = "") -> types.FrameType | None:
-    """Return the innermost running frame of a module, or of one of its functions, or None."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == module and function in ("", frame.f_code.co_name):
-            break
-        frame = frame.f_back
-    return frame
 
 
 def _warn(what: str, **parts: Any) -> None:

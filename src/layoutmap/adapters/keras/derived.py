@@ -34,17 +34,11 @@ _FLOAT8 = (
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """Parent weight of a derived variable, and the parent's axes that its axes consist of.
+    """Parent weight of a derived variable, and the parent's axes that its axes consist of."""
 
-    Args:
-        parent: The name of the parent in the same layer; that of the variable itself, if it has taken its place.
-        shape: The parent's shape.
-        axes: What each axis is made of.
-    """
-
-    parent: str
-    shape: tuple[int, ...]
-    axes: Axes
+    parent: str  # name in the same layer; the variable's own name if it replaced the parent
+    shape: tuple[int, ...]  # of the parent
+    axes: Axes  # the parent's axes in each axis
 
 
 # Rules rarely name derived variables, so they follow their parent axis by axis (decisions/0020).
@@ -64,19 +58,12 @@ def find_derivations(layers: Iterable[Any]) -> dict[int, Derivation]:
 
 @dataclass(frozen=True, slots=True)
 class ReducedSlot:
-    """A slot of an optimizer that has fewer axes than its weight.
-
-    Args:
-        slot: The slot, a variable.
-        weight: The weight.
-        kind: What the optimizer calls such slots; Keras gives them the weight's own name.
-        axes: What its axes are made of.
-    """
+    """A slot of an optimizer that has fewer axes than its weight."""
 
     slot: keras.Variable
     weight: keras.Variable
-    kind: str
-    axes: Axes
+    kind: str  # the optimizer's name of such slots, since Keras gives them the weight's name
+    axes: Axes  # the weight's axes in each axis
 
 
 def find_reduced_slots(optimizer: object) -> Iterator[ReducedSlot]:

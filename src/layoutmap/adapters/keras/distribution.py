@@ -16,10 +16,7 @@ from layoutmap.core.mesh import Mesh
 def make_keras_map(mesh: Mesh, layouts: Mapping[str, Layout], device_mesh: object) -> object:
     """Return a `keras.distribution.LayoutMap` with one key for each name, which matches only that name.
 
-    Args:
-        mesh: The mesh of the layouts.
-        layouts: The layouts by `variable.path`; no axis is sharded over several dims.
-        device_mesh: The `DeviceMesh`, of the mesh's dims; `None`: it is made, of the mesh's devices or of all.
+    Without a `DeviceMesh`, one is made of the mesh's devices, or of all.
 
     Raises:
         MeshError: The `DeviceMesh` has other dims, or there are not as many devices.

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import keras
+
 from layoutmap.adapters.fingerprints import describe_function, describe_value
 from layoutmap.adapters.keras.names import renumber_names
 from layoutmap.adapters.keras.paths import find_layers
@@ -13,7 +15,7 @@ from layoutmap.adapters.keras.private import Functional
 from layoutmap.engines.agreement import Part
 
 
-def describe_model(model: Any, step: str) -> Iterator[Part]:
+def describe_model(model: keras.Model, step: str) -> Iterator[Part]:
     """Yield all that determines the program of a model's step: `"train"`, `"test"`, or `"predict"`."""
     layers: dict[int, tuple[str, Any]] = {}
     for path, layer in [("", model), *find_layers(model)]:

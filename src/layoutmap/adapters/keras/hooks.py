@@ -143,10 +143,6 @@ def _make_silencing_patches(methods: tuple[tuple[object, str], ...]) -> Patches:
 
 @contextmanager
 def install_hooks(quiet: Sequence[tuple[object, str]] = ()) -> Iterator[None]:
-    """Install the class hooks until the block ends. Threads and nested scopes share them.
-
-    Args:
-        quiet: Classes, and methods of theirs that do nothing on a thread that is in a scope; the same in each call.
-    """
+    """Install the class hooks until the block ends. Threads and nested scopes share them."""
     with _PATCHES.activate(), _make_silencing_patches(tuple(quiet)).activate():
         yield

@@ -22,13 +22,7 @@ from layoutmap.core.initializers import Initializer, Program
 
 
 def find_global_reason(initializer: object, global_init: Mapping[str, str]) -> str:
-    """Return why a variable's global value must be computed on one device, or an empty text.
-
-    Args:
-        initializer: What Keras would call for the value.
-        global_init: Those of Keras's own initializers, by class name, that cannot be split, and why; `Constant` means
-            one that is an array.
-    """
+    """Return why a variable's global value must be computed on one device, or "" (see `Backend.global_init`)."""
     if not _is_keras_initializer(initializer):
         return f"{_name(initializer)} is not one of Keras's own initializers, so it cannot be split"
     if isinstance(initializer, keras.initializers.Constant) and math.prod(np.shape(initializer.value)) == 1:
@@ -39,14 +33,7 @@ def find_global_reason(initializer: object, global_init: Mapping[str, str]) -> s
 def make_initializer(
     initializer: Any, shape: tuple[int, ...], dtype: str, plain: Callable[[object], Any] = lambda seed: seed
 ) -> Initializer:
-    """Return the initializer of a variable.
-
-    Args:
-        initializer: What Keras would call for the value.
-        shape: The variable's shape.
-        dtype: The variable's type.
-        plain: Takes a seed off the mesh, where its generator may have been laid out.
-    """
+    """Return the initializer of a variable. `plain` takes a seed off the mesh, if its generator was sharded."""
     if not _is_keras_initializer(initializer):
         return Initializer(lambda: keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype))
     config = dict(initializer.get_config())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -95,7 +95,12 @@ def wrap_load_own_variables(thing: Any, session: KerasSession) -> Callable[..., 
             if found is None:
                 return plain(files)
             if _is_assign_only(plain):
-                with _check_assignments(_list_variables(thing), session, found):
+                variables = (
+                    thing.variables
+                    if isinstance(thing, keras.Optimizer)
+                    else [*thing._trainable_variables, *thing._non_trainable_variables]
+                )
+                with _check_assignments(list(variables), session, found):
                     return plain(files)
         finally:
             files.close()
@@ -103,7 +108,9 @@ def wrap_load_own_variables(thing: Any, session: KerasSession) -> Callable[..., 
     return load_own_variables
 
 
-def wrap_load_weights(model: Any, sessions: Callable[[], Iterable[KerasSession]]) -> Callable[..., object]:
+def wrap_load_weights(
+    model: Any, sessions: Callable[[], Iterable[KerasSession | None]]
+) -> Callable[..., object]:
     """Return a `load_weights` that checks all shapes before it changes anything."""
     plain = model.load_weights
 
@@ -112,7 +119,7 @@ def wrap_load_weights(model: Any, sessions: Callable[[], Iterable[KerasSession]]
         name = str(filepath)
         if name.endswith(_FILES) and "://" not in name and not skip_mismatch:
             found: dict[str, str] = {}
-            checking = list(sessions())
+            checking = {session for session in sessions() if session is not None}
             for session in checking:
                 session.on_thread.mismatches = found
             try:
@@ -147,15 +154,9 @@ def _is_assign_only(method: object) -> bool:
     return own and ".preprocessing." not in module
 
 
-def _list_variables(thing: Any) -> Iterable[object]:
-    if isinstance(thing, keras.Optimizer):
-        return thing.variables
-    return [*thing._trainable_variables, *thing._non_trainable_variables]
-
-
 @contextmanager
 def _check_assignments(
-    variables: Iterable[object], session: KerasSession, found: dict[str, str]
+    variables: Sequence[object], session: KerasSession, found: dict[str, str]
 ) -> Iterator[None]:
     """Check the shapes of assigned values instead of storing them until the block ends."""
 
@@ -165,7 +166,6 @@ def _check_assignments(
             found[session.find_path(variable)] = f"{wanted}, in the file {there}"
         return value
 
-    variables = list(variables)
     for variable in variables:
         variable.__dict__["assign"] = functools.partial(check, variable)
     try:

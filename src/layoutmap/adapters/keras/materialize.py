@@ -35,17 +35,15 @@ class Materializer:
         # What may draw from a generator, in the order of making.
         self._undrawn = deque[weakref.ref[keras.Variable]]()
 
-    def made(self, variable: keras.Variable) -> None:
+    def record_pending(self, variable: keras.Variable) -> None:
         """Record a pending variable."""
         if can_draw(variable._initializer) and not is_seed_state(variable):
             self._undrawn.append(weakref.ref(variable))
 
     def draw_earlier_seeds(self, variable: object, make_now: Callable[[keras.Variable], None]) -> None:
-        """Draw the seeds that unsharded Keras would have drawn before it creates a variable.
+        """Draw the seeds that unsharded Keras would have drawn before it creates a variable, or all so far for None.
 
-        Args:
-            variable: The variable; does nothing if it does not draw. `None`: up to now.
-            make_now: Gives a variable its value at once.
+        Does nothing if the variable does not draw. `make_now` gives a variable its value at once.
         """
         if self._session.on_thread.is_initializing:
             return

@@ -38,7 +38,11 @@ def is_noted(layer: object) -> bool:
 def renumber_names(layers: Sequence[Any]) -> list[str]:
     """Return the names of sibling layers, with Keras's automatic numbers restarted."""
     names = {id(layer): layer.name for layer in layers}
-    numbered = [(*found, layer) for layer in layers if (found := _parse_automatic_name(layer)) is not None]
+    numbered = [
+        (*found, layer)
+        for layer in layers
+        if is_given(layer) is False and (found := parse_default_name(layer))
+    ]
     taken = set(names.values()) - {layer.name for *_, layer in numbered}
     for prefix, _, layer in sorted(numbered, key=lambda entry: entry[:2]):
         count = 0
@@ -65,8 +69,3 @@ def split_number(name: str) -> tuple[str, int]:
     """Return a name without its number, and the number, or 0 without one."""
     found = re.fullmatch(r"(.+?)_(\d+)", name)
     return (found[1], int(found[2])) if found else (name, 0)
-
-
-def _parse_automatic_name(layer: object) -> tuple[str, int] | None:
-    """Return the prefix and number of a name that Keras generated, or None."""
-    return parse_default_name(layer) if is_given(layer) is False else None

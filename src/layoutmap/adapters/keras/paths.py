@@ -60,7 +60,7 @@ class Found:
 def find_variables(root: object) -> list[Found]:
     """Return all variables of a layer or model in a fixed order, each once."""
     found: dict[int, Found] = {}
-    for path, variable, is_seed in _Walk().paths(root):
+    for path, variable, is_seed in _walk_variables(root):
         known = found.get(id(variable))
         if known is None:
             found[id(variable)] = Found(variable, path, is_seed=is_seed)
@@ -127,15 +127,12 @@ def name_sublayers(layer: object) -> dict[int, str]:
     return names
 
 
-def make_slot_path(slot: Any, weight: Any, weight_path: str, taken: set[str], kind: str = "") -> str:
+def make_slot_path(
+    slot: keras.Variable, weight: keras.Variable | None, weight_path: str, taken: set[str], kind: str = ""
+) -> str:
     """Return the path of an optimizer's variable: `optimizer.`, its weight's path, and the kind of slot.
 
-    Args:
-        slot: The variable.
-        weight: The weight that it belongs to, or `None`.
-        weight_path: The weight's path.
-        taken: Paths that others have; the new one is added.
-        kind: What kind of slot it is; empty: its name says it.
+    The path is added to `taken`. An empty kind is read from the slot's name.
     """
     if weight is None:
         path = f"optimizer.{strip_number(slot.name)}"
@@ -148,31 +145,30 @@ def make_slot_path(slot: Any, weight: Any, weight_path: str, taken: set[str], ki
     return unique
 
 
-class _Walk:
-    """One walk over a model, which visits a shared object once and repeats its paths for each occurrence."""
+def _walk_variables(root: object) -> list[tuple[str, object, bool]]:
+    """Return path, variable, and whether it is a seed state, for all variables below an object.
 
-    def __init__(self) -> None:
-        self._below: dict[int, list[tuple[str, object, bool]]] = {}
-        self._above: set[int] = set()
+    A shared object is visited once, and its paths are repeated for each occurrence.
+    """
+    found: dict[int, list[tuple[str, object, bool]]] = {}
+    above: set[int] = set()
 
-    def paths(self, owner: object) -> list[tuple[str, object, bool]]:
-        """Return path, variable, and whether it is a seed state, for all variables below an object."""
-        if id(owner) in self._above:  # an object that holds its parent
-            return []
-        if id(owner) not in self._below:
-            self._above.add(id(owner))
-            self._below[id(owner)] = [
-                (f"{name}.{path}" if path else name, variable, is_seed)
-                for name, child in _list_children(owner)
-                for path, variable, is_seed in self._walk_child(owner, child)
-            ]
-            self._above.discard(id(owner))
-        return self._below[id(owner)]
-
-    def _walk_child(self, owner: object, child: object) -> list[tuple[str, object, bool]]:
+    def walk(owner: object, child: object) -> list[tuple[str, object, bool]]:
         if isinstance(child, keras.Variable):
             return [("", child, isinstance(owner, keras.random.SeedGenerator))]
-        return self.paths(child)
+        if id(child) in above:  # an object that holds its parent
+            return []
+        if id(child) not in found:
+            above.add(id(child))
+            found[id(child)] = [
+                (f"{name}.{path}" if path else name, variable, is_seed)
+                for name, inner in _list_children(child)
+                for path, variable, is_seed in walk(child, inner)
+            ]
+            above.discard(id(child))
+        return found[id(child)]
+
+    return walk(None, root)
 
 
 def _list_children(owner: object) -> list[tuple[str, object]]:

@@ -1,33 +1,7 @@
-"""The private names of Keras: every one that this package touches, but those of one backend only.
+"""Private names of Keras, except those of one backend, tested on Keras 3.15.
 
-Private names. All that is imported from `keras.src` is imported here and probed; the attributes
-are read and set by the other modules of this folder, and nowhere else. Those of one backend are listed in
-`backends`, in the same way.
-
-    keras.src.backend.common.variables.Variable     __init__, _value, _initializer, _layout, _dtype, _direct_assign,
-                                                    _deferred_initialize, _convert_to_tensor
-    keras.src.backend.common.variables              register_uninitialized_variable, read only
-    keras.src.backend.common.global_state           the "uninitialized_variables" list, "stateless_scope",
-                                                    "current_call_ctx" and its entry_layer
-    keras.src.backend.common                        stateless_scope.in_stateless_scope, .get_stateless_scope,
-                                                    symbolic_scope.in_symbolic_scope
-    keras.src.random.seed_generator                 GLOBAL_SEED_GENERATOR, global_seed_generator, draw_seed,
-                                                    the name of states
-    keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers,
-                                                    _trainable_variables, _non_trainable_variables, _tracker
-    keras.src.models                                functional.Functional, Sequential._functional, cloning
-    keras.src.layers.rnn.conv_lstm                  ConvLSTMCell
-    keras.src.layers.core, .convolutional           _kernel, _embeddings; EinsumDense._get_kernel_scale_shape
-    keras.src.trainers.trainer.Trainer              _compile_config.config, _symbolic_build
-    keras.src.ops                                   Function._nodes_by_depth, Node.arguments, KerasTensor._keras_history
-    keras.src.optimizers                            BaseOptimizer.__init__, _trainable_variables; Adafactor._r, _c
-    keras.src.saving.saving_lib                     H5IOStore, its get, h5_file, _h5_entry_group and
-                                                    _h5_entry_path; load_model and its filepath,
-                                                    safe_get_h5_dataset, safe_get_h5_group,
-                                                    get_attr_skipset
-    keras.src.utils                                 python_utils.is_default, naming.to_snake_case, and what its
-                                                    uniquify counts in global_state: "object_name_uids";
-                                                    traceback_utils, by _keras_call_info_injected on an error
+All imports from `keras.src` are in this file, and `NAMES` and `ATTRIBUTES` are probed. Other modules of this folder use
+the attributes. Files in `backends` do the same for the names of one backend.
 """
 
 from __future__ import annotations
@@ -88,7 +62,7 @@ NAMES: Names = (
     (CommonVariable, ("__init__", "_deferred_initialize", "value", "assign", "_convert_to_tensor")),
     (Layer, ("__new__", "_maybe_build", "_flatten_layers", "load_own_variables")),
     (keras.layers.EinsumDense, ("_get_kernel_scale_shape",)),
-    (keras.Model, ("_symbolic_build",)),
+    (keras.Model, ("_symbolic_build", "_compute_loss")),
     (BaseOptimizer, ("__init__", "build", "apply", "add_variable_from_reference", "load_own_variables")),
     (global_state, ("get_global_attribute", "set_global_attribute")),
     (seed_generator, ("GLOBAL_SEED_GENERATOR", "global_seed_generator")),
@@ -111,11 +85,7 @@ ATTRIBUTES: Names = (
 
 
 def check_names(more: Names = ()) -> None:
-    """Refuse a Keras version that lacks one of the private names.
-
-    Args:
-        more: Classes or modules, and names that they are to have, beside those that every backend needs.
-    """
+    """Refuse a Keras version that lacks one of the private names, or one of `more`."""
     missing = [
         f"{owner.__name__}.{name}"
         for owner, names in (*NAMES, *more)
@@ -275,11 +245,7 @@ def set_global_seed(state: Sequence[int] | None) -> None:
 def find_dataset(store: Any, key: str, opened: dict[str, Any]) -> object:
     """Return the `h5py.Dataset` that a Keras store would read for a key, or None.
 
-    Args:
-        store: The store.
-        key: The key, in the layer or optimizer that the store is at.
-        opened: Files that were opened here, by name; one of those in which a store in several files has a layer is
-            added. The store itself would close one to open another.
+    A file of a store in several files is added to `opened`, since the store itself would close one to open another.
     """
     group = store._h5_entry_group
     if key in group:

@@ -37,35 +37,18 @@ Wraps = Mapping[str, Callable[..., object]]
 class OnThread(threading.local):
     """The state of one scope's models on the present thread."""
 
-    opened_at: int = 0
-    """Frame count of the thread at the opening of the scope, from `call_stack.count_user_frames`."""
-
-    call_depth: int = 0
-    """In how many calls of layers, or steps, the thread is; 0: outside of any."""
-
-    is_initializing: bool = False
-    """Whether initializers run, which draw what they draw."""
-
-    is_exporting: bool = False
-    """Whether a model is exported, as a model of one device."""
-
+    opened_at: int = 0  # frames of the thread when the scope was opened, from `count_user_frames`
+    call_depth: int = 0  # number of open calls of layers or steps
+    is_initializing: bool = False  # initializers run, so that their draws do not advance earlier ones
+    is_exporting: bool = False  # a model is exported as a model of one device
+    # from a weight's layout to that in which the called layer reads it; None: the usual one
     reading: Callable[[Layout], Layout] | None = None
-    """From the layout of a weight to that in which the layer that is called reads it; `None`: the usual one."""
-
-    gathering: int = 0
-    """How much the function that runs gathers beyond its layouts, where the backend cannot compute in those."""
-
-    sums_up: bool = False
-    """Whether the batch of the outermost call is replicated, so that gradients are sums over all of it."""
-
-    has_all_rows: bool = False
-    """Whether each process passes the whole batch to a step, and not rows of its own."""
-
-    model_in_step: object = None
-    """The model whose step runs."""
-
+    gathering: int = 0  # level of gathering of the running function, see `Gathering`
+    sums_up: bool = False  # the outermost call's batch is replicated, so gradients are sums over all of it
+    has_all_rows: bool = False  # each process passes the whole batch to a step, not its own rows
+    model_in_step: object = None  # model with a running step
+    # other shapes by path, while a file is compared with a model before it is loaded
     mismatches: dict[str, str] | None = None
-    """Where a file is compared with a model before it is loaded: shapes that differ, by path."""
 
 
 class KerasSession(Protocol):  # a protocol, since the module of `Session` imports those that are given one
@@ -75,21 +58,12 @@ class KerasSession(Protocol):  # a protocol, since the module of `Session` impor
     policy: LayoutPolicy
     backend: Backend
     on_thread: OnThread
-
-    registry: Registry
-    """The layers, optimizers and variables of the scope."""
-
+    registry: Registry  # layers, optimizers, and variables of the scope
+    # models outside all scopes that have layers of this one, and were checked
     outer_models: weakref.WeakSet[object]
-    """Models outside of all scopes that have layers of this one, and were looked at."""
-
-    load_watch: Closing
-    """Entered once a model of the scope is saved to a file; see `copies.watch_loads`."""
-
-    gathering: int
-    """How much functions gather beyond their layouts, as far as is known that the backend needs it; 0: nothing."""
-
-    lock: threading.RLock
-    """Held while weights are made, and by calls and steps that run on the mesh."""
+    load_watch: Closing  # entered once a model of the scope is saved to a file; see `copies.watch_loads`
+    gathering: int  # level of gathering that the backend is known to need, see `Gathering`
+    lock: threading.RLock  # held while weights are made, and by calls and steps that run on the mesh
 
     @property
     def engine(self) -> Engine:
@@ -130,27 +104,20 @@ class Backend(ABC):
     """One backend of Keras. Methods with a body here suit most backends."""
 
     engine_name: ClassVar[str]
-
+    # Keras's initializers, by class name, that the engine draws on one device, and why.
     global_init: ClassVar[Mapping[str, str]]
-    """Keras's own initializers, by class name, that this backend's engine draws on one device, and why."""
-
+    # Methods of Keras's classes that do nothing on a thread that is in a scope.
     silenced_methods: ClassVar[Sequence[tuple[object, str]]] = ()
-    """Classes of Keras, and methods of theirs that do nothing on a thread that is in a scope."""
-
+    # A compiler chooses layouts of activations without a rule.
     chooses_layouts: ClassVar[bool] = False
-    """Whether a compiler chooses the layouts of activations where no rule gives them."""
-
+    # Keras's steps that an outside model cannot run with sharded layers; True: if it trains others.
     single_scope_steps: ClassVar[Mapping[str, bool]] = MappingProxyType({})
-    """Steps of Keras that a model made outside cannot take with layers in layouts; `True`: if it trains others, too."""
-
+    # Value of a variable in its Keras element type.
     read_value: Callable[[keras.Variable], object] = staticmethod(operator.attrgetter("value"))
-    """Returns the value of a variable in the element type that Keras says it has."""
-
+    # Makes an unsharded tensor of a numpy array for Keras's quantizers, if they cannot read sharded weights.
     make_unsharded_tensor: Callable[[Any], object] | None = None
-    """Makes a plain tensor of a numpy array, where Keras's quantizers cannot read weights in layouts."""
-
+    # TensorBoard options that compute with sharded weights, which fails.
     unsupported_board_options: ClassVar[Sequence[str]] = ()
-    """Options of Keras's TensorBoard with which it computes with weights themselves, which fails in layouts."""
 
     def list_private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
         """Return the classes and modules of Keras with the private names that this backend uses."""

@@ -26,11 +26,7 @@ class _Record:
 
 
 class Registry:
-    """The layers, optimizers and variables of one scope.
-
-    Attributes:
-        version: Rises with each layer and each variable that is added.
-    """
+    """The layers, optimizers and variables of one scope. `version` rises with each layer and variable that is added."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -72,13 +68,7 @@ class Registry:
     # -- variables
 
     def add(self, variable: object, layer: object = None, kind: Kind = Kind.METRIC) -> None:
-        """Add a variable, once.
-
-        Args:
-            variable: The variable.
-            layer: The layer that made it, if it is known.
-            kind: What it is, if it turns out to belong to no layer and no optimizer.
-        """
+        """Add a variable, once. `kind` holds if it turns out to belong to no layer and no optimizer."""
         if id(variable) not in self._records:
             record = self._get_record(variable)
             record.layer, record.kind = None if layer is None else weakref.ref(layer), kind

@@ -176,7 +176,7 @@ class Session(KerasSession):
             with private.deferred_values():
                 plain_init(variable, initializer, *args, **kwargs)
             make_pending(variable, self)
-            self._materializer.made(variable)
+            self._materializer.record_pending(variable)
             variable._layout = weakref.ref(variable)  # its tag until it has a value: see `Registry.weight_of`
         else:
             plain_init(variable, initializer, *args, **kwargs)

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 
 from layoutmap.adapters.keras.fingerprints import describe_model
-from layoutmap.adapters.keras.protocol import KerasSession
+from layoutmap.adapters.keras.protocol import KerasSession, read_variable
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutMapError, ScopeError, shorten_repr
 from layoutmap.engines.agreement import CallSchedule, check_batch, check_program
@@ -26,9 +26,7 @@ from layoutmap.engines.patches import temporarily, wrap_in_context
 def complete(model: Any, inputs: object) -> None:
     """Create, without computing, the variables that a first call and training step would create.
 
-    Args:
-        model: The model.
-        inputs: What it is called with, or like; `None`: it is not called, and may stay without weights.
+    Without inputs, the model is not called, and may stay without weights.
     """
     if inputs is not None:
         _call(model, keras.tree.map_structure(functools.partial(_make_symbol, inputs), inputs))
@@ -91,10 +89,7 @@ def adopt_for_training(model: keras.Model, session: KerasSession) -> None:
 def make_for_training(model: keras.Model, session: KerasSession | None, batch: object) -> None:
     """Create the weights, slots, metrics, and loss trackers that a traced training step would create.
 
-    Args:
-        model: The model; one that is not compiled makes weights alone.
-        session: Its scope, on whose mesh all is placed; `None`: a plain model.
-        batch: Inputs, targets and weights of samples.
+    They are placed on the mesh of the session, if there is one. A model that is not compiled only gets weights.
     """
     if model.compiled:
         with nullcontext() if session is None else session.defer():
@@ -119,12 +114,7 @@ def make_step_wraps(
 ) -> dict[str, Callable[..., object]]:
     """Return the methods to wrap on a model: those that make its steps, and the one that begins an epoch.
 
-    Args:
-        model: The model.
-        session: Its scope.
-        schedule: Decides which steps the processes compare.
-        step: Returns the step of a name, `"train"`, `"test"` or `"predict"`; what it is given beside returns Keras's.
-        wraps: The methods that the backend has wrapped already.
+    `step` returns the step `"train"`, `"test"`, or `"predict"`. Its second argument returns Keras's own step.
     """
 
     def wrap_make_function(name: str) -> Callable[..., object]:
@@ -150,6 +140,36 @@ def make_step_wraps(
     makes = {f"make_{name}_function": wrap_make_function(name) for name in ("train", "test", "predict")}
     epochs = _make_epoch_wraps(model, schedule, wraps) if session.context.across else {}
     return {**wraps, **makes, **epochs}
+
+
+def wrap_fit(fit: Callable[..., object], session: KerasSession) -> Callable[..., object]:
+    """Return a `fit` that refuses unsupported callbacks, and warns at its end if no batch could be sharded."""
+
+    @functools.wraps(fit)
+    def fit_checked(*args: object, **kwargs: object) -> object:
+        _check_callbacks(kwargs.get("callbacks"), session)
+        batches = session.policy.batches
+        batches.clear()
+        result = fit(*args, **kwargs)
+        if session.policy.batch_dim is not None and batches and True not in batches:
+            session.policy.warn_of_uneven_batch("fit", "keras")
+        return result
+
+    return fit_checked
+
+
+def _check_callbacks(callbacks: object, session: KerasSession) -> None:
+    """Refuse TensorBoard options that would fail at the end of the first epoch."""
+    for callback in getattr(callbacks, "callbacks", None) or keras.tree.flatten(callbacks):
+        if isinstance(callback, keras.callbacks.TensorBoard) and callback.histogram_freq:
+            for option in filter(
+                lambda name: getattr(callback, name), session.backend.unsupported_board_options
+            ):
+                raise ScopeError(
+                    f"fit: TensorBoard with {option} cannot show weights in layouts on {session.backend.engine_name}",
+                    why="it computes with the weights, using operations for a single device",
+                    fix=f"leave {option} out, and log variable.numpy() in a callback of your own",
+                )
 
 
 def _make_epoch_wraps(
@@ -201,15 +221,9 @@ def place_batch(batch: object, session: KerasSession, can_place: Callable[[objec
 
 
 def check_same_batch(batch: object, session: KerasSession, schedule: CallSchedule | None = None) -> bool:
-    """Refuse a batch that is another one in another process, where every process brings all of it.
+    """Refuse a batch that differs between processes that each bring all of it. Returns whether they compared it.
 
-    Args:
-        batch: The batch.
-        session: The scope.
-        schedule: Decides whether this call is compared; `None`: it is.
-
-    Returns:
-        Whether the processes have compared it.
+    Without a schedule, every call is compared.
     """
     if not (session.context.across and session.context.options.check_batches):
         return False
@@ -219,6 +233,22 @@ def check_same_batch(batch: object, session: KerasSession, schedule: CallSchedul
     call = None if schedule is None else schedule.calls
     check_batch(list(map(keras.ops.convert_to_numpy, leaves)), session.context.gather, call)
     return True
+
+
+def compute_loss(model: keras.Model, batch: Any) -> Any:
+    """Return the training loss of a batch by `compute_loss` of a model."""
+    x, y, sample_weight = batch
+    y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+    return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+
+
+@contextmanager
+def restored_state(model: keras.Model) -> Generator[None]:
+    """Restore the statistics, seeds, and metrics that a model's call changes in the block."""
+    before = [(v, read_variable(v)) for v in (*model.non_trainable_variables, *model.metrics_variables)]
+    yield
+    for variable, value in before:
+        variable.assign(value)
 
 
 def has_own_step(model: keras.Model) -> bool:

@@ -48,12 +48,7 @@ def find_loose_ids(registry: Registry) -> set[int]:
 
 
 def find_untracked(root: object, wanted: Collection[int] | None = None) -> list[Found]:
-    """Find variables in objects that are no layers, below a layer or model.
-
-    Args:
-        root: The layer or model; the paths start at it.
-        wanted: The ids of the variables; `None`: all that there are.
-    """
+    """Find variables in objects that are no layers, below a layer or model, limited to the ids in `wanted` if given."""
     found: dict[int, Found] = {}
     seen: set[int] = set()
     for path, layer in [("", root), *find_layers(root)]:

@@ -9,7 +9,7 @@ The exception is a hook of `copies`, while a model lives that was saved to a fil
     call, quantized_call                                    return arrays in the layout of a rule for activations
     optimizer.build                                         the same, on the optimizer given to compile
     load_own_variables, load_weights                        values go from a file to their devices: see `loading`
-    fit                                                     looks at callbacks and batches: see `batches`
+    fit                                                     looks at callbacks and batches: see `training`
     call, make_train_function and its like                  what the backend needs: see `backends`
 """
 
@@ -23,9 +23,8 @@ from typing import Any
 import keras
 
 from layoutmap.adapters.keras.activations import wrap_call_with_layouts
-from layoutmap.adapters.keras.batches import wrap_fit_for_batches, wrap_fit_for_callbacks
+from layoutmap.adapters.keras.call_stack import find_running_step
 from layoutmap.adapters.keras.copies import (
-    find_running_step,
     make_copy_wraps,
     make_mixed_model_error,
     warn_of_unsharded_layers,
@@ -37,6 +36,7 @@ from layoutmap.adapters.keras.paths import SESSION
 from layoutmap.adapters.keras.private import Functional, get_outermost_layer
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.quantization import restore_on_error, unshard_weights
+from layoutmap.adapters.keras.training import wrap_fit
 from layoutmap.engines.patches import wrap_in_context
 
 CALLS = ("call", "quantized_call")
@@ -71,12 +71,9 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
     wraps["save_own_variables"] = wrap_save_own_variables(save, session)
     if isinstance(layer, keras.Model):
         wraps["compile"] = _wrap_compile(layer, session)
-        wraps["load_weights"] = wrap_load_weights(layer, lambda: _find_sessions(layer))
+        wraps["load_weights"] = wrap_load_weights(layer, lambda: map(get_session, layer._flatten_layers()))
         wraps |= session.backend.make_training_wraps(layer, session)
-        if session.backend.unsupported_board_options:
-            wraps["fit"] = wrap_fit_for_callbacks(wraps.get("fit", layer.fit), session)
-        if session.policy.batch_dim is not None:
-            wraps["fit"] = wrap_fit_for_batches(wraps.get("fit", layer.fit), session)
+        wraps["fit"] = wrap_fit(wraps.get("fit", layer.fit), session)
     _put(layer, wraps)
 
 
@@ -136,11 +133,6 @@ def get_call(layer: keras.Layer, name: str) -> Callable[..., object]:
     return call
 
 
-def _find_sessions(model: keras.Model) -> set[KerasSession]:
-    """Return the sessions that wrap a model and its layers."""
-    return {session for layer in model._flatten_layers() if (session := get_session(layer)) is not None}
-
-
 def _start_wrapping(thing: object, session: KerasSession) -> bool:
     """Unwrap an object from another scope, and return whether this scope must still wrap it."""
     if thing.__dict__.get(SESSION) is session:
@@ -190,11 +182,7 @@ def _wrap_maybe_build(
 
 
 def _check_outer(outer: Any, session: KerasSession) -> None:
-    """Warn once, when all its layers are built, if a model outside of all scopes has weights of its own.
-
-    Raises:
-        ScopeError: It is called in a step of Keras's that the backend cannot take with layers of two kinds.
-    """
+    """Warn once of unsharded layers beside sharded ones, or refuse a step that the backend cannot run with both."""
     refused = session.backend.single_scope_steps
     step = find_running_step(outer, refused) if refused else ""
     if step and (not refused[step] or _has_mixed_layers(outer)):

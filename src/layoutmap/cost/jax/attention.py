@@ -38,17 +38,11 @@ _XLA, _KERNEL = "_dot_product_attention_xla", "cudnn_dot_product_attention"
 @dataclass
 # A fused kernel stores no scores, so a call counts as fused only if the model or you ask for one (decisions/0165).
 class AttentionCalls:
-    """Attention calls of a step while it is traced.
+    """Attention calls of a step while it is traced."""
 
-    Args:
-        fuses: Whether each of them is counted as one fused operation, although the model calls no such kernel.
-        held: How many keep their scores in memory.
-        fused: How many do not.
-    """
-
-    fuses: bool
-    held: int = 0
-    fused: int = 0
+    fuses: bool  # count each call as one fused operation, although the model calls no such kernel
+    held: int = 0  # number of calls that keep their scores in memory
+    fused: int = 0  # number of calls that do not
 
     @property
     def notes(self) -> list[str]:

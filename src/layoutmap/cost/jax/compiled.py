@@ -23,17 +23,11 @@ _MOST_SIGNS = 500  # of what XLA said
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """Figures of a step from XLA's compiler, in bytes per device.
+    """Figures of a step from XLA's compiler, in bytes per device."""
 
-    Args:
-        text: The compiled module.
-        argument_bytes: What it is given.
-        peak_bytes: What a device holds at most: arguments, results that take no argument's place, and the rest.
-    """
-
-    text: str
+    text: str  # the compiled module
     argument_bytes: int
-    peak_bytes: int
+    peak_bytes: int  # arguments, results that take no argument's place, and temporary buffers
 
     @property
     def collectives(self) -> Mapping[CompiledCollective, int]:
@@ -54,12 +48,6 @@ def compile_modules(
 ) -> list[CompiledStep]:
     """Have XLA compile modules, each in a separate process that ends with this call.
 
-    Args:
-        modules: The modules, with layouts, as text or as MLIR's bytes.
-        num_devices: The size of their mesh.
-        target: What they are compiled for.
-        on_wait: Called several times a second while XLA compiles.
-
     Raises:
         EngineError: There is no such target, its plugin is not installed, or XLA cannot compile one of them.
     """
@@ -71,10 +59,10 @@ def compile_modules(
         (target, chosen),
         on_wait,
     )
-    return [_make_compiled_step(**json.loads(each)) for each in answers]
+    return [_read_answer(**json.loads(each)) for each in answers]
 
 
-def _make_compiled_step(
+def _read_answer(
     text: str, argument_bytes: int, output_bytes: int, alias_bytes: int, temp_bytes: int
 ) -> CompiledStep:
     return CompiledStep(text, argument_bytes, argument_bytes + output_bytes - alias_bytes + temp_bytes)
@@ -84,11 +72,6 @@ def partition_modules(
     modules: Sequence[bytes], num_devices: int, on_wait: Callable[[], object] = lambda: None
 ) -> list[str]:
     """Return each module's text after XLA's partitioner, which runs in one process per module.
-
-    Args:
-        modules: The modules, with layouts, as bytes of MLIR.
-        num_devices: The size of their mesh.
-        on_wait: Called several times a second until they are compiled.
 
     Raises:
         EngineError: XLA cannot partition one of them.

@@ -102,12 +102,7 @@ def _compile_module(devices: list[Any], module: bytes) -> dict[str, Any]:
 
 # XLA cannot stop before code generation, so it compiles in a process that ends there (decisions/0156).
 def main(name: str, num_devices: str) -> None:
-    """Compile the module in this folder, answer with the result, and end this process.
-
-    Args:
-        name: The name of a target.
-        num_devices: The size of the module's mesh.
-    """
+    """Compile the module in this folder, answer with the result, and end this process."""
     with answer_and_exit() as answer:
         try:
             devices = _make_devices(TARGETS[name], int(num_devices))[: int(num_devices)]

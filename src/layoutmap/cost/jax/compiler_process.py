@@ -37,14 +37,7 @@ importlib.import_module(sys.argv[2]).main(*sys.argv[3:])
 
 
 class CompilerProcess:
-    """Process that compiles or partitions one module, to be closed after use.
-
-    Args:
-        name: The module of Python whose `main` it runs.
-        arguments: What `main` is called with.
-        module: The module, as text or as MLIR's bytes.
-        environment: Changes of the environment.
-    """
+    """Process that compiles or partitions one module, to be closed after use."""
 
     def __init__(self, name: str, arguments: tuple[str, ...], module: bytes, environment: Mapping[str, str]):
         self._folder = tempfile.TemporaryDirectory(prefix="layoutmap-")
@@ -116,13 +109,7 @@ def answer_from_dump(
     read: Callable[[Path], str],
     # XLA cannot stop after a pass, so the process ends once the file is printed (decisions/0156).
 ) -> None:
-    """Answer from a file that XLA prints while it compiles, and end the process.
-
-    Args:
-        answer: Takes the answer.
-        name: A part of the name of the file that is printed last, in this folder.
-        read: Returns the answer from that file; empty while it is not all there.
-    """
+    """Answer from a file that XLA prints while it compiles, and end the process."""
 
     def wait_for_dump() -> None:
         while True:

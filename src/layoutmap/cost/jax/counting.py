@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,25 +16,18 @@ from layoutmap.cost.table import Collective, PeakTensorKind, Phase
 
 @dataclass(frozen=True)
 class Counts:
-    """Counted numbers of one step on one device.
+    """Counted numbers of one step on one device."""
 
-    Args:
-        collectives: How often each is called; their own `calls` is 1.
-        flops: Operations of matrix products by element type.
-        traffic: Bytes that are read and written.
-        peaks: The most bytes beside the arguments, by the order of `memory_of`, the layer that computes, and the phase.
-        held: What these bytes are: the same keys, and what `Causes.describe` says; empty if nobody asked.
-        compiled_bytes: The most bytes beside the arguments, by XLA's compiler; 0: it was not asked.
-        recomputes: Whether activations are computed again, outside of loops.
-    """
-
+    # number of calls; the keys' own `calls` is 1
     collectives: Mapping[Collective, int] = field(default_factory=dict[Collective, int])
-    flops: Mapping[str, int] = field(default_factory=dict[str, int])
+    flops: Mapping[str, int] = field(default_factory=dict[str, int])  # by element type
     traffic: int = 0
+    # bytes beside the arguments, by the order of `compute_memory`, layer, and phase
     peaks: Mapping[Any, int] = field(default_factory=dict[Any, int])
+    # contents of the peaks: the same keys, and a description; empty unless requested
     held: Mapping[Any, int] = field(default_factory=dict[Any, int])
-    compiled_bytes: int = 0
-    recomputes: bool = False
+    compiled_bytes: int = 0  # peak beside the arguments by XLA's compiler; 0: unknown
+    recomputes: bool = False  # whether activations are recomputed outside of loops
 
     def __sub__(self, other: Counts) -> Counts:
         return self.add_counts(other, -1)
@@ -59,15 +52,11 @@ def _add_scaled(first: Mapping[Any, int], second: Mapping[Any, int], times: int)
 def count_step(
     block: Block, names: Sequence[str], donated: Mapping[int, int], *, with_held: bool = False
 ) -> Counts:
-    """Count the collectives, operations, and memory of a step.
+    """Count the collectives, operations, and memory of a partitioned step.
 
-    Args:
-        block: The step, partitioned.
-        names: The path of each argument.
-        donated: For each result that takes the place of an argument, the number of that.
-        with_held: Whether to say what is held at the peaks.
+    `names` are the paths of its arguments. `donated` maps a result to the argument whose memory it reuses.
     """
-    causes = CauseFinder(block, names, len(donated))
+    causes = CauseFinder(block, names, batches={*names[len(donated) :]})
     memories = compute_memory(block, donated, causes.describe if with_held else None)
     peaks = {(n, *key): peak for n, memory in enumerate(memories) for key, peak in memory.peaks.items()}
     held = {
@@ -83,7 +72,7 @@ def count_step(
 def count_flops(block: Block) -> Mapping[str, int]:
     """Return the FLOPs of matrix products and convolutions in a step, by the operands' element type."""
     flops = Counter[str]()
-    for op, times in _iterate_executed(block):
+    for op, times in iterate_executed(block):
         if op.flops:
             flops[op.operands[0].dtype] += op.flops * times
     return flops
@@ -91,12 +80,12 @@ def count_flops(block: Block) -> Mapping[str, int]:
 
 def count_collectives(block: Block, names: Sequence[str], num_weights: int) -> Mapping[Collective, int]:
     """Return the number of calls of each collective in a step. See `CauseFinder`."""
-    return _count_collectives(block, CauseFinder(block, names, num_weights))
+    return _count_collectives(block, CauseFinder(block, names, batches={*names[num_weights:]}))
 
 
 def _count_collectives(block: Block, causes: CauseFinder) -> Mapping[Collective, int]:
     found = Counter[Collective]()
-    for op, times in _iterate_executed(block):
+    for op, times in iterate_executed(block):
         if op.name in COLLECTIVE_NAMES and op.dims:
             kind: Any = op.name
             size = max(sum(value.num_bytes for value in values) for values in (op.operands, op.results))
@@ -106,12 +95,12 @@ def _count_collectives(block: Block, causes: CauseFinder) -> Mapping[Collective,
     return found
 
 
-def _iterate_executed(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
+def iterate_executed(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
     """Yield all operations, each with the number of times that a step runs it."""
     for op in block.ops:
         yield op, times
         for inner in op.blocks:
-            yield from _iterate_executed(inner, times * op.trips)
+            yield from iterate_executed(inner, times * op.trips)
 
 
 def _get_phase(op: Op) -> Phase:
@@ -135,13 +124,15 @@ class CauseFinder:
     """Finder of the weight or layer that causes a collective.
 
     Args:
-        block: The step.
-        names: The path of each of its arguments: weights, then the batch.
-        num_weights: How many of them are weights.
+        block: Operations of the step.
+        names: Paths of all arguments.
+        batches: Those that are batches.
+        is_marked: Whether operations of the optimizer's update are marked. In a step of the user's own they are not, so
+            the first sum or product with an argument counts as one.
     """
 
-    def __init__(self, block: Block, names: Sequence[str], num_weights: int):
-        self._batch = {*names[num_weights:]}
+    def __init__(self, block: Block, names: Sequence[str], *, batches: Set[str], is_marked: bool = True):
+        self._is_marked, self._batch = is_marked, batches
         self._described: dict[int, tuple[PeakTensorKind, str, tuple[int, ...], str]] = {}
         self._names = {id(value): name for value, name in zip(block.arguments, names, strict=True)}
         self._given: dict[int, Value] = {}
@@ -205,7 +196,7 @@ class CauseFinder:
                         for number, each in enumerate(op.operands)
                         if each is value and (id(op), number) in self._returned
                     ]
-                elif op.is_update and (name := self._find_updated_variable(op, value)):
+                elif self._is_update(op) and (name := self._find_updated_variable(op, value)):
                     return name
                 elif op.name in _PASSED_FORWARD or op.is_update or is_sum_of_one:
                     results = get_results(op, value)
@@ -217,11 +208,18 @@ class CauseFinder:
                         todo.append(result)
         return ""
 
+    def _is_update(self, op: Op) -> bool:
+        return op.is_update if self._is_marked else op.name in ("add", "subtract", "multiply")
+
     def _find_updated_variable(self, op: Op, gradient: Value) -> str:
         """Return the path of the variable that an update combines with a gradient, or ""."""
         for other in op.operands:
             is_number = other.maker is not None and other.maker.name == "broadcast_in_dim"
-            fits = other is not gradient and other.size == gradient.size and not is_number
-            if fits and (name := self._find_argument(other)):
-                return name
+            if other is gradient or other.size != gradient.size or is_number:
+                continue
+            scaled = other.maker is not None and other.maker.name == "multiply" and not self._is_marked
+            for value in (other, *(other.maker.operands if other.maker is not None and scaled else ())):
+                name = self._find_argument(value)
+                if name and (self._is_marked or name not in self._batch):
+                    return name
         return ""

@@ -16,13 +16,7 @@ _ABSENT = object()
 def find_equal_blocks(
     variables: Sequence[VariableSpec], layers: Sequence[tuple[str, Any]], settings: Callable[[Any], Any]
 ) -> list[list[str]]:
-    """Return the paths of the outermost equal layers, one list per stack.
-
-    Args:
-        variables: The variables of the model.
-        layers: Its layers with their paths, in their order.
-        settings: Returns what a layer must have in common with another one to be equal to it, to be hashed.
-    """
+    """Return the paths of the outermost layers with equal weights and `settings`, one list per stack."""
     weights: dict[str, list[object]] = {}
     for spec in variables:
         if spec.parent is None:
@@ -62,12 +56,7 @@ def _group_by_settings(
 
 
 def describe_attributes(layer: object, without: Collection[str] = ()) -> tuple[tuple[str, Any], ...]:
-    """Return a layer's attributes as constants, code of functions, and names of classes.
-
-    Args:
-        layer: The layer.
-        without: Attributes that equal layers may differ in.
-    """
+    """Return a layer's attributes, except `without`, as constants, code of functions, and names of classes."""
     attributes = cast("Mapping[str, Any]", vars(layer))
     found = [(name, _describe_value(value)) for name, value in attributes.items() if name not in without]
     return tuple(each for each in found if each[1] is not _ABSENT)

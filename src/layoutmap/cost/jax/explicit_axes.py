@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -23,11 +22,7 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 @contextmanager
 def explain_refused_sharding(name: str) -> Generator[None]:
-    """Raise a `ShardingRefusedError` for the first operation that JAX refuses under explicit axes while open.
-
-    Args:
-        name: The name of the model.
-    """
+    """Raise a `ShardingRefusedError` for the first operation that JAX refuses under explicit axes while open."""
     before = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]
     jax.config.update("jax_traceback_filtering", "off")  # so that the operands of JAX's rules can be read
     try:
@@ -80,7 +75,8 @@ def _read_operands(error: BaseException) -> tuple[str, PartitionSpec | None]:
     """Return the operands that JAX's innermost sharding rule was given, and the sharding of the result, if known."""
     found: tuple[str, Mapping[str, Any]] | None = None
     for each in _iterate_causes(error):
-        for name, variables in _iterate_frames(each.__traceback__):
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            name, variables = frame.f_code.co_name, frame.f_locals
             if name.endswith("_rule") and any(map(_has_spec, variables.values())):
                 found = name, variables
     if found is None:
@@ -95,12 +91,6 @@ def _read_operands(error: BaseException) -> tuple[str, PartitionSpec | None]:
         rows, rest = (variables[key].sharding.spec for key in ("indices", "operand"))
         return shown, _make_spec([*rows[:-1], *rest[1:]])
     return shown, None
-
-
-def _iterate_frames(frame: TracebackType | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    while frame is not None:
-        yield frame.tb_frame.f_code.co_name, frame.tb_frame.f_locals
-        frame = frame.tb_next
 
 
 def _has_spec(value: Any) -> bool:

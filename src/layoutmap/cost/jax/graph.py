@@ -25,21 +25,13 @@ Place = tuple[str, bool, bool, bool]
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """Result of an operation, or argument of a block.
+    """Result of an operation, or argument of a block."""
 
-    Args:
-        shape: Its shape on one device.
-        dtype: The name of its element type, as in `"bfloat16"`.
-        maker: The operation that makes it; `None`: its block is given it.
-        number: Which result of its maker, or which argument of its block.
-        uses: The operations that take it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    maker: Op | None = None
-    number: int = 0
-    uses: list[Op] = field(default_factory=list["Op"])
+    shape: tuple[int, ...]  # on one device
+    dtype: str  # such as "bfloat16"
+    maker: Op | None = None  # None: an argument of its block
+    number: int = 0  # index among the results of its maker or the arguments of its block
+    uses: list[Op] = field(default_factory=list["Op"])  # operations that read it
 
     @property
     def size(self) -> int:
@@ -54,52 +46,33 @@ class Value:
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """Operation of a partitioned step.
+    """Operation of a partitioned step."""
 
-    Args:
-        name: Its name; of collectives their kind.
-        operands: What it takes.
-        results: What it makes.
-        where: The path of the layer that it is part of, or empty.
-        is_backward: Whether it is part of a gradient.
-        is_update: Whether it is part of the optimizer's update.
-        is_fused: Whether it is part of a fused attention: what is used in there only is not in memory.
-        dims: Of a collective: the dims that it is over; of a slice: those whose devices take different parts.
-        group: Of a collective: how many devices exchange; 0: all that are along its dims.
-        blocks: Of a loop or a branch: what it runs.
-        trips: Of a loop: how often.
-        flops: Of a matrix product or a convolution: its operations.
-        key: What else two operations of the same operands must have in common to be one.
-        function: The function of many operations, as erfc, that it is a part of; empty: none.
-    """
-
-    name: str
+    name: str  # of a collective, its kind
     operands: list[Value]
     results: list[Value]
-    where: str = ""
+    where: str = ""  # path of its layer
     is_backward: bool = False
     is_update: bool = False
-    is_fused: bool = False
+    is_fused: bool = False  # part of fused attention, so that its inner results need no memory
+    # of a collective: its mesh dims; of a slice: the dims whose devices take different parts
     dims: tuple[str, ...] = ()
-    group: int = 0
-    blocks: list[Block] = field(default_factory=list["Block"])
-    trips: int = 1
-    flops: int = 0
-    key: Any = None
-    function: str = ""
+    group: int = 0  # devices of a collective that exchange; 0: all along its dims
+    blocks: list[Block] = field(default_factory=list["Block"])  # bodies of a loop or branch
+    trips: int = 1  # iterations of a loop
+    flops: int = 0  # of a matrix product or a convolution
+    key: Any = None  # equal for operations that are one if their operands are equal
+    metadata: str = ""
+    """XLA's metadata: its name in the program, and where the source line is."""
+    function: str = ""  # composite function, such as "erfc", that it is a part of
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Operations in order, the last of which returns.
-
-    Args:
-        arguments: What it is given.
-        ops: Its operations; the last one returns.
-    """
+    """Operations in order, the last of which returns."""
 
     arguments: list[Value]
-    ops: list[Op]
+    ops: list[Op]  # the last one returns
 
     @property
     def return_values(self) -> Sequence[Value]:

@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from layoutmap.core.variables import get_itemsize
 
 NAMES = {
@@ -48,16 +50,10 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompiledCollective:
-    """Collectives of one kind, size, and group of devices in a compiled step.
-
-    Args:
-        kind: What they do, as in `Collective`.
-        group: How many devices exchange.
-        tensor_bytes: As in `Collective`.
-    """
+    """Collectives of one kind, size, and group of devices in a compiled step."""
 
     kind: str
-    group: int
+    group: int  # number of devices that exchange
     tensor_bytes: int
 
     @property
@@ -126,7 +122,7 @@ def _count_in_computation(
                     continue
                 chains.add(chain[0])
             group = (
-                2 if kind == "permute" else _find_group_size(rest, num_devices)
+                2 if kind == "permute" else len(find_first_group(rest, num_devices))
             )  # pairs have no replica_groups
             done = "reduce_scatter" if name.startswith("all-reduce-scatter") else kind
             for tensor_bytes in _list_tensor_sizes(kind, shape, group, op.endswith("-start")):
@@ -189,19 +185,39 @@ def _num_devices(text: str) -> int:
     return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head))
 
 
-def _find_group_size(rest: str, num_devices: int) -> int:
-    """Return the number of devices in one group of a collective, in any of XLA's notations."""
-    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", rest):
-        return int(found[2])
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", rest):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
-        total = 1
-        for name, part in re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2]):
-            total *= int(part or sizes[name])
-        return total
+_IOTA = r"\[([\d,]*)\](?:T\(([\d,]*)\))?"
+"""Numbers from 0 on, in a shape, with its axes in another order."""
+
+
+def find_first_group(rest: str, num_devices: int) -> np.ndarray:
+    """Return the devices of the first group of a collective, in any of XLA's notations."""
+    if found := re.search(rf"replica_groups=\[\d+,(\d+)\]<={_IOTA}", rest):
+        return _order_devices(*found.groups()[1:]).reshape(-1, int(found[1]))[0]
+    if found := re.search(
+        rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((?:{_IOTA}|([\d,]+))\))? \{{([^}}]*)\}}", rest
+    ):
+        axes = [(name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])]
+        parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[5])
+        taken = {name: (int(before or 1), int(length or 0)) for name, before, length in parts}
+        if found[4]:
+            devices = np.array([int(n) for n in found[4].split(",")])
+        else:
+            devices = _order_devices(found[2] or ",".join(str(size) for _, size in axes), found[3])
+        places: list[np.ndarray] = []
+        for name, size in axes:
+            before, length = taken.get(name, (1, 1))
+            places.append(np.arange(length or size) * (size // before // (length or size)))
+        return devices.reshape([size for _, size in axes])[np.ix_(*places)].ravel()
     if found := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
-        return len(found[1].split(","))
-    return num_devices
+        return np.array([int(n) for n in found[1].split(",")])
+    return np.arange(num_devices)
+
+
+def _order_devices(sizes: str, order: str | None) -> np.ndarray:
+    """Return the devices in a text's order: `[16,4]T(1,0)` counts along the minor axis first."""
+    shape = [int(n) for n in sizes.split(",")]
+    axes = [int(n) for n in order.split(",")] if order else range(len(shape))
+    return np.arange(math.prod(shape)).reshape(shape).transpose(axes).ravel()
 
 
 def _count_trips(condition: list[Operation], body: list[Operation]) -> int:

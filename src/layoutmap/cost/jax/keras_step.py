@@ -1,10 +1,4 @@
-"""Describe the training step of a Keras model on JAX, computed on given values of its variables.
-
-Private names of Keras, tested on Keras 3.15:
-
-    keras.src.backend.jax.nn                        _can_use_flash_attention, which refuses a fused kernel that a layer
-                                                    asks for where there is no GPU; and jax, for `jax.devices`
-"""
+"""Describe the training step of a Keras model on JAX, computed on given values of its variables."""
 
 from __future__ import annotations
 
@@ -48,15 +42,7 @@ _RECOMPUTE = (
 def describe_step(
     session: KerasSession, model: Any, inputs: object, optimizer: object, loss: Loss | None
 ) -> TrainingStep:
-    """Return the training step of a model from a dry run.
-
-    Args:
-        session: Its scope.
-        model: The model, with all its weights and slots.
-        inputs: What it is called with, or like.
-        optimizer: Ignored: the model has its own.
-        loss: Called with what the model returns, returns a number; `None`: the loss that it was compiled with.
-    """
+    """Return the training step of a model from a dry run, with the model's own optimizer."""
     entries = [entry for entry in describe_variables(session.registry) if entry.spec.kind is not Kind.METRIC]
     layers = _list_layers(session)
     x, tree = jax.tree.flatten(inputs)
@@ -190,13 +176,7 @@ def _format_path(path: tuple[object, ...]) -> str:
 
 @contextmanager
 def _trace_layers(tracer: Tracer, layers: Layers, state: Sequence[object]) -> Generator[None]:
-    """Report each call of a layer to a tracer until the block ends, under the layer's first path.
-
-    Args:
-        tracer: The tracer.
-        layers: The layers.
-        state: Variables that calls may change.
-    """
+    """Report each call of a layer to a tracer until the block ends, under the layer's first path."""
     before: list[tuple[keras.Layer, object]] = []
     try:
         for path, layer in layers:
@@ -282,6 +262,7 @@ class _WithoutDevices:
         return [SimpleNamespace(platform="cpu")]
 
 
+# Keras 3.15 refuses a fused kernel that a layer requires if there is no GPU.
 _CAN_USE = "_can_use_flash_attention"
 _PATCHES = Patches(
     [Attribute(keras_nn, _CAN_USE, _allow_required_kernels), Attribute(keras_nn, "jax", _WithoutDevices)]

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.paths import find_repeated_layers
+from layoutmap.core.paths import find_repeated_layers, replace_numbers
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Key, Shape, TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
@@ -51,14 +51,9 @@ _KEPT = 2
 class LoweredStep:
     """Training step on JAX that is traced once without layouts, and then counted quickly in any layouts.
 
-    Of equal blocks two and three are traced; what the third one adds is what each of the others adds. Where layouts
-    differ within a stack, all of its blocks are traced.
-
-    Args:
-        step: The step.
-        remat: The layers whose activations are computed again in the backward pass: `"blocks"`, those that the model
-            has several of, or a regex for their paths; `None`: as the model's own code says.
-        fuse_attention: Whether each call of attention is counted as one fused kernel, whatever the model calls.
+    Of equal blocks two and three are traced. The third block's cost counts for each further block. Where layouts differ
+    within a stack, all of its blocks are traced. `remat` selects layers that recompute activations: `"blocks"` or a
+    regex.
     """
 
     def __init__(self, step: TrainingStep, remat: str | None = None, fuse_attention: bool = False):
@@ -83,14 +78,7 @@ class LoweredStep:
         target: str | None = None,
         on_wait: Callable[[], object] = lambda: None,
     ) -> StepCost:
-        """Count the step's collectives, operations, and memory in given layouts.
-
-        Args:
-            assignments: Each variable of the step and its layout, in their order.
-            policy: The layouts of batches and of what layers return.
-            with_held: Whether to say what is held at the peak.
-            target: A name of `targets`: collectives, peak and FLOPs are of its compiler; `None`: of the partitioner.
-            on_wait: Called several times a second while XLA compiles.
+        """Count a step in given layouts, in the module of the partitioner or of a target's compiler.
 
         Raises:
             EngineError: The compiler for the target is not installed, or fails.
@@ -130,7 +118,10 @@ class LoweredStep:
             counts.traffic,
             arguments,
             arguments + peaks[0],
-            (*self._notes, *self._attention_notes),
+            (
+                *self._notes,
+                *dict.fromkeys(note for m in self._modules.values() for note in m.attention_notes),
+            ),
             arguments + min(peaks),
             held,
             f"{COMPILED}{target}" if target else PARTITIONED,
@@ -142,10 +133,6 @@ class LoweredStep:
         traced = {p: s[0] for module in self._modules.values() for p, s in module.outputs.items() if s}
         equal = {p: traced[stack[0]] for stack in self._step.blocks for p in stack if stack[0] in traced}
         return {**equal, **traced}
-
-    @property
-    def _attention_notes(self) -> Iterator[str]:
-        yield from dict.fromkeys(note for module in self._modules.values() for note in module.attention_notes)
 
     @property
     def fingerprint(self) -> str:
@@ -169,8 +156,8 @@ class LoweredStep:
         kept += [{n: _KEPT + (len(self._step.blocks[n]) == size) for n in tied} for size in sizes]
         try:
             modules = [self._lower_cached(self._choose_skipped(each), layouts, policy) for each in kept]
-        except _UnequalStackError as error:
-            self._loose.add(error.stack)
+        except _UnequalBlockError as error:
+            self._loose.add(next(n for n, stack in enumerate(self._step.blocks) if error.path in stack))
             return self._count_blocks(layouts, policy, with_held, target, on_wait)
         if self._find_equal_stacks(layouts, policy) != tied:  # the layers inside of blocks are known only now
             return self._count_blocks(layouts, policy, with_held, target, on_wait)
@@ -263,14 +250,7 @@ class LoweredStep:
         target: str,
         on_wait: Callable[[], object] = lambda: None,
     ) -> CompiledStep:
-        """Have XLA compile the step with all blocks, for devices that need not exist. See `count`.
-
-        Args:
-            assignments: See `count`.
-            policy: See `count`.
-            target: A name of `targets`.
-            on_wait: Called several times a second while XLA compiles.
-        """
+        """Have XLA compile the step with all blocks, for devices that need not exist. See `count`."""
         layouts = {a.variable.key: a.layout for a in assignments}
         placed = self._place_module(self._lower_cached({}, layouts, policy), layouts, policy)
         return self._compile_modules([shardy.serialize_module(placed)], policy.mesh.size, target, on_wait)[0]
@@ -311,10 +291,6 @@ class LoweredStep:
                 self._modules[key] = _lower_without_blocks(
                     self._step, skipped, placed, policy, self._recomputes, self._fuses
                 )
-            except _UnequalBlockError as error:
-                raise _UnequalStackError(
-                    next(n for n, s in enumerate(self._step.blocks) if error.path in s)
-                ) from None
             except ScopeError:
                 if needs_mesh:
                     self._needs_mesh = False
@@ -366,13 +342,6 @@ class _UnequalBlockError(Exception):
         self.path = path
 
 
-class _UnequalStackError(Exception):
-    """Raised when the blocks of a stack cannot be skipped."""
-
-    def __init__(self, stack: int):
-        self.stack = stack
-
-
 def _find_block(variable: VariableSpec, blocks: Mapping[str, object]) -> str | None:
     path = variable.parent or variable.path
     parts = path.split(".")
@@ -409,16 +378,10 @@ def _lower_without_blocks(
     recomputes: Callable[[str], bool] | None,
     fuses: bool,
 ) -> _LoweredModule:
-    """Trace and lower a step without some of its blocks.
+    """Trace and lower a step without its `skipped` blocks, each given with the path of an equal block.
 
-    Args:
-        step: The step.
-        skipped: The path of each block that is left out, and of one that is equal to it.
-        layouts: The layouts of the variables, where the code names mesh dims or axes are explicit; `None`: the step is
-            traced without layouts, and has marks where layers return.
-        policy: The mesh that the step is traced under, and the layouts of its batch and of layers' outputs.
-        recomputes: Whether the activations of a layer are computed again in the backward pass; `None`: of none.
-        fuses: Whether each call of attention is one fused kernel.
+    `layouts` is None unless the code names mesh dims or axes are explicit. Without layouts, the outputs of layers are
+    marked.
     """
     variables = [v for v in step.variables if _find_block(v, skipped) is None]
     unread = [v for v in step.variables if _find_block(v, skipped) is not None]
@@ -652,17 +615,11 @@ def _merge_repeated(collectives: Sequence[Collective]) -> list[Collective]:
     """Return collectives with one row for repeated layers, which has `*` for the layer's number."""
     groups: dict[Any, list[Collective]] = {}
     for each in collectives:
-        key = each.kind, each.dims, each.tensor_bytes, re.sub(r"\d+", "*", each.cause), each.phase, each.group
+        key = each.kind, each.dims, each.tensor_bytes, replace_numbers(each.cause), each.phase, each.group
         groups.setdefault(key, []).append(each)
     return [
-        Collective(
-            kind,
-            dims,
-            sum(each.calls for each in same),
-            size,
-            cause if len(same) > 1 else same[0].cause,
-            phase,
-            group,
-        )
-        for (kind, dims, size, cause, phase, group), same in groups.items()
+        same[0]
+        if len(same) == 1
+        else replace(same[0], calls=sum(each.calls for each in same), cause=replace_numbers(same[0].cause))
+        for same in groups.values()
     ]

@@ -55,12 +55,8 @@ def estimate_upper_bound(
 ) -> int:
     """Return an upper bound of the bytes that XLA for GPUs needs besides a step's arguments.
 
-    Args:
-        num_bytes: What was counted. A tenth of it is added for copies in other orders of axes and gaps between buffers,
-            and the workspace of matrix products.
-        collectives: Those of the step: XLA combines those of one kind up to 30 MiB, and their operands wait for it.
-        recomputes: Whether activations are computed again, outside of loops: half of what was counted is added then, as
-            XLA may have the gradients of weights wait, and what they are made of with them.
+    The margin covers copies, gaps between buffers, workspaces, and the operands of collectives that XLA combines. It is
+    larger if activations are recomputed outside of loops, since XLA may delay weight gradients then.
     """
     kinds = Counter[str]()
     for each in collectives:
@@ -157,14 +153,7 @@ def _find_weight_gradients(ops: Sequence[Op]) -> Set[int]:
 
 
 class BlockMemory:
-    """Memory that the operations of a block use.
-
-    Args:
-        block: The block.
-        kept: Values that are somewhere already, and are not counted.
-        ops: Its operations in another order.
-        describe: What is said of a value that is held at a peak; `None`: `held` is empty.
-    """
+    """Memory that the operations of a block use, without the values in `kept`. `describe` fills `held`."""
 
     def __init__(
         self,
@@ -326,13 +315,7 @@ COLLECTIVE_NAMES = frozenset(("all_gather", "all_reduce", "reduce_scatter", "all
 def compute_memory(
     block: Block, donated: Mapping[int, int], describe: Callable[[Value], object] | None = None
 ) -> tuple[BlockMemory, BlockMemory]:
-    """Return the memory of a step besides its arguments, with weight gradients last, and first.
-
-    Args:
-        block: The step.
-        donated: For each result that takes the place of an argument, the number of that.
-        describe: See `BlockMemory`.
-    """
+    """Return the memory of a step besides its arguments, with weight gradients last, and first."""
     kept = frozenset(id(block.return_values[number]) for number in donated)
     last, first = (
         BlockMemory(block, kept, order(block.ops), describe)

@@ -25,6 +25,7 @@ from layoutmap.cost.jax.hlo import (
     SHAPE,
     Operation,
     convert_dtype_name,
+    find_first_group,
     find_inner_computations,
     find_operands,
     list_permute_pairs,
@@ -49,17 +50,9 @@ _UNEQUAL = re.compile(
 )
 """Attributes in which two operations that do the same may differ."""
 
-_IOTA = r"\[([\d,]*)\](?:T\(([\d,]*)\))?"
-"""Numbers from 0 on, in a shape, with its axes in another order."""
-
 
 def parse_step(text: str, mesh: Mesh) -> Block:
-    """Return the operations of a module's text.
-
-    Args:
-        text: The module after the partitioner, with large constants.
-        mesh: The mesh that it was partitioned for.
-    """
+    """Return the operations of a module's text."""
     bodies, entry = parse_computations(text)
     return _Reader(bodies, mesh).read_block(entry)
 
@@ -167,6 +160,7 @@ class _Reader:
             place = made.where, made.is_backward, made.is_update, made.is_fused
             made.blocks += [self.read_block(name, place) for name in find_inner_computations(each.rest)]
             made.trips = _count_trips(made) if each.op == "while" else 1
+        made.metadata = _read_attribute(each, r"metadata=\{(.*?)\}")
         made.function = _read_attribute(each, r'op_name="[^"]*/(erfc?|erf_inv)"')
         values, _, attributes = each.rest.partition(")")
         is_alone = made.blocks or ("to_apply=" in attributes and each.op not in NAMES)
@@ -189,39 +183,10 @@ class _MeshPositions:
             ends = np.array(list_permute_pairs(rest), int).reshape(-1, 2)
             dims = [dim for dim, at in self._coords.items() if (at[ends[:, 0]] != at[ends[:, 1]]).any()]
             return tuple(dims), 0
-        group = self._find_first_group(rest)
+        group = find_first_group(rest, self._mesh.size)
         dims = tuple(dim for dim, at in self._coords.items() if len(np.unique(at[group])) > 1)
         is_all = len(group) == math.prod(map(self._mesh.dim_size, dims))
         return dims, 0 if is_all else len(group)
-
-    def _find_first_group(self, rest: str) -> np.ndarray:
-        """Return the devices of the first group, in any of XLA's notations."""
-        if found := re.search(rf"replica_groups=\[\d+,(\d+)\]<={_IOTA}", rest):
-            return self._order_devices(*found.groups()[1:]).reshape(-1, int(found[1]))[0]
-        if found := re.search(
-            rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((?:{_IOTA}|([\d,]+))\))? \{{([^}}]*)\}}", rest
-        ):
-            axes = [(name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])]
-            parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[5])
-            taken = {name: (int(before or 1), int(length or 0)) for name, before, length in parts}
-            if found[4]:
-                devices = np.array([int(n) for n in found[4].split(",")])
-            else:
-                devices = self._order_devices(found[2] or str(len(self._devices)), found[3])
-            places: list[np.ndarray] = []
-            for name, size in axes:
-                before, length = taken.get(name, (1, 1))
-                places.append(np.arange(length or size) * (size // before // (length or size)))
-            return devices.reshape([size for _, size in axes])[np.ix_(*places)].ravel()
-        if found := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
-            return np.array([int(n) for n in found[1].split(",")])
-        return self._devices
-
-    def _order_devices(self, sizes: str, order: str | None) -> np.ndarray:
-        """Return the devices in a text's order: `[16,4]T(1,0)` counts along the minor axis first."""
-        shape = [int(n) for n in sizes.split(",")]
-        axes = [int(n) for n in order.split(",")] if order else range(len(shape))
-        return self._devices.reshape(shape).transpose(axes).ravel()
 
     def find_slice_dims(self, offsets: Sequence[Numbers]) -> tuple[str, ...]:
         """Return the dims along which devices take different slices."""

@@ -28,15 +28,9 @@ _NO_OPTIMIZER = "no optimizer is known: gradients are subtracted from the weight
 def describe_step(
     session: JaxSession, model: object, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
 ) -> TrainingStep:
-    """Return the training step of a model that has shapes in place of arrays.
+    """Return the training step of a model that has shapes in place of arrays, as `train_with` set it up or as given.
 
-    Args:
-        session: The session of the dry run.
-        model: The model, or what `train_with` returned for it.
-        inputs: What the model is called with, or like: one array, several in a tuple, or by name in a mapping. With the
-            loss of `train_with` a batch, as `check_parity` takes it.
-        optimizer: An optimizer of optax; `None`: that of `train_with`, or none.
-        loss: Called with what the model returns, returns a number; `None`: that of `train_with`, or the mean square.
+    With the loss of `train_with`, `inputs` is a batch as for `check_parity`.
     """
     specs = session.specs
     state = model if isinstance(model, TrainState) else TrainState(model, None, None, None)

@@ -38,23 +38,14 @@ device_description_str: "{name}"
 
 @dataclass(frozen=True)
 class Target:
-    """Device that a step is compiled for.
+    """Device that a step is compiled for."""
 
-    Args:
-        platform: JAX's name of it.
-        extra: What installs its compiler, an extra of this package; empty: JAX has it.
-        packages: What that installs.
-        modules: What is found then, one of these.
-        config: Of a GPU: what XLA has to know of it, as text of a protobuf.
-        chip: Of a TPU: its name, as in `"v5p"`.
-    """
-
-    platform: str
-    extra: str = ""
-    packages: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    config: str = ""
-    chip: str = ""
+    platform: str  # JAX's name of it
+    extra: str = ""  # this package's extra that installs its compiler; empty: comes with JAX
+    packages: tuple[str, ...] = ()  # packages of the extra
+    modules: tuple[str, ...] = ()  # any of these shows that the extra is installed
+    config: str = ""  # XLA's description of a GPU, as protobuf text
+    chip: str = ""  # of a TPU, such as "v5p"
 
     def choose_sides(self, num_devices: int) -> list[int]:
         """Return the sides of a slice of TPUs, as close to a cube or a square as possible.

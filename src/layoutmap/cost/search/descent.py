@@ -22,12 +22,7 @@ class BudgetSpent(Exception):
 
 
 class ScoreCache:
-    """Score function that evaluates each point once, up to a limit of evaluations.
-
-    Args:
-        score: The function; less is better.
-        most: How many points it may be asked for.
-    """
+    """Score function that evaluates each point once, and at most `most` points. Less is better."""
 
     def __init__(self, score: Callable[[Point], Score], most: int):
         self._score = score
@@ -57,18 +52,13 @@ def find_minimum(
     seed: int = 0,
     restarts: int = 0,
 ) -> Point:
-    """Return a point with a small score that no single change improves.
+    """Return a point with a small score that no single change improves, after at most `most` evaluations.
 
-    Args:
-        sizes: How many choices there are for each coordinate.
-        score: The score of a point; less is better.
-        starts: Where to start, in order.
-        most: How many points may be asked for. The best so far is returned once they are.
-        seed: Decides in which order coordinates are tried, and where it starts by chance.
-        restarts: How often it starts by chance, after the starts that are given.
+    `sizes` are the numbers of choices per coordinate. The search descends from `starts` and from `restarts` random
+    points.
 
     Raises:
-        Spent: No point may be asked for.
+        BudgetSpent: `most` is 0.
 
     Example:
         >>> find_minimum((3, 3), lambda p: ((p[0] - 2) ** 2 + (p[1] - 1) ** 2,), [(0, 0)], most=9)
@@ -95,13 +85,11 @@ def _descend(point: Point, sizes: Sequence[int], asked: ScoreCache, chance: rand
     chance.shuffle(coordinates)
     unchanged = 0
     for n in itertools.cycle(coordinates):
-        best = min(((*point[:n], c, *point[n + 1 :]) for c in _list_choices(point[n], sizes[n])), key=asked)
+        choices = sorted(
+            range(sizes[n]), key=lambda c: c != point[n]
+        )  # the current one first, so that ties keep it
+        best = min(((*point[:n], choice, *point[n + 1 :]) for choice in choices), key=asked)
         unchanged = unchanged + 1 if best == point else 0
         point = best
         if unchanged == len(coordinates):
             return
-
-
-def _list_choices(choice: int, size: int) -> list[int]:
-    """Return all choices of a coordinate, the current one first, so that ties keep it."""
-    return [choice, *(c for c in range(size) if c != choice)]

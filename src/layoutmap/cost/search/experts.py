@@ -19,15 +19,7 @@ from layoutmap.rules.rule_set import RuleSet
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """Layout map that an expert would try.
-
-    Args:
-        name: What it is called.
-        grid: The mesh.
-        layout_map: The map.
-        layouts: The layouts that it gives to groups.
-        blocks: Those that it gives to outputs of blocks.
-    """
+    """Layout map that an expert would try, with the layouts that it gives to groups and to outputs of blocks."""
 
     name: str
     grid: Grid
@@ -63,14 +55,9 @@ def make_expert_maps(
 ) -> Iterator[ExpertMap]:
     """Yield the layout maps that an expert would try on a mesh.
 
-    Without a `model` dim: data parallel, and fully sharded along the largest axis, what comes in or what goes out; with
-    one: Megatron's split, by what layers do and by their order, and both together. With both the rows of tables, and
-    experts, over each dim.
-
-    Args:
-        model: The model.
-        grid: The mesh.
-        preset: The preset that fits the model; `None`: the split follows from what layers do with their weights.
+    Without a `model` dim: data parallel, and fully sharded along the largest, the input, or the output axis. With one:
+    Megatron's split by the preset, or else by the roles of layers and by their order, also fully sharded, and rows of
+    tables and experts over each dim.
     """
     batch = {b: (grid.batch, *(None,) * (len(b.shape) - 1)) if grid.data else None for b in model.free_blocks}
     free = dict.fromkeys(model.free_blocks)

@@ -19,9 +19,6 @@ VERSION = 1
 class FigureCache:
     """A file of figures: `{"version": 1, "figures": {fingerprint: {map: [seconds, peak_bytes, serial_seconds]}}}`.
 
-    Args:
-        path: The file; it need not exist.
-
     Raises:
         LayoutMapError: There is another file of that name, or no folder for it.
     """
@@ -59,12 +56,7 @@ class FigureCache:
             ) from error
 
     def wrap_evaluate(self, evaluate: Evaluate, fingerprint: str) -> Evaluate:
-        """Return a function that evaluates only the maps without figures in the file.
-
-        Args:
-            evaluate: The function.
-            fingerprint: What the figures depend on besides the map.
-        """
+        """Return a function that evaluates only the maps without figures in the file."""
         mine = self._all.setdefault(fingerprint, {})
 
         def evaluate_once(layout_map: RuleSet) -> Figures:

@@ -18,15 +18,10 @@ _SMALL = 1e-3  # seconds: shorter steps are compiled, since XLA changes small co
 
 
 def choose_compiled(outcome: Outcome, compiled: Callable[[Candidate], Figures]) -> Outcome:
-    """Choose among the best maps and the expert maps by XLA's figures of a step.
+    """Choose among the best maps and the expert maps by XLA's figures of a step, which `compiled` returns.
 
-    Args:
-        outcome: What was found by counting.
-        compiled: The figures of a map as XLA compiles its step; raises a `LayoutMapError` where it cannot.
-
-    Returns:
-        The same with the best of them first; experts' maps that were compiled are before those that were only counted.
-        What was found by counting, if an interrupt came before any was compiled or the compiler fails.
+    Returns `outcome` if an interrupt came before any map was compiled or if the compiler fails. Compiled expert maps
+    come before those that were only counted.
     """
     made, failed = dict[object, Candidate](), list[str]()
     is_small = outcome.best.figures is not None and outcome.best.figures.seconds < _SMALL
@@ -57,7 +52,8 @@ def choose_compiled(outcome: Outcome, compiled: Callable[[Candidate], Figures]) 
     chosen = choose_candidate(list(made.values()))
     if chosen is None or chosen.missing_bytes:
         return replace(outcome, is_complete=is_complete)
-    experts = [_set_compiled_figures(each, made.get(each.cost)) for each in outcome.experts]
+    compiled_experts = ((each, made.get(each.cost, each)) for each in outcome.experts)
+    experts = [replace(e, figures=m.figures, compiled_bytes=m.compiled_bytes) for e, m in compiled_experts]
     experts.sort(key=lambda each: (each.compiled_bytes is None, each.score))
     fitting = [each for each in made.values() if each is not chosen and not each.missing_bytes]
     return replace(
@@ -70,15 +66,9 @@ def choose_compiled(outcome: Outcome, compiled: Callable[[Candidate], Figures]) 
 
 
 def extend_search(counted: Outcome, compiled: Outcome, near: Callable[[Candidate], Outcome]) -> Outcome:
-    """Search further from the best compiled map if counting had chosen a worse one.
+    """Search further from the best compiled map, by `near`, if counting had chosen a worse one.
 
-    Args:
-        counted: What was found by counting.
-        compiled: The same after `choose_compiled`.
-        near: Searches from a map on by XLA's own figures.
-
-    Returns:
-        What was found in both searches, the best first; `compiled` where counts were right, or an interrupt came.
+    Returns the result of both searches, or `compiled` if counts were right or after an interrupt.
     """
     first, was = compiled.best, counted.best.layout_map
     same = next((each for each in compiled.others if each.layout_map is was), None)
@@ -98,23 +88,10 @@ def extend_search(counted: Outcome, compiled: Outcome, near: Callable[[Candidate
     return replace(found, best=best, others=(first, *found.others)) if is_better(best, first) else found
 
 
-def _set_compiled_figures(expert: Candidate, made: Candidate | None) -> Candidate:
-    return replace(expert, figures=made.figures, compiled_bytes=made.compiled_bytes) if made else expert
-
-
 def choose_fitting(
     outcome: Outcome, verify: Callable[[Candidate], Verified], limit: int
 ) -> tuple[Outcome, Verified | None]:
-    """Compile the best maps, and choose the first that fits as XLA compiled it.
-
-    Args:
-        outcome: What was found by counting.
-        verify: Compiles the step with a map.
-        limit: The memory of a device, in bytes.
-
-    Returns:
-        What was found, the maps that do not fit with what XLA needs for them, and what XLA made of the best; `None`: an
-        interrupt came before.
+    """Compile the best maps by `verify`, and choose the first that fits. Without figures, an interrupt came before.
 
     Raises:
         PlanError: None of them fits.

@@ -18,23 +18,14 @@ _SMALL = (
 
 @dataclass(frozen=True)
 class VariableGroup:
-    """Variables of one shape at the same position in equal blocks.
-
-    Args:
-        paths: Their paths, in the order of the model.
-        shape: Their shape.
-        roles: What their layer does with their axes, as `Use.roles`; empty if that is not known.
-        num_bytes: Global size of all of them.
-        head_size: The size of one head of attention, where heads are side by side in one axis.
-        parity: Of layers that are themselves the items of a list, whether their numbers are odd: Megatron's split of
-            such a list alternates.
-    """
+    """Variables of one shape at the same position in equal blocks."""
 
     paths: tuple[str, ...]
     shape: tuple[int, ...]
-    roles: tuple[str, ...]
-    num_bytes: int
-    head_size: int | None = None
+    roles: tuple[str, ...]  # of its axes, as `Use.roles`; empty if unknown
+    num_bytes: int  # global size of all variables
+    head_size: int | None = None  # of attention heads that share one axis
+    # of list items: whether their numbers are odd, since Megatron's split of a list alternates
     parity: int | None = None
 
     @property

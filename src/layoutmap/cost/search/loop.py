@@ -25,17 +25,11 @@ _OTHERS = 4
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of a step with a layout map.
-
-    Args:
-        seconds: How long it takes.
-        peak_bytes: What a device holds at most.
-        serial_seconds: How long it takes if nothing overlaps, which decides between maps that take as long.
-    """
+    """Figures of a step with a layout map."""
 
     seconds: float
-    peak_bytes: int
-    serial_seconds: float = 0.0
+    peak_bytes: int  # per device
+    serial_seconds: float = 0.0  # without overlap, which decides between equally fast maps
 
 
 Evaluate = Callable[[RuleSet], Figures]
@@ -44,25 +38,15 @@ OnTried = Callable[[int, "Candidate"], object]
 
 @dataclass(frozen=True)
 class Candidate:
-    """Layout map with its counted cost.
+    """Layout map with its counted cost."""
 
-    Args:
-        name: Whose map it is.
-        layout_map: The map.
-        figures: What a step costs with it; `None`: it cannot be used.
-        limit: The memory of a device, in bytes.
-        why_not: Why it cannot be used.
-        recomputes: Whether activations inside of blocks are computed again in the backward pass.
-        compiled_bytes: What a device holds at most as XLA has compiled it; `None`: it was not compiled.
-    """
-
-    name: str
+    name: str  # of its origin
     layout_map: RuleSet
-    figures: Figures | None
-    limit: int
+    figures: Figures | None  # None: the map cannot be used
+    limit: int  # memory of a device in bytes
     why_not: str = ""
-    recomputes: bool = False
-    compiled_bytes: int | None = None
+    recomputes: bool = False  # whether blocks recompute activations in the backward pass
+    compiled_bytes: int | None = None  # peak by XLA's compiler; None: not compiled
 
     @property
     def missing_bytes(self) -> float:
@@ -91,23 +75,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a search.
-
-    Args:
-        best: The best map.
-        experts: Experts' maps, the best first.
-        num_tried: For how many maps the cost was counted.
-        is_complete: Whether it was not interrupted.
-        others: The next best maps that fit, for where the compiler needs more memory than was counted.
-        without: If activations are computed again with the best map: the best one without that.
-    """
+    """Outcome of a search."""
 
     best: Candidate
-    experts: tuple[Candidate, ...]
+    experts: tuple[Candidate, ...]  # the best first
     num_tried: int
-    is_complete: bool
-    others: tuple[Candidate, ...] = ()
-    without: Candidate | None = None
+    is_complete: bool  # False after an interrupt
+    others: tuple[Candidate, ...] = ()  # next best that fit, in case the compiler needs more memory
+    without: Candidate | None = None  # best map without recomputing, if the best one recomputes
 
 
 class _Search:
@@ -169,13 +144,11 @@ class _Search:
     def run(
         self, model: Model, experts: Sequence[ExpertMap], seed: int, is_promising: Callable[[], bool]
     ) -> None:
-        """Try the expert maps, and then search on the meshes of the best ones if that is promising."""
-        with contextlib.suppress(BudgetSpent):
-            self._run(model, experts, seed, is_promising)
+        """Try the expert maps, and then search on the meshes of the best ones if that is promising.
 
-    def _run(
-        self, model: Model, experts: Sequence[ExpertMap], seed: int, is_promising: Callable[[], bool]
-    ) -> None:
+        Raises:
+            BudgetSpent: All maps that may be counted are.
+        """
         scores: dict[int, Score] = {}
         for number, expert in enumerate(experts):
             made = self.evaluate_map(expert.name, expert.layout_map)
@@ -256,33 +229,27 @@ def search_maps(
     seed: int = 0,
     on_tried: OnTried = lambda number, best: None,
 ) -> Outcome:
-    """Find the fastest map among those that fit.
+    """Find the fastest map among those that fit, or the best so far after an interrupt.
 
-    Args:
-        model: The model.
-        experts: Maps to hold others against, and to start from; their meshes are those that are searched.
-        evaluate: What a step costs with a map; raises a `LayoutMapError` for one that cannot be used.
-        limit: The memory of a device, in bytes.
-        most: For how many maps the cost may be counted; for as many again by `recomputing`.
-        recomputing: What a step costs that recomputes activations inside of blocks in the backward pass: asked where
-            nothing fits without that, or where a map that does not would be faster; `None`: it is not tried.
-        seed: Decides the order in which choices are tried.
-        on_tried: Called after each map with the number so far and the best of them.
-
-    Returns:
-        The best map. An interrupt ends the search, and what it had found by then is returned.
+    At most `most` maps are counted by `evaluate`, which raises a `LayoutMapError` for an unusable map, and as many by
+    `recomputing`, which counts steps that recompute activations. That is tried if nothing fits without it, or if a map
+    that does not fit would be faster.
 
     Raises:
-        PlanError: No map that was tried fits; says which came nearest.
+        PlanError: No map that was tried fits. It names the nearest.
         KeyboardInterrupt: It was interrupted before any map was tried.
     """
-    every, is_complete = tuple(experts), True
+    experts, is_complete = tuple(experts), True
     plain = _Search(evaluate, limit, most, on_tried)
     again = _Search(recomputing or evaluate, limit, most, lambda n, t: on_tried(plain.num_tried + n, t), True)
     try:
-        plain.run(model, every, seed, lambda: recomputing is None or not _is_far(plain.choose_best(), limit))
+        with contextlib.suppress(BudgetSpent):
+            plain.run(
+                model, experts, seed, lambda: recomputing is None or not _is_far(plain.choose_best(), limit)
+            )
         if recomputing is not None and _can_gain(plain):
-            again.run(model, every, seed, lambda: _is_remat_better(plain, again))
+            with contextlib.suppress(BudgetSpent):
+                again.run(model, experts, seed, lambda: _is_remat_better(plain, again))
     except KeyboardInterrupt:
         if plain.choose_best() is None:
             raise
@@ -296,12 +263,8 @@ def search_maps(
     rows: dict[object, Candidate] = {}  # of each expert's map the better of both ways
     for tried in sorted((t for run in runs for t in run.experts), key=lambda tried: tried.score):
         rows.setdefault((tried.name, tried.layout_map.mesh), tried)
-    fitting = {
-        t.cost: t
-        for run in runs
-        for t in reversed(run.candidates)
-        if not t.missing_bytes and t.cost != best.cost
-    }
+    every = (t for run in runs for t in reversed(run.candidates))
+    fitting = {t.cost: t for t in every if not t.missing_bytes and t.cost != best.cost}
     others = sorted(fitting.values(), key=lambda tried: tried.score)
     return Outcome(best, tuple(rows.values()), num_tried, is_complete, tuple(others[:_OTHERS]), without)
 

@@ -31,15 +31,12 @@ def get_specs(layout: Layout) -> Specs:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Layout that a search may choose for a group.
+    """Layout that a search may choose for a group."""
 
-    Args:
-        model: The axis that is sharded over `model`; `None`: none is.
-        data: Whether another axis is sharded over `data`, so that the weight is gathered where it is used.
-    """
-
-    model: int | None = None
-    data: bool = False
+    model: int | None = None  # axis sharded over the `model` dim
+    data: bool = (
+        False  # whether another axis is sharded over the `data` dim, so that the weight is gathered for use
+    )
 
 
 REPLICATED = Option()
@@ -47,19 +44,12 @@ REPLICATED = Option()
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Mesh with the dim of the batch and the dim of the model.
-
-    Args:
-        mesh: The mesh.
-        data: The dim that the batch is sharded over, and weights may be; `None`: there is none of several devices.
-        model: The other dim; `None`: there is none of several devices.
-        replicas: More dims that the batch is sharded over, and no weight is.
-    """
+    """Mesh with the dim of the batch and the dim of the model."""
 
     mesh: Mesh
-    data: str | None
-    model: str | None
-    replicas: tuple[str, ...] = ()
+    data: str | None  # dim that shards the batch, and weights if needed; None: one device
+    model: str | None  # the other dim; None: one device
+    replicas: tuple[str, ...] = ()  # further dims that shard the batch and no weight
 
     @property
     def batch(self) -> BatchDim | None:
@@ -99,10 +89,8 @@ def make_grid(mesh: Mesh, batch_dim: BatchDim | None) -> Grid:
 def list_grids(num_devices: int, batch_size: int | None, widest: int) -> tuple[Grid, ...]:
     """Return the grids to try, those with a small `model` dim first.
 
-    Args:
-        num_devices: The number of devices.
-        batch_size: Size of the batch, which `data` must divide; `None`: it is not known.
-        widest: The largest `model`: activations cross it in each layer, so it stays within the fast network.
+    `data` must divide the batch size if it is known. `model` is at most `widest`, since activations cross it in each
+    layer.
 
     Example:
         >>> [str(grid.mesh) for grid in list_grids(64, 16, 8)]
@@ -110,12 +98,9 @@ def list_grids(num_devices: int, batch_size: int | None, widest: int) -> tuple[G
     """
     sizes = [n for n in range(1, min(widest, num_devices) + 1) if num_devices % n == 0]
     fitting = [n for n in sizes if batch_size is None or batch_size % (num_devices // n) == 0]
-    return tuple(_make_named_grid(num_devices // n, n) for n in fitting)
-
-
-def _make_named_grid(data: int, model: int) -> Grid:
-    dims = {name: size for name, size in (("data", data), ("model", model)) if size > 1}
-    return make_grid(Mesh(None, dims or {"data": 1}), "data" if data > 1 else None)
+    meshes = [{"data": num_devices // n, "model": n} for n in fitting]
+    named = [{name: size for name, size in dims.items() if size > 1} or {"data": 1} for dims in meshes]
+    return tuple(make_grid(Mesh(None, dims), "data" if "data" in dims else None) for dims in named)
 
 
 def list_options(group: VariableGroup, grid: Grid) -> tuple[Option, ...]:

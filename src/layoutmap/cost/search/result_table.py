@@ -57,13 +57,7 @@ def _make_row(tried: Candidate, is_found: bool) -> tuple[str, ...]:
 
 
 def explain_recomputing(outcome: Outcome, layers: str, how: str) -> str:
-    """Return why and how to recompute activations for the result, or "" without need.
-
-    Args:
-        outcome: What was found.
-        layers: The paths of the layers, as text.
-        how: How a person has the library do it.
-    """
+    """Return why the result needs recomputed activations in `layers`, and `how` to recompute, or an empty text."""
     before, best = outcome.without, outcome.best
     if before is None or before.figures is None or best.figures is None:
         return ""

@@ -26,25 +26,16 @@ Layouts = Mapping[VariableGroup, Specs]
 
 @dataclass(frozen=True)
 class Blocks:
-    """Repeated layers that pass activations to each other.
-
-    Args:
-        paths: Their paths.
-        shape: The shape of what each returns, the batch first.
-    """
+    """Repeated layers that pass activations to each other."""
 
     paths: tuple[str, ...]
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of each output, the batch first
 
 
 def find_blocks(
     outputs: Mapping[str, tuple[int, ...]], variables: Iterable[VariableSpec]
 ) -> tuple[Blocks, ...]:
     """Return the outermost repeated layers that have weights.
-
-    Args:
-        outputs: The shape of what each layer returns, by its path.
-        variables: The variables.
 
     Example:
         >>> paths = [f"h.{n}.up.kernel" for n in range(2)]
@@ -65,17 +56,11 @@ def find_blocks(
 
 @dataclass(frozen=True)
 class Model:
-    """Weights and layers of a model, for a search.
-
-    Args:
-        variables: Its variables.
-        blocks: Its blocks.
-        kept: Rules that stand first in every map, and are not searched.
-    """
+    """Weights and layers of a model, for a search."""
 
     variables: tuple[VariableSpec, ...]
     blocks: tuple[Blocks, ...] = ()
-    kept: RuleSet | None = None
+    kept: RuleSet | None = None  # rules that come first in every map, and are not searched
 
     @cached_property
     def groups(self) -> tuple[VariableGroup, ...]:
@@ -123,11 +108,8 @@ class Model:
 class Space:
     """Layout maps of one mesh. A point has a choice for each class of groups, and one for outputs.
 
-    Args:
-        model: The model.
-        grid: The mesh.
-        tied: Whether groups that are alike have one choice together.
-        also: Layouts that groups may have besides the options, and with them layouts of blocks.
+    With `tied`, similar groups share one choice. `also` has layouts that groups and blocks may have besides the
+    options.
     """
 
     def __init__(

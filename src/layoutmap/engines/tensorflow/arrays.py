@@ -186,14 +186,7 @@ def iterate_by_device(array: Array) -> Iterator[tuple[str, NumpyArray]]:
 
 
 def from_blocks(shape: tuple[int, ...], layout: Layout, read: BlockReader, *, copy: bool = True) -> tf.Tensor:
-    """Make a tensor from blocks, each read once.
-
-    Args:
-        shape: The shape of the tensor.
-        layout: Its layout.
-        read: Gives the values at an index.
-        copy: Whether what is read may change later: TensorFlow may share the memory of a numpy array.
-    """
+    """Make a tensor from blocks, each read once. Without `copy`, their memory may be shared, and must not change."""
     native = convert_layout(layout)
     device_of = dict(zip(native.mesh.local_device_ids(), native.mesh.local_devices(), strict=True))
     made: dict[int, tf.Tensor] = {}

@@ -82,6 +82,7 @@ class TensorFlowEngine:
     iterate_by_device = staticmethod(iterate_by_device)
     to_numpy = staticmethod(to_numpy)
     canonicalize = staticmethod(canonicalize)
+    check_dtype = staticmethod(check_dtype)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -92,10 +93,6 @@ class TensorFlowEngine:
     def check_layout(self, layout: Layout) -> None:
         """Refuse a layout that no tensor of DTensor can have, on any machine. Nothing is started."""
         make_native_specs(layout)
-
-    def check_dtype(self, name: str, path: str) -> None:
-        """Refuse an element type that sharded tensors cannot have (see `Engine.check_dtype`)."""
-        check_dtype(name, path)
 
     def native(self, layout: Layout, rank: int) -> tf.experimental.dtensor.Layout:
         """Return the `tf.experimental.dtensor.Layout` of a layout."""
@@ -210,7 +207,7 @@ class TensorFlowEngine:
         return fit_layout(assignment.layout, variable.shape, variable.path)
 
     def _create_value(
-        self, assignment: Assignment, initializer: Initializer, seed: Any
+        self, assignment: Assignment, initializer: Initializer, seed: object
     ) -> tuple[tf.Tensor, int]:
         """Return an initial value, and with several processes the checksum of each one's own computation."""
         variable = assignment.variable

@@ -41,12 +41,7 @@ Known = dict[Hashable, tf.Tensor]
 
 # No device may store a full weight, so random numbers are computed in runs of at most 16 MiB (decisions/0006).
 class PieceProgram:
-    """Traced initializer that can compute its result in pieces.
-
-    Attributes:
-        outputs: The tensors that the function returns, symbolic.
-        why_global: Why it cannot be computed in pieces; empty if it can.
-    """
+    """Traced initializer that can compute its result in pieces, unless `why_global` says why not."""
 
     def __init__(self, function: Callable[[Any], object], seed: object):
         def call_with_leaves(*leaves: tf.Tensor) -> object:

@@ -33,11 +33,7 @@ def share_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
 
 
 def check_equal_everywhere(checksums: Sequence[tuple[str, int]]) -> None:
-    """Compare the values that the processes computed, and raise in all of them if any differ.
-
-    Args:
-        checksums: For each variable its path, and a checksum of what this process computed.
-    """
+    """Compare the values that the processes computed, and raise in all of them if any differ."""
     rows = _gather_integers([zlib.crc32(path.encode()) ^ value for path, value in checksums])
     for i in np.flatnonzero((rows != rows[:1]).any(axis=0)):
         raise make_difference_error(f"{checksums[int(i)][0]}: the processes have different values")

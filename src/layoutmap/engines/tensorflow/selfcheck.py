@@ -34,19 +34,12 @@ _sound: dict[tuple[str, str], bool] = {}
 
 
 class Fault(NamedTuple):
-    """A fault of DTensor that a setting of the environment switches off.
-
-    Attributes:
-        setting: The variable of the environment, which is 0 where the fault is off.
-        what: The computation that is wrong.
-        why: The fault itself, and the way in which it was found.
-        is_absent: Takes DTensor's mesh; returns whether a small computation on it is right.
-    """
+    """A fault of DTensor that a `setting` of the environment switches off with 0."""
 
     setting: str
-    what: str
-    why: str
-    is_absent: Callable[[tf.experimental.dtensor.Mesh], bool]
+    what: str  # the wrong computation
+    why: str  # the fault, and how it was found
+    is_absent: Callable[[tf.experimental.dtensor.Mesh], bool]  # tries a small computation
 
 
 # An asynchronous error would stop DTensor's queue for good, so operations wait for their devices (decisions/0009).

@@ -84,7 +84,9 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         with tf.init_scope():
             self._make(initial_value, layout, args, dtype, kwargs)
 
-    def _make(self, initial_value: Any, layout: Any, args: Any, dtype: object, kwargs: Any) -> None:
+    def _make(
+        self, initial_value: Any, layout: Layout | None, args: Any, dtype: object, kwargs: dict[str, Any]
+    ) -> None:
         wanted = convert_layout(layout) if layout is not None else None
         if dtype is not None or not isinstance(initial_value, (tf.Tensor, tf.Variable)):
             initial_value = _convert_value(initial_value, dtype)

@@ -63,23 +63,16 @@ Users read the laws in reports, so that a renamed function must not change them 
 class Outcome:
     """The outcome of a law for a case.
 
-    Args:
-        law: The law.
-        what: `"held"`, `"wrong"` after a difference, `"failed"` after an error that the plan did not predict,
-            `"refused"` if the plan has an error, so that no other law is tried, or `"not tried"` if the law does not
-            apply to the case.
-        why: The differences, the error, or the reason.
-        seconds: The duration.
-        figures: Measurements.
-        missing: The package that the law needs and that is not installed. Empty: no package is missing.
+    `what` is `"held"`, `"wrong"` after a difference, `"failed"` after an error that the plan did not predict,
+    `"refused"` if the plan has an error, so that no other law is tried, or `"not tried"` if the law does not apply.
     """
 
     law: str
     what: str
-    why: str
+    why: str  # the differences, the error, or the reason
     seconds: float
-    figures: Sequence[Mapping[str, Any]] = ()
-    missing: str = ""
+    figures: Sequence[Mapping[str, Any]] = ()  # measurements
+    missing: str = ""  # package that the law needs and that is not installed
 
     @property
     def is_suspicious(self) -> bool:
@@ -88,12 +81,7 @@ class Outcome:
 
 
 def try_case(case: Case, only: Collection[str] = ()) -> Iterator[Outcome]:
-    """Try laws on a case, and yield the outcome of each.
-
-    Args:
-        case: The case.
-        only: Keys of `LAWS`. Empty: all laws.
-    """
+    """Try laws on a case, and yield the outcome of each."""
     with ignore_warnings(), case.use_ambient_mesh():
         trial, laws = Trial(case), [law for law in LAWS if not only or law in only]
         refusal = run_law(laws[0], lambda trial=trial: map(str, trial.plan.errors[:1]))
@@ -109,13 +97,7 @@ def try_case(case: Case, only: Collection[str] = ()) -> Iterator[Outcome]:
 def run_law(
     law: str, find_differences: Callable[[], Iterable[str]], figures: Sequence[Mapping[str, Any]] = ()
 ) -> Outcome:
-    """Check one law on a case, and return whether it held.
-
-    Args:
-        law: The law.
-        find_differences: Returns the differences.
-        figures: A list that `find_differences` appends measurements to.
-    """
+    """Check one law on a case, and return whether it held."""
     start, missing = time.perf_counter(), ""
     try:
         with ignore_warnings():

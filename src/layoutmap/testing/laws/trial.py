@@ -51,11 +51,7 @@ class NotApplicable(Exception):
 
 
 class Trial:
-    """A case with the models that were created from it.
-
-    Args:
-        case: The case.
-    """
+    """A case with the models that were created from it."""
 
     def __init__(self, case: Case):
         self.case = case
@@ -135,9 +131,6 @@ class Trial:
         """Return the comparisons that differ by more than rounding.
 
         Rounding is estimated from pairs of unsharded models that differ only by rounding.
-
-        Args:
-            rows: All comparisons of their stages, in order.
         """
         worst = {row.stage: EPSILONS[self.case.precision] for row in rows if not row.agrees}
         allowed = ROUNDINGS if self.case.precision == "float32" else _COARSE_ROUNDINGS
@@ -209,13 +202,7 @@ class Trial:
     def _copy_weights(
         self, model: object, source: object, factor: Callable[[Any], object] = lambda _: 1
     ) -> object:
-        """Copy the weights of one unsharded model to another, and return the latter.
-
-        Args:
-            model: The model to change.
-            source: The model with the weights.
-            factor: Returns the factor that multiplies a trained weight.
-        """
+        """Copy the weights of one unsharded model to another, and return the latter."""
         trained = {a.variable.path: a.variable.is_trained for a in self.plan.assignments}
         # Unsharded Keras models may number unnamed layers differently, so variables are matched by order. JAX creates
         # optimizer states in the first step, as the last variables.

@@ -18,14 +18,9 @@ _SIDES = (8, 8, 4, 6, 16)
 class ModelBuilder(ABC):
     """A model under construction.
 
-    A method `add_...` takes the variable of a value in the program and returns the variable of its result.
-    Axes between rows and features are called places: steps of a sequence, or pixels.
-
-    Args:
-        choices: Makes all choices.
-        favorites: Kinds of layers that this model draws more often. Without favorites, one model would rarely contain
-            two rare kinds.
-        is_chain: Whether each layer takes only the result of the layer before.
+    A method `add_...` takes the variable of a value in the program and returns the variable of its result. Axes between
+    rows and features are called places: steps of a sequence, or pixels. `favorites` are kinds of layers that this model
+    draws more often, since one model would otherwise rarely contain two rare kinds.
     """
 
     favorite_weight = 20
@@ -85,14 +80,9 @@ class ModelBuilder(ABC):
     def draw_input(
         self, weights: Mapping[str, int], sides: Mapping[str, tuple[int, ...]]
     ) -> tuple[str, Shape, int | None]:
-        """Add an input.
+        """Add an input, and return its variable, its shape with features, and the number of tokens.
 
-        Args:
-            weights: The weights of kinds of inputs.
-            sides: The possible sizes of place axes, by kind of input.
-
-        Returns:
-            Its variable, its shape with features, and the number of tokens.
+        `sides` has the possible sizes of place axes, by kind of input.
         """
         choices, kind = self.choices, self.choices.pick_weighted(weights)
         places = tuple(choices.pick(*sides.get(kind, _SIDES)) for _ in range(_NUM_PLACE_AXES[kind]))

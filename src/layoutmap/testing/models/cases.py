@@ -75,11 +75,7 @@ class DrawnModel(Protocol):
         ...
 
     def write_source(self, optimizer: str) -> str:
-        """Return the program that defines `make_model`, which takes no arguments and returns a trainable model.
-
-        Args:
-            optimizer: The expression of the optimizer.
-        """
+        """Return the program that defines `make_model`, which takes no arguments and returns a trainable model."""
         ...
 
     def write_data(self, rows: int) -> str:
@@ -180,11 +176,7 @@ class Case:
         return _execute(self.model, f"inputs = {self.model.plan_inputs or None}")["inputs"]
 
     def plan(self, layout_map: LayoutMap | None = None) -> Plan:
-        """Return the plan of all variables that training creates.
-
-        Args:
-            layout_map: Other rules. `None`: the rules of the case.
-        """
+        """Return the plan of all variables that training creates."""
         return plan(
             self.make_model,
             self.layout_map if layout_map is None else layout_map,

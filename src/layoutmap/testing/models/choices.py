@@ -10,12 +10,9 @@ T = TypeVar("T")
 
 
 class Choices:
-    """A source of random choices.
+    """A source of random choices: `draw_below(n)` returns an integer from 0 to `n - 1`.
 
     List the simplest alternative first, since Hypothesis shrinks each number towards 0.
-
-    Args:
-        draw_below: Returns an integer from 0 to `n - 1` for an argument `n`.
     """
 
     def __init__(self, draw_below: Callable[[int], int]):

@@ -63,21 +63,13 @@ EIGHT = Devices()
 
 @dataclass(frozen=True)
 class DrawnMap:
-    """The arguments of a layout map.
-
-    Args:
-        mesh: The mesh, as text.
-        rules: Sharding specs of variables, by pattern.
-        activations: Sharding specs of layer outputs, by pattern.
-        uneven: The treatment of an axis that does not divide.
-        batch_dim: The mesh dim that shards the batch. `None`: no dim does.
-    """
+    """The arguments of a layout map."""
 
     mesh: str
-    rules: tuple[tuple[str, Specs], ...]
-    activations: tuple[tuple[str, Specs], ...]
+    rules: tuple[tuple[str, Specs], ...]  # sharding specs of variables, by pattern
+    activations: tuple[tuple[str, Specs], ...]  # sharding specs of layer outputs, by pattern
     uneven: Uneven
-    batch_dim: str | None
+    batch_dim: str | None  # None: no dim shards the batch
 
     @property
     def source(self) -> str:
@@ -95,11 +87,7 @@ def draw_map(
 ) -> DrawnMap:
     """Draw a map in which each rule fits all variables that it matches.
 
-    Args:
-        choices: Makes all choices.
-        variables: Shapes of variables, by path. A scalar gets no rule.
-        outputs: Shapes of layer outputs without the axis of rows, by layer path.
-        devices: The devices that the mesh consists of.
+    `variables` has shapes by path, and `outputs` shapes of layer outputs without rows by layer path.
     """
     text = choices.pick_weighted(devices.meshes)
     mesh = Mesh(None, text)

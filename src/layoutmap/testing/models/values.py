@@ -15,19 +15,12 @@ WIDTHS = {8: 6, 16: 5, 4: 2, 24: 2, 12: 2, 32: 1, 6: 1, 7: 1}
 
 @dataclass(frozen=True)
 class Value:
-    """An input or an output of a model.
+    """An input or an output of a model."""
 
-    Args:
-        name: Its variable in the program.
-        shape: The shape of one row of data. For logits of classes, it lacks the axis of classes.
-        classes: The number of tokens or classes. `None`: the data are floats.
-        loss: The loss of an output, in the syntax of the library.
-    """
-
-    name: str
-    shape: Shape
-    classes: int | None = None
-    loss: str = ""
+    name: str  # variable in the program
+    shape: Shape  # of one row; logits lack the axis of classes
+    classes: int | None = None  # number of tokens or classes; None: floats
+    loss: str = ""  # in the syntax of the library
 
     def write_data(self, rows: int) -> str:
         """Return the expression that draws a batch of this value from `rng`."""
@@ -57,8 +50,7 @@ def find_divisors(*numbers: int) -> list[int]:
 def draw_heads_einsum(choices: Choices, shape: Shape) -> tuple[str, Shape, int, Shape]:
     """Draw an einsum that splits features into attention heads, or merges heads into features.
 
-    Returns:
-        The equation, the kernel's shape, the number of contracted axes, and the result's shape.
+    Returns the equation, the kernel's shape, the number of contracted axes, and the result's shape.
     """
     axes = "bcd"[: len(shape)]
     merges = len(shape) == 3 or (len(shape) == 2 and choices.is_one_in(3))
@@ -72,11 +64,7 @@ def draw_heads_einsum(choices: Choices, shape: Shape) -> tuple[str, Shape, int, 
 def draw_padding(
     choices: Choices, space: Shape, sizes: Shape, strides: Shape, dilation: Shape
 ) -> tuple[bool, Shape]:
-    """Draw the padding of windows.
-
-    Returns:
-        Whether windows stay inside the input ("valid" padding), and the output size of each axis.
-    """
+    """Draw whether windows stay inside the input. Returns that, and the output size of each axis."""
     lengths = tuple((size - 1) * step + 1 for size, step in zip(sizes, dilation, strict=True))
     is_valid = all(n >= length for n, length in zip(space, lengths, strict=True)) and choices.is_one_in(2)
     least = lengths if is_valid else (1,) * len(space)
@@ -85,12 +73,7 @@ def draw_padding(
 
 
 def write_losses(outputs: Sequence[Value], output: str) -> str:
-    """Return the expression of the sum of all losses.
-
-    Args:
-        outputs: The outputs of a model. In their losses, `t` stands for the targets.
-        output: The letter that stands for the output in their losses.
-    """
+    """Return the expression of the sum of all losses, in which `output` and `t` stand for outputs and targets."""
     names = [("outputs", "targets")]
     if len(outputs) > 1:
         names = [(f"outputs[{n}]", f"targets[{n}]") for n in range(len(outputs))]

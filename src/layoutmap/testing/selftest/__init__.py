@@ -39,9 +39,6 @@ def run_selftest(options: Any) -> Report | None:
 
     It runs on the user's machine, since wrong numbers depend on its releases and devices (why: decisions/0166).
 
-    Args:
-        options: The options of the command line.
-
     Raises:
         LayoutMapError: No law can be tried.
     """

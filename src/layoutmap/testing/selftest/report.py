@@ -32,23 +32,14 @@ _STYLE = (
 
 @dataclass
 class Report:
-    """The report of a self-test.
+    """The report of a self-test."""
 
-    Args:
-        facts: Options, releases, and devices, by name.
-        results: The result of each law on each case.
-        seconds: The duration.
-        is_complete: Whether it ran without an interrupt.
-        with_names: Whether HTML and JSON keep names of hosts, users, and folders.
-        speeds: The measured speeds of each engine.
-    """
-
-    facts: dict[str, str]
+    facts: dict[str, str]  # options, releases, and devices
     results: list[LawResult] = field(default_factory=list[LawResult])
     seconds: float = 0.0
-    is_complete: bool = True
-    with_names: bool = False
-    speeds: list[Speeds] = field(default_factory=list[Speeds])
+    is_complete: bool = True  # False after an interrupt
+    with_names: bool = False  # whether HTML and JSON keep names of hosts, users, and folders
+    speeds: list[Speeds] = field(default_factory=list[Speeds])  # of each engine
 
     def add_speeds(self, speeds: Speeds) -> None:
         """Add the speeds of an engine's devices, with the result of the law about slow collectives."""

@@ -38,23 +38,14 @@ _Key = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Speeds:
-    """The measured speeds of an engine's devices.
-
-    Args:
-        engine: The engine's name.
-        node_size: The number of devices on a host.
-        results: The results with figures.
-        on: The device of a machine file to compare with, if the user chose one.
-        share_cores: Whether there are fewer cores than devices, so that one device slows another down.
-        predicted: The predicted cost of the measured step.
-    """
+    """The measured speeds of an engine's devices."""
 
     engine: str
-    node_size: int
-    results: Sequence[LawResult]
-    on: Device | None = None
-    share_cores: bool = False
-    predicted: Mapping[str, float] = field(default_factory=dict[str, float])
+    node_size: int  # devices per host
+    results: Sequence[LawResult]  # those with figures
+    on: Device | None = None  # device of a machine file to compare with
+    share_cores: bool = False  # fewer cores than devices, so that devices slow each other down
+    predicted: Mapping[str, float] = field(default_factory=dict[str, float])  # cost of the measured step
 
     @property
     def has_enough_figures(self) -> bool:
@@ -162,11 +153,7 @@ class Speeds:
         return [self.engine, what, over, *figures]
 
     def to_machine_file(self, about: str) -> str:
-        """Return a machine file for `--on` with one device named `here`.
-
-        Args:
-            about: A description of the measurement.
-        """
+        """Return a machine file for `--on` with one device named `here`."""
         best = dict(self._best)
         device: dict[str, Any] = {"about": about}
         device |= {name: f"{best.pop(name):.0f} {unit}" for name, (_, unit) in _DEVICE_FIGURES.items()}

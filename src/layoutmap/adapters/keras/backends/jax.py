@@ -30,6 +30,7 @@ from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment
 from layoutmap.engines import get_engine
+from layoutmap.engines.patches import temporarily
 
 
 class JaxBackend(Backend):
@@ -113,11 +114,8 @@ class JaxBackend(Backend):
         if session is None:
             yield
             return
-        session.on_thread.has_all_rows = True
-        try:
+        with temporarily(session.on_thread, "has_all_rows", True):
             yield
-        finally:
-            session.on_thread.has_all_rows = False
 
     def gradients(
         self, model: keras.Model, x: object, y: object, sample_weight: object

@@ -35,13 +35,7 @@ _VERBS = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
 # A process owns some devices only, so it passes just its own rows (decisions/0019).
 class Rows:
-    """Division of a batch's rows between the processes of a mesh.
-
-    Args:
-        session: The scope.
-        name: The kind of step, for messages: `"train"`, `"test"` or `"predict"`.
-        schedule: Decides of which batches the values are compared.
-    """
+    """Division of a batch's rows between the processes of a mesh."""
 
     def __init__(self, session: KerasSession, name: str, schedule: CallSchedule):
         self._context, self._policy, self._engine = session.context, session.policy, session.engine

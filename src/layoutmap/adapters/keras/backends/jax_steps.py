@@ -2,11 +2,6 @@
 
 Keras passes the values of all variables to each step and gives their memory away; between two steps no variable has
 one. What fails there, be it the step, its data, a callback or an interrupt, would leave a model without weights.
-
-Private names of Keras, tested on Keras 3.15:
-
-    keras.Model                                     _get_jax_state, _purge_model_variables, _make_function,
-                                                    _jax_state, _jax_state_synced
 """
 
 from __future__ import annotations

@@ -1,13 +1,4 @@
-"""Keras on TensorFlow: `Variable._value` is a `tf.Variable`, here one in a layout.
-
-Private names of Keras that this backend uses, besides those that `private` lists, tested on Keras 3.15:
-
-    keras.src.backend.tensorflow.optimizer.TFOptimizer      _var_key
-    keras.src.optimizers.base_optimizer.BaseOptimizer       add_variable_from_reference, _trainable_variables,
-                                                            _trainable_variables_indices
-    keras.optimizers.MultiOptimizer                         _var_to_optimizer_idx
-    keras.Model                                             _call_has_training_arg
-"""
+"""Keras on TensorFlow: `Variable._value` is a `tf.Variable`, here one in a layout."""
 
 from __future__ import annotations
 
@@ -32,8 +23,7 @@ from layoutmap.adapters.keras.backends.tensorflow_calls import (
 from layoutmap.adapters.keras.backends.tensorflow_functions import REPLACED
 from layoutmap.adapters.keras.backends.tensorflow_gathering import Regathered
 from layoutmap.adapters.keras.backends.tensorflow_optimizers import wrap_apply, wrap_assign, wrap_var_key
-from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
-from layoutmap.adapters.keras.backends.tensorflow_steps import make_training_wraps
+from layoutmap.adapters.keras.backends.tensorflow_steps import DisabledGraphOptimizer, make_training_wraps
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
     ERRORS,
     explain_errors,
@@ -41,8 +31,14 @@ from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
     make_generate_refusal,
 )
 from layoutmap.adapters.keras.private import BaseOptimizer
-from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps, read_variable
-from layoutmap.adapters.keras.training import call_own_step, has_own_step, make_for_training
+from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
+from layoutmap.adapters.keras.training import (
+    call_own_step,
+    compute_loss,
+    has_own_step,
+    make_for_training,
+    restored_state,
+)
 from layoutmap.adapters.keras.wraps import CALLS, get_session
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment
@@ -154,29 +150,21 @@ class TensorFlowBackend(Backend):
                 gradients = [None if g is None else as_read(g, h, session) for g, h in pairs]
             return losses, gradients
 
-        moved = [*model.non_trainable_variables, *model.metrics_variables]
-        values = list(map(read_variable, moved))
-        compiled, what = (
-            functools.partial(tf.function, compute, autograph=False),
-            f"{model.name}: the gradient",
-        )
-        with explain_errors(what), contextlib.ExitStack() as stack:
+        compiled = functools.partial(tf.function, compute, autograph=False)
+        what = f"{model.name}: the gradient"
+        with restored_state(model), explain_errors(what), contextlib.ExitStack() as stack:
             if session is not None:
-                stack.enter_context(Unoptimized(session))
+                stack.enter_context(DisabledGraphOptimizer(session))
                 stack.enter_context(on_mesh(session))
             run = compiled() if session is None else Regathered(compiled, session, what)
             losses, gradients = run(batch)
-        for variable, value in zip(moved, values, strict=True):
-            variable.assign(value)  # the call has moved statistics and seeds on
         numbers = {name: _numpy(each, session) for name, each in losses.items()}
         return numbers, [_numpy(gradient, session) for gradient in gradients]
 
 
 def _compute_loss_gradients(model: keras.Model, held: list[tf.Variable], batch: Any) -> Found:
-    x, y, sample_weight = batch
     with tf.GradientTape() as tape:
-        y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
-        loss: Any = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+        loss = compute_loss(model, batch)
     return {"loss": loss}, tape.gradient(loss, held, unconnected_gradients=tf.UnconnectedGradients.ZERO)
 
 

@@ -42,7 +42,7 @@ def wrap_call(layer: keras.Layer, session: KerasSession, name: str) -> Callable[
         here = session.on_thread
         if here.is_exporting or here.call_depth or in_stateless_scope():
             return plain(*args, **kwargs)
-        with enter_call(session):
+        with temporarily(here, "call_depth", here.call_depth + 1), on_mesh(session):
             if not tf.executing_eagerly():
                 return plain(*args, **kwargs)
             session.refuse_in_a_plan(layer.name)
@@ -75,14 +75,6 @@ def _wrap_reading_call(layer: keras.Layer, session: KerasSession, name: str) -> 
             return pin_layer_values(results, session) if session.on_thread.gathering else results
 
     return call
-
-
-@contextmanager
-def enter_call(session: KerasSession) -> Generator[None]:
-    """Mark that a layer is being called until the block ends, so that inner layers are not outermost."""
-    here = session.on_thread
-    with temporarily(here, "call_depth", here.call_depth + 1), on_mesh(session):
-        yield
 
 
 @contextmanager

@@ -14,17 +14,7 @@ Functions of TensorFlow itself: arrays are joined along an axis that is counted 
 join sharded ones along a sharded axis, and does so wrongly if the axis is negative. What `tensorflow_products` and
 `tensorflow_windows` have is computed as they say.
 
-Private names of Keras that are replaced while such a call runs, and put back after it, tested on Keras 3.15:
-
-    keras.src.backend.tensorflow.random         dropout, uniform, normal, truncated_normal, randint
-    keras.src.backend.tensorflow.numpy          divide, eye
-    keras.src.backend.tensorflow.nn             conv, depthwise_conv, separable_conv, average_pool
-    keras.src.backend                           rnn, lstm, gru, convert_to_numpy
-    keras.src.backend.tensorflow.core           map, scan
-    tensorflow                                  concat, einsum, repeat, split, reverse, roll, TensorArray
-    tensorflow.linalg                           diag, diag_part
-    tensorflow.python.ops.array_ops             strided_slice
-    tensorflow.nn                               pool
+`REPLACED` lists all these functions. They are replaced while such a call runs, and put back after it.
 """
 
 from __future__ import annotations
@@ -70,18 +60,14 @@ REPLACED = [
     (array_ops, ("strided_slice",)),
     (tf.nn, ("pool",)),
 ]
-"""The modules and names above."""
+"""Modules and their replaced functions, among them private names of Keras, tested on Keras 3.15."""
 
 _current = threading.local()
 
 
 @contextmanager
 def compute_for_mesh(replicate: Replicate) -> Generator[None]:
-    """Make Keras on this thread compute with operations that DTensor supports until the block ends.
-
-    Args:
-        replicate: Returns a tensor in the layout in which every device holds all of it.
-    """
+    """Make Keras on this thread compute with operations that DTensor supports until the block ends."""
     with _PATCHES.activate(), temporarily(_current, "replicate", replicate):
         yield
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +14,6 @@ import tensorflow as tf
 
 from layoutmap.adapters.keras.backends.tensorflow_calls import make_dense, on_mesh, place_on_mesh
 from layoutmap.adapters.keras.backends.tensorflow_gathering import Regathered, pin_layout
-from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import explain_errors
 from layoutmap.adapters.keras.protocol import KerasSession, Wraps
 from layoutmap.adapters.keras.training import (
@@ -23,6 +24,7 @@ from layoutmap.adapters.keras.training import (
 )
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.agreement import CallSchedule
+from layoutmap.engines.patches import Closing
 
 dtensor = tf.experimental.dtensor
 
@@ -113,7 +115,7 @@ class _MeshStep:
             if signature not in self._known:
                 self._check_captured(batch)
             self._known.add(signature)
-            with Unoptimized(self._session):
+            with DisabledGraphOptimizer(self._session):
                 return self._compiled(batch)
 
     def _unshard(self, values: object) -> Any:
@@ -194,3 +196,40 @@ def _find_written_handles(graph: tf.Graph) -> set[object]:
             known = (i for i in op.inputs if i.ref() in inside and i.dtype == tf.resource)
             written |= {inside[i.ref()].ref() for i in known}
     return written
+
+
+_ALWAYS_THERE = {"disable_model_pruning", "disable_meta_optimizer"}  # in TensorFlow's options, chosen or not
+_options_lock = threading.RLock()
+_open_blocks: weakref.WeakSet[DisabledGraphOptimizer] = weakref.WeakSet()
+
+
+class DisabledGraphOptimizer(Closing):
+    """Disable TensorFlow's graph optimizer for graphs on CPU devices until the block ends.
+
+    TensorFlow would optimize the graph of a step once for each device: half of the time of the first step on 8, and
+    no later one is faster for it. On accelerators, which that may serve, it is left alone, and wherever a program has
+    chosen optimizations itself.
+    """
+
+    def __init__(self, session: KerasSession) -> None:
+        mesh = session.engine.native(session.policy.replicated(0), 0).mesh
+        self._is_on_cpu = mesh.device_type() == "CPU"
+
+    def open(self) -> None:
+        """Disable the optimizer."""
+        options = tf.config.optimizer
+        with _options_lock:
+            chosen = options.get_experimental_options()
+            wanted = self._is_on_cpu and not chosen.keys() - _ALWAYS_THERE
+            if wanted and (_open_blocks or not chosen.get("disable_meta_optimizer")):
+                _open_blocks.add(self)
+                options.set_experimental_options({"disable_meta_optimizer": True})
+
+    def close(self) -> None:
+        """Restore the options."""
+        with _options_lock:
+            if self in _open_blocks:
+                # Also with another thread inside, since each thread remembers the options that it found.
+                found = {} if len(_open_blocks) > 1 else {"disable_meta_optimizer": False}
+                tf.config.optimizer.set_experimental_options(found)
+                _open_blocks.discard(self)

@@ -115,13 +115,7 @@ def is_compiler_refusal(error: tf.errors.OpError) -> bool:
 def find_error_place(
     error: tf.errors.OpError, graph: tf.Graph | None, layers: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the operation that a DTensor error names, and the layers that contain it, as texts.
-
-    Args:
-        error: The error.
-        graph: The function's graph; `None`: layers are not looked for.
-        layers: What to say of a layer, by the name that Keras gives to its operations.
-    """
+    """Return the operation that a DTensor error names, and the texts of `layers` that contain it in a graph."""
     found = _OPERATION.search(str(error)) or _NAMED.search(str(error))
     kind, shape = found.groups() if found else ("", None)
     inside = dict[str, None]()

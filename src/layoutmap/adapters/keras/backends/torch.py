@@ -29,7 +29,13 @@ from layoutmap.adapters.keras.backends.torch_steps import make_export_refusal, m
 from layoutmap.adapters.keras.paths import list_sublayers
 from layoutmap.adapters.keras.private import Names, in_symbolic_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
-from layoutmap.adapters.keras.training import call_own_step, has_own_step, make_for_training
+from layoutmap.adapters.keras.training import (
+    call_own_step,
+    compute_loss,
+    has_own_step,
+    make_for_training,
+    restored_state,
+)
 from layoutmap.adapters.keras.wraps import CALLS, get_session
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.unsupported import Unsupported
@@ -178,14 +184,11 @@ class TorchBackend(Backend):
 
 
 def _compute_gradients(model: keras.Model, x: object, y: object, sample_weight: object) -> Found:
-    moved = [*model.non_trainable_variables, *model.metrics_variables]
-    kept = [(variable, np.asarray(variable)) for variable in moved]
-    model.zero_grad()
     compute = call_own_step if has_own_step(model) else _compute_loss_gradients
-    losses, gradients = compute(model, (x, y, sample_weight))
-    model.zero_grad()
-    for variable, value in kept:
-        variable.assign(value)  # the call has moved statistics and seeds on
+    with restored_state(model):
+        model.zero_grad()
+        losses, gradients = compute(model, (x, y, sample_weight))
+        model.zero_grad()
     losses = {
         n: _to_numpy(each.detach()) if isinstance(each, torch.Tensor) else each for n, each in losses.items()
     }
@@ -193,9 +196,7 @@ def _compute_gradients(model: keras.Model, x: object, y: object, sample_weight: 
 
 
 def _compute_loss_gradients(model: keras.Model, batch: Any) -> Found:
-    x, y, sample_weight = batch
-    y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
-    loss: Any = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+    loss = compute_loss(model, batch)
     loss.backward()
     held = [variable.value for variable in model.trainable_variables]
     return {"loss": loss}, [torch.zeros_like(each) if each.grad is None else each.grad for each in held]

@@ -37,39 +37,22 @@ class Library:
     """The source syntax of a library.
 
     In expressions, `{h}` stands for the contents of a layer, `{x}` for its input, and `{key}` for a random key.
-
-    Args:
-        layers: Layers of the library.
-        containers: Kinds of containers, with their weights.
-        weight: The expression of a weight from a `scale` and a `shape`, and the expression `{}` of its value.
-        frozen: The same of a weight that is not trained.
-        constants: Expressions of a constant `{}`, with their weights.
-        linear: The contents of a linear layer from `features` to `width`, and its call.
-        embeddings: The contents of embeddings, their calls, and the expressions of logits. Empty: no logits.
-        stacked: The expression that stacks a `number` of modules, each `made` by an expression.
-        wrappers: The expression around a `call`, by wrapper.
-        unsupported: Layers that a wrapper does not support, by wrapper.
     """
 
     layers: Kinds
-    containers: Mapping[str, int]
-    weight: tuple[str, str]
-    frozen: tuple[str, str]
-    constants: Mapping[str, int]
-    linear: tuple[Contents, str]
-    embeddings: Sequence[tuple[Contents, str, str]]
-    stacked: str
-    wrappers: Mapping[str, str]
-    unsupported: Mapping[str, Collection[str]]
+    containers: Mapping[str, int]  # weights by kind
+    weight: tuple[str, str]  # expressions of a weight from `scale` and `shape`, and of its value `{}`
+    frozen: tuple[str, str]  # the same of a weight that is not trained
+    constants: Mapping[str, int]  # weights by expression
+    linear: tuple[Contents, str]  # contents of a linear layer from `features` to `width`, and its call
+    embeddings: Sequence[tuple[Contents, str, str]]  # contents, calls, and logits; empty: no logits
+    stacked: str  # stack of a `number` of modules, each `made` by an expression
+    wrappers: Mapping[str, str]  # expression around a `call`, by wrapper
+    unsupported: Mapping[str, Collection[str]]  # layers that a wrapper does not support
 
 
 class JaxBuilder(ModelBuilder):
-    """A JAX model, built in the constructor.
-
-    Args:
-        choices: Makes all choices.
-        library: The source syntax.
-    """
+    """A JAX model, built in the constructor."""
 
     def __init__(self, choices: Choices, library: Library):
         self._library, self._kinds = library, {**library.layers, **FUNCTIONS}
@@ -82,11 +65,7 @@ class JaxBuilder(ModelBuilder):
         self.build(max_parts=5)
 
     def draw_containers(self, kind: str) -> Container:
-        """Distribute the contents of all layers over nested containers.
-
-        Args:
-            kind: The kind of the outermost container.
-        """
+        """Distribute the contents of all layers over nested containers."""
         items = dict(self._contents)
         for number in range(self.choices.draw_below(4)):
             grouped = self.choices.sample(items, 1 + self.choices.draw_below(3))
@@ -133,16 +112,7 @@ class JaxBuilder(ModelBuilder):
     def _append_layer(
         self, kind: str, wrapper: str, code: LayerCode, value: str, *, number: int = 0, axis: int = 0
     ) -> str:
-        """Add a layer and its call.
-
-        Args:
-            kind: Its kind.
-            wrapper: A key of `WRAPPERS`.
-            code: Its call, contents, and output shape.
-            value: The variable of its input.
-            number: The number of stacked layers. 0: one layer that is not stacked.
-            axis: The axis that the wrapper `each` maps over.
-        """
+        """Add a layer and its line. `number` is that of stacked layers, or 0, and `axis` that of the wrapper `each`."""
         call, contents, shape = code
         accesses = self._add_contents(contents, number)
         if wrapper:
@@ -154,12 +124,7 @@ class JaxBuilder(ModelBuilder):
         return self._add_line(_fill(call, {**accesses, "x": value}), shape, (kind, wrapper), module)
 
     def _add_contents(self, contents: Contents, number: int = 0) -> dict[str, str]:
-        """Add the contents of a layer, and return the expressions that read them, by placeholder.
-
-        Args:
-            contents: A module, or weights and constants.
-            number: The number of stacked layers. 0: one layer that is not stacked.
-        """
+        """Add the contents of a layer, stacked if `number` is not 0, and return the expressions that read them."""
         name = f"l{len(self._contents)}"
         accesses = {"h": f"{{{name}}}"}
         if not contents:

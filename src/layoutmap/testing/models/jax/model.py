@@ -48,24 +48,14 @@ def train_with(model, forward=called, train_with=train_with, **options):
 
 @dataclass(frozen=True)
 class Container:
-    """A container of arrays, modules, and other containers.
+    """A container of arrays, modules, and other containers."""
 
-    Args:
-        kind: A key of `CONTAINERS`.
-        name: The name of its class, for a namedtuple or dataclass.
-        items: Expressions or containers, by key.
-    """
-
-    kind: str
-    name: str
-    items: tuple[tuple[str, str | Container], ...]
+    kind: str  # key of `CONTAINERS`
+    name: str  # of its class, for a namedtuple or dataclass
+    items: tuple[tuple[str, str | Container], ...]  # expressions or containers
 
     def write_source(self, *, is_long: bool = False) -> str:
-        """Return the expression that creates the container.
-
-        Args:
-            is_long: Whether each item is on a line of its own.
-        """
+        """Return the expression that creates the container."""
         opening, prefix, closing, _ = CONTAINERS[self.kind]
         items = [
             prefix.format(key=key) + (item.write_source() if isinstance(item, Container) else item)
@@ -77,11 +67,7 @@ class Container:
         return opening.format(name=self.name) + inner + (closing.lstrip(",") if is_long else closing).format()
 
     def write_accesses(self, owner: str) -> dict[str, str]:
-        """Return expressions that read all items and nested items, by key.
-
-        Args:
-            owner: The expression of the container.
-        """
+        """Return expressions that read all items and nested items, by key."""
         accesses = dict[str, str]()
         for number, (key, item) in enumerate(self.items):
             accesses[key] = owner + CONTAINERS[self.kind][3].format(key=key, number=number)
@@ -100,35 +86,19 @@ class Container:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the forward pass.
+    """A line of the forward pass."""
 
-    Args:
-        kinds: The kind of the layer and of its wrapper.
-        call: The expression of the result. `{l3}` stands for the contents of the layer `l3`.
-        value: The variable of the result.
-        shape: The shape of the result, without rows.
-        module: The name of the layer if it is a module with an output of this shape. Otherwise empty.
-    """
-
-    kinds: tuple[str, ...]
-    call: str
-    value: str
-    shape: Shape
-    module: str = ""
+    kinds: tuple[str, ...]  # of the layer and its wrapper
+    call: str  # expression of the result; `{l3}` stands for the contents of the layer `l3`
+    value: str  # variable of the result
+    shape: Shape  # without rows
+    module: str = ""  # name of the layer if it is a module with this output
 
 
 # Pytrees and modules of flax.nnx share it, since only the syntax of contents differs (why: decisions/0140).
 @dataclass(frozen=True)
 class Model:
-    """A JAX model.
-
-    Args:
-        inputs: Its inputs.
-        parts: The lines of its forward pass, in order.
-        contents: Its weights and modules.
-        outputs: Its outputs.
-        keyword_inputs: Whether inputs are keyword arguments.
-    """
+    """A JAX model."""
 
     library: ClassVar[str] = "jax"
     plan_inputs: ClassVar[str] = ""
@@ -150,10 +120,10 @@ class Model:
     float64_lines: ClassVar[str] = ""
 
     inputs: tuple[Value, ...]
-    parts: tuple[Line, ...]
-    contents: Container
+    parts: tuple[Line, ...]  # lines of the forward pass
+    contents: Container  # weights and modules
     outputs: tuple[Value, ...]
-    keyword_inputs: bool = False
+    keyword_inputs: bool = False  # whether inputs are keyword arguments
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -174,11 +144,7 @@ class Model:
         return f"dict({inputs}), {write_one_or_list([value.write_data(rows) for value in self.outputs])}"
 
     def write_forward(self, owner: str) -> list[str]:
-        """Return the lines of the forward pass.
-
-        Args:
-            owner: The expression of the contents.
-        """
+        """Return the lines of the forward pass."""
         accesses = self.contents.write_accesses(owner)
         lines = [
             f"{part.value} = " + re.sub(r"{(l\d+)}", lambda match: accesses[match[1]], part.call)
@@ -187,14 +153,7 @@ class Model:
         return [*lines, f"return {write_one_or_list([value.name for value in self.outputs])}"]
 
     def write_program(self, forward: str, setup: Sequence[str], model: str, optimizer: str) -> str:
-        """Return the program of `make_model`, which returns the model with its loss and optimizer.
-
-        Args:
-            forward: The definition of the forward pass.
-            setup: The first lines of `make_model`.
-            model: The expression of the model, with further arguments of `train_with`.
-            optimizer: The expression of the optimizer.
-        """
+        """Return the program of `make_model`, which returns the model with its loss and optimizer."""
         result = f"return train_with({model}, loss=loss, optimizer={optimizer})"
         parts = [
             "".join(self.contents.write_classes()).rstrip(),

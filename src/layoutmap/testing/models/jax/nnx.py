@@ -59,11 +59,7 @@ def stacked(number, make, rngs):
 
 @dataclass(frozen=True)
 class Module(Model):
-    """A module of flax.nnx.
-
-    Args:
-        rngs: The expression of its random number streams.
-    """
+    """A module of flax.nnx."""
 
     imports: ClassVar[str] = """\
 import jax
@@ -84,11 +80,7 @@ from layoutmap.adapters.jax import train_with
         return {self.paths[name]: shape for name, shape in modules.items() if num_uses[name] == 1}
 
     def write_source(self, optimizer: str) -> str:
-        """Return the program of `make_model`.
-
-        Args:
-            optimizer: The expression of the optimizer.
-        """
+        """Return the program of `make_model`."""
         items = [
             (key, item.write_source() if isinstance(item, Container) else item)
             for key, item in self.contents.items

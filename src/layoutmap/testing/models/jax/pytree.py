@@ -40,11 +40,7 @@ from layoutmap.adapters.jax import train_with
     precisions: ClassVar[Mapping[str, str]] = {**Model.precisions, "mixed_bfloat16": _MIXED}
 
     def write_source(self, optimizer: str) -> str:
-        """Return the program of `make_model`.
-
-        Args:
-            optimizer: The expression of the optimizer.
-        """
+        """Return the program of `make_model`."""
         inputs = ", ".join(each.name for each in self.inputs)
         forward = write_block(f"def forward(p, {inputs}):", self.write_forward("p"))
         return self.write_program(

@@ -63,14 +63,7 @@ def _draw_layer_norm(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
 def _draw_windows(
     choices: Choices, space: Shape, *, dilated: bool = True, equal: bool = False
 ) -> tuple[Options, Shape]:
-    """Draw sizes, strides, and padding of windows. Returns them with the output size of each axis.
-
-    Args:
-        choices: Makes all choices.
-        space: The sizes of the axes.
-        dilated: Whether the layer accepts dilation. Keras does not allow dilation together with strides.
-        equal: Whether strides must be equal along all axes.
-    """
+    """Draw sizes, strides, and padding of windows. Keras does not allow dilation together with strides."""
     sizes = tuple(choices.pick_weighted({3: 3, 2: 2, 1: 1, 4: 1}) for _ in space)
     steps = tuple(choices.pick_weighted({1: 3, 2: 2}) for _ in space)
     steps, ones = steps[:1] * len(space) if equal else steps, (1,) * len(space)

@@ -50,21 +50,11 @@ _INDENT = "    "
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer.
+    """A layer."""
 
-    Args:
-        kind: Its class in `keras.layers`, a key of `CUSTOM`, or `"Sequential"`.
-        options: Its constructor's arguments by name. Nested layers are instances of this class.
-        name: Its name. It is empty for nested layers.
-
-    Example:
-        >>> print(Layer("Bidirectional", (("layer", Layer("LSTM", (("units", 8),))),)).write_source())
-        L.Bidirectional(layer=L.LSTM(units=8))
-    """
-
-    kind: str
-    options: tuple[tuple[str, Any], ...] = ()
-    name: str = ""
+    kind: str  # class in `keras.layers`, key of `CUSTOM`, or "Sequential"
+    options: tuple[tuple[str, Any], ...] = ()  # arguments of the constructor
+    name: str = ""  # empty for nested layers
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -85,37 +75,18 @@ class Layer:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a layer.
+    """A call of a layer."""
 
-    Args:
-        value: The variable of the result.
-        layer: The layer's name.
-        inputs: The variables of the arguments.
-        shape: The shape of the result.
-        options: Further arguments, by name.
-    """
-
-    value: str
-    layer: str
-    inputs: tuple[str, ...]
+    value: str  # variable of the result
+    layer: str  # the layer's name
+    inputs: tuple[str, ...]  # variables of the arguments
     shape: Shape
     options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
 class Model:
-    """A Keras model.
-
-    Args:
-        style: `"functional"`, `"sequential"`, `"subclassed"` with layers in attributes, or `"listed"`, which is a
-            subclass with layers in a list.
-        inputs: Its inputs.
-        layers: Its layers, in the order of their first call.
-        calls: The calls of its layers, in order.
-        outputs: Its outputs.
-        named: Whether the program gives names to its layers.
-        lora: The layer that gets LoRA factors after the build. Empty: no layer.
-    """
+    """A Keras model."""
 
     library: ClassVar[str] = "keras"
     imports: ClassVar[str] = """\
@@ -139,13 +110,13 @@ L = keras.layers
         "keras.optimizers.Lion(0.001)": 1,
     }
 
-    style: str
+    style: str  # "functional", "sequential", "subclassed", or "listed": subclassed with a list of layers
     inputs: tuple[Value, ...]
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer, ...]  # in the order of their first call
     calls: tuple[Call, ...]
     outputs: tuple[Value, ...]
-    named: bool = True
-    lora: str = ""
+    named: bool = True  # whether the program names its layers
+    lora: str = ""  # layer that gets LoRA factors after the build
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -196,11 +167,7 @@ L = keras.layers
         return f"parts.{list(self._layers_by_name).index(layer)}" if self.style == "listed" else layer
 
     def write_source(self, optimizer: str) -> str:
-        """Return the program of `make_model`, which returns the compiled model.
-
-        Args:
-            optimizer: The expression of the optimizer.
-        """
+        """Return the program of `make_model`, which returns the compiled model."""
         custom = "".join(CUSTOM[kind] for kind in dict.fromkeys(self.kinds) if kind in CUSTOM)
         lines = ["model = Net()"] if self.is_subclassed else self._write_functional()
         if self.style == "sequential":

@@ -11,9 +11,8 @@ from layoutmap.testing.models.builder import ModelBuilder
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.torch.kinds import KINDS, Drawing, draw_lines
+from layoutmap.testing.models.torch.layers import CALL, draw_attention
 from layoutmap.testing.models.torch.model import Class, Model, Part
-from layoutmap.testing.models.torch.sequences import draw_attention
-from layoutmap.testing.models.torch.windows import CALL
 from layoutmap.testing.models.values import WIDTHS, Value
 
 _INPUTS = {"vector": 3, "sequence": 7, "image": 6, "volume": 2, "tokens": 5, "bag": 2}
@@ -82,14 +81,7 @@ def draw_model(choices: Choices) -> Model:
 
 
 class _TorchBuilder(ModelBuilder):
-    """A torch model or block under construction. Each layer of a chain is a module.
-
-    Args:
-        choices: Makes all choices.
-        favorites: Kinds of layers that are drawn more often.
-        is_chain: Whether each layer takes only the result of the layer before.
-        is_block: Whether it is a class inside of a model.
-    """
+    """A torch model, or a class inside of one, under construction. Each layer of a chain is a module."""
 
     favorite_weight = 30
 
@@ -242,12 +234,7 @@ class _TorchBuilder(ModelBuilder):
         return self._append_layer(kinds, (f"nn.Sequential({', '.join(modules)})", CALL, shape), value)
 
     def _draw_layer(self, shape: Shape, *, only_modules: bool) -> tuple[str, Drawing]:
-        """Draw a layer that accepts a shape.
-
-        Args:
-            shape: The input shape, without rows.
-            only_modules: Whether it must be a module that is called with one value, as in an `nn.Sequential`.
-        """
+        """Draw a layer for an input shape without rows, with `only_modules` one that fits into an `nn.Sequential`."""
         weights = {
             kind: weight
             for kind, (ranks, weight, _) in KINDS.items()

@@ -12,8 +12,14 @@ from typing import Any
 
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.torch.sequences import draw_attention, draw_recurrent
-from layoutmap.testing.models.torch.windows import CALL, draw_convolution, draw_pooling, draw_transposed
+from layoutmap.testing.models.torch.layers import (
+    CALL,
+    draw_attention,
+    draw_convolution,
+    draw_pooling,
+    draw_recurrent,
+    draw_transposed,
+)
 from layoutmap.testing.models.values import WIDTHS, find_divisors
 
 Drawing = tuple[str, str, Shape]

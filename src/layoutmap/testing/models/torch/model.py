@@ -64,24 +64,15 @@ class Part:
     """Lines of a class for one layer: lines of `__init__` and lines of `forward`.
 
     In lines and expressions, `{l3}` stands for the attribute of the part `l3`.
-
-    Args:
-        name: Its name.
-        kinds: The kind of the layer and those of its wrappers.
-        module: The expression of its module, parameter, or buffer. Empty: it has none.
-        setup: Further lines of `__init__`.
-        lines: The lines of `forward`.
-        value: The variable of the result.
-        shape: The shape of the result, without rows.
     """
 
     name: str
-    kinds: tuple[str, ...]
-    module: str
-    setup: tuple[str, ...]
-    lines: tuple[str, ...]
-    value: str
-    shape: Shape
+    kinds: tuple[str, ...]  # of the layer and its wrappers
+    module: str  # expression of a module, parameter, or buffer; empty: none
+    setup: tuple[str, ...]  # further lines of `__init__`
+    lines: tuple[str, ...]  # of `forward`
+    value: str  # variable of the result
+    shape: Shape  # of the result, without rows
 
     @property
     def is_module(self) -> bool:
@@ -97,21 +88,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Class:
-    """A subclass of `nn.Module`.
-
-    Args:
-        name: Its name.
-        style: `"attributes"`: each part is an attribute. `"list"` or `"dict"`: containers hold modules and parameters.
-        inputs: The arguments of `forward`.
-        parts: Its parts, in order.
-        outputs: The variables that `forward` returns.
-    """
+    """A subclass of `nn.Module`."""
 
     name: str
-    style: str
-    inputs: tuple[str, ...]
+    style: str  # "attributes", or "list" or "dict" of modules and of parameters
+    inputs: tuple[str, ...]  # arguments of `forward`
     parts: tuple[Part, ...]
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # variables that `forward` returns
 
     @cached_property
     def attributes(self) -> Mapping[str, str]:
@@ -187,19 +170,7 @@ def with_targets(inputs, targets):
 
 @dataclass(frozen=True)
 class Model:
-    """A torch model.
-
-    Args:
-        is_sequential: Whether it is an `nn.Sequential` of its parts, without a class.
-        inputs: Its inputs.
-        classes: Its classes, each after those that it uses. The last class is the model's.
-        outputs: Its outputs.
-        returns_loss: Whether a module around the model also takes the targets and returns loss and outputs, as models
-            of Hugging Face transformers do. The loss is then computed on sharded outputs.
-        hooks: Lines of `make_model` that register hooks on the gradient of a `weight`.
-        hooked: The first weight with hooks, and the step to the next one.
-        num_passes: The number of backward passes that accumulate gradients before a step.
-    """
+    """A torch model."""
 
     library: ClassVar[str] = "torch"
     imports: ClassVar[str] = """\
@@ -235,14 +206,15 @@ from layoutmap.adapters.torch import train_with
     float64_lines: ClassVar[str] = _IN_FLOAT64
     plan_inputs: ClassVar[str] = ""
 
-    is_sequential: bool
+    is_sequential: bool  # whether it is an `nn.Sequential` of its parts, without a class
     inputs: tuple[Value, ...]
-    classes: tuple[Class, ...]
+    classes: tuple[Class, ...]  # each after those that it uses; the last one is the model
     outputs: tuple[Value, ...]
+    # whether a wrapper takes targets and returns loss and outputs, as Hugging Face models do
     returns_loss: bool = False
-    hooks: tuple[str, ...] = ()
-    hooked: tuple[int, int] = (0, 1)
-    num_passes: int = 1
+    hooks: tuple[str, ...] = ()  # lines of `make_model` that register hooks on the gradient of a `weight`
+    hooked: tuple[int, int] = (0, 1)  # first weight with hooks, and the step to the next one
+    num_passes: int = 1  # backward passes that accumulate gradients before a step
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -272,11 +244,7 @@ from layoutmap.adapters.torch import train_with
         return f"with_targets([{inputs}], [{targets}])"
 
     def write_source(self, optimizer: str) -> str:
-        """Return the program of `make_model`, which returns the model with its loss and optimizer.
-
-        Args:
-            optimizer: The expression of the optimizer.
-        """
+        """Return the program of `make_model`, which returns the model with its loss and optimizer."""
         text = " ".join(part.module for module_class in self.classes for part in module_class.parts)
         custom = "".join(source for name, source in SOURCES.items() if f"{name}(" in text)
         *inner, net = self.classes

@@ -1,0 +1,55 @@
+"""Explain why a step was compiled again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from layoutmap.core.errors import shorten_repr
+
+
+class ProgramKey(NamedTuple):
+    """Facts for which a step was compiled.
+
+    Args:
+        names: Name of each array among the arguments.
+        avals: Shape and dtype of each.
+        shardings: Sharding of each.
+        static: Static arguments and leaves that are no arrays: name and value of each.
+    """
+
+    names: Sequence[str]
+    avals: Sequence[Any]
+    shardings: Sequence[Any]
+    static: Sequence[tuple[str, object]]
+
+
+def describe_change(before: ProgramKey, after: ProgramKey) -> str:
+    """Return the first difference between the arguments of two compilations.
+
+    Example:
+        >>> import numpy as np
+        >>> first = ProgramKey(["x"], [np.zeros(3)], [None], [])
+        >>> describe_change(first, first._replace(avals=[np.zeros(4)]))
+        'x: shape (3,) -> (4,)'
+    """
+    for (name, value), (other, new) in zip(before.static, after.static, strict=False):
+        if name == other and value != new:
+            return f"{name}: {shorten_repr(value)} -> {shorten_repr(new)}"
+    if list(before.names) != list(after.names):
+        added = [name for name in after.names if name not in before.names]
+        removed = [name for name in before.names if name not in after.names]
+        return "; ".join(
+            f"{what} {', '.join(names[:3])}{', ..' * (len(names) > 3)}"
+            for what, names in (("added", added), ("removed", removed))
+            if names
+        )
+    for name, old, new in zip(after.names, before.avals, after.avals, strict=True):
+        if old.shape != new.shape:
+            return f"{name}: shape {old.shape} -> {new.shape}"
+        if old.dtype != new.dtype:
+            return f"{name}: dtype {old.dtype} -> {new.dtype}"
+    for name, old, new in zip(after.names, before.shardings, after.shardings, strict=True):
+        if old != new:
+            return f"{name}: layout {getattr(old, 'spec', old)} -> {getattr(new, 'spec', new)}"
+    return "another structure of the arguments"

@@ -1,0 +1,141 @@
+"""`step.explain`: collectives, lines, and causes of a compiled step, next to an independent reader and to paper."""
+
+import inspect
+import json
+
+import hlo_proto
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import layoutmap as lm
+
+ROWS, WIDTH, HIDDEN, BLOCKS = 16, 64, 256, 2
+
+
+def make_blocks():
+    keys = jax.random.split(jax.random.key(0), 2 * BLOCKS)
+    return [
+        {
+            "up": jax.random.normal(keys[2 * i], (WIDTH, HIDDEN)),
+            "down": jax.random.normal(keys[2 * i + 1], (HIDDEN, WIDTH)),
+        }
+        for i in range(BLOCKS)
+    ]
+
+
+def compute_block(weights, x):
+    hidden = x @ weights["up"]  # up
+    return x + hidden @ weights["down"]  # down
+
+
+def find_line(mark):
+    """Return the line of `compute_block` that ends with a mark, as explanations write it."""
+    lines, first = inspect.getsourcelines(compute_block)
+    number = next(n for n, line in enumerate(lines) if line.rstrip().endswith(f"# {mark}"))
+    return f"test_jax_explained_step.py:{first + number}"
+
+
+def make_step(num=1, split=lambda x, num: lm.microbatches(x, num)):
+    @lm.jit_step(batch_dim="batch")
+    def step(params, x):
+        def compute_loss(params, x):
+            for weights in params:
+                x = compute_block(weights, x)
+            return (x**2).mean()
+
+        def add(sums, rows):
+            return jax.tree.map(jnp.add, sums, jax.grad(compute_loss)(params, rows)), None
+
+        sums, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), split(x, num))
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, sums)
+
+    return step
+
+
+@pytest.fixture(scope="module")
+def params():
+    rules = {r"\d+\.up": (None, "model"), r"\d+\.down": ("model", None)}
+    return lm.LayoutMap("batch=2,model=4", rules).build(make_blocks, library="jax")
+
+
+@pytest.fixture
+def x():
+    return np.ones((ROWS, WIDTH), np.float32)
+
+
+def test_bytes_are_those_of_the_second_reader(params, x):
+    """All collectives of the step, in a loop too, send what a reader of XLA's protobuf counts."""
+    for num in (1, 4):
+        step = make_step(num)
+        text = step.lower(params, x).compile().as_text()
+        assert sum(hlo_proto.sent_by_text(text, 8).values()) == step.explain(params, x).sent_bytes
+
+
+def test_products_are_those_on_paper(params, x):
+    """Each device computes its share, which is the products of a line divided by the number of devices."""
+    explanation = make_step().explain(params, x)
+    products = {each.line: each for each in explanation.products}
+    forward = 2 * ROWS * WIDTH * HIDDEN * BLOCKS
+    assert {find_line("up"), find_line("down")} == {*products}
+    assert 3 * forward / 8 == products[find_line("down")].flops == products[find_line("down")].ideal_flops
+    assert [] == [each for each in str(explanation).splitlines() if "its share," in each]
+
+
+@pytest.mark.filterwarnings("ignore:step. a scan goes over")
+def test_repeated_work_is_reported(params, x):
+    """Consecutive rows in a microbatch make all devices of the batch dim compute all rows."""
+    explanation = make_step(4, lambda x, num: x.reshape(num, -1, WIDTH)).explain(params, x)
+    assert {2.0} == {each.ratio for each in explanation.products}
+    assert f"{find_line('up')}: each device computes 2.0 times its share" in str(explanation)
+
+
+def test_causes_and_full_gathers(x):
+    """An all-gather names the weight that it gathers in full, and an all-reduce the weight whose gradient it sums."""
+    params = lm.LayoutMap("batch=8", {".*": ("batch", None)}).build(make_blocks, library="jax")
+    explanation = make_step().explain(params, x)
+    gathered = {each.cause for each in explanation.collectives if each.is_full_gather}
+    assert gathered <= {f"params[{n}]['{name}']" for n in range(BLOCKS) for name in ("up", "down")}
+    assert gathered
+    tx = optax.adam(1e-3)
+    layout_map = lm.LayoutMap("batch=2,model=4", {r"\d+\.up": (None, "model"), r"\d+\.down": ("model", None)})
+    params = layout_map.build(make_blocks, library="jax")
+
+    @lm.jit_step(batch_dim="batch", donate_argnums=(0, 1))
+    def step(params, state, x):
+        gradients = jax.grad(lambda params: (compute_block(params[0], x) ** 2).mean())(params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    causes = {
+        each.cause for each in step.explain(params, layout_map.build_optimizer(tx, params), x).collectives
+    }
+    assert {"state[0].mu[0]['up']", "state[0].mu[0]['down']"} <= causes
+
+
+def test_recompilations_have_their_reason(params, x):
+    """Each compilation after the first names the argument that changed."""
+
+    @lm.jit_step(batch_dim="batch", static_argnums=2)
+    def step(params, x, scale):
+        return (compute_block(params[0], x) * scale).sum()
+
+    for given in ((x, 1), (x[:8], 1), (x[:8], 2), (x[:8].astype(np.float16), 2)):
+        step(params, *given)
+    again = lm.dtensor.relayout(params[0]["up"], lm.Layout.replicated(lm.create_mesh("batch=2,model=4"), 2))
+    explanation = step.explain([{**params[0], "up": again}, *params[1:]], x[:8].astype(np.float16), 2)
+    first, second, third, fourth = explanation.recompilations
+    assert "x: shape (16, 64) -> (8, 64)" == first
+    assert "argument 2: 1 -> 2" == second
+    assert "x: dtype float32 -> float16" == third
+    assert fourth.startswith("params[0]['up']: layout ")
+
+
+def test_an_explanation_is_data_and_text(params, x):
+    """It can be written as JSON, and shown in a notebook."""
+    explanation = make_step().explain(params, x)
+    data = json.loads(json.dumps(explanation.to_json()))
+    assert explanation.sent_bytes == data["sent_bytes"] == sum(c["sent_bytes"] for c in data["collectives"])
+    assert explanation._repr_html_().startswith("<pre>step on batch=2, model=4: each device sends ")
