@@ -211,6 +211,19 @@ def test_what_is_on_no_mesh_is_said():
     assert "note: table: an array of numpy, which JAX copies to where it is used" in str(plan)
 
 
+def test_lint_reports_large_arrays_that_were_created_later():
+    """A cache above 1 MiB on one device, beside arrays on a mesh, is a finding. A small one is not."""
+    kernel = lm.dtensor.relayout(
+        np.ones((8, 16), np.float32), lm.Layout([None, "model"], lm.create_mesh("model=8"))
+    )
+    caches = {"small": jnp.zeros((8, 16)), "large": jnp.zeros((512, 513))}
+    findings = [
+        p for p in lm.inspect({"kernel": kernel, "caches": caches}).lint().problems if p.kind == "plain"
+    ]
+    assert ["caches.large"] == [problem.subject for problem in findings]
+    assert ("size", "1.0 MiB") in findings[0].facts
+
+
 def test_a_model_on_one_device_has_a_plan_of_one():
     """Whole programs without a mesh are on one device, and nothing is wrong with that."""
     plan = lm.inspect(make_state())

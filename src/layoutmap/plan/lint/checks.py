@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.specs import format_batch_dim
+from layoutmap.core.text_table import format_bytes
 from layoutmap.core.uneven import derive_layout, fit_layout
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.repeated import find_odd_blocks
@@ -20,6 +22,7 @@ from layoutmap.plan.lint.weights import (
 )
 from layoutmap.plan.problems import OF_RULES, Problem
 
+_LARGE_BYTES = 2**20  # of an array on one device: a smaller one is no matter
 _LEAST_SHARE = 0.05  # of what a device holds in weights: a smaller table is no matter
 
 
@@ -298,6 +301,20 @@ def _find_unused_rules(linted: Linted) -> Iterator[Problem]:
     return (problem for problem in linted.plan.problems if problem.kind in OF_RULES)
 
 
+def _find_large_unplaced_arrays(linted: Linted) -> Iterator[Problem]:
+    """Yield a problem for each large array that was created after the model was sharded, and stayed on one device."""
+    sizes = {a.variable.path: a.variable.global_bytes for a in linted.plan.assignments}
+    for problem in linted.plan.problems:
+        if problem.kind == "plain" and sizes.get(problem.subject, 0) > _LARGE_BYTES:
+            yield replace(
+                problem,
+                severity="warning",
+                facts=(*problem.facts, ("size", format_bytes(sizes[problem.subject]))),
+                why="the other arrays are on a mesh, so each device will receive all of it",
+                fix="create it in `make` of layout_map.build, or lay it out later: layout_map.apply(model)",
+            )
+
+
 CHECKS = (
     _find_unused_rules,
     _find_batch_dim_sums,
@@ -307,6 +324,7 @@ CHECKS = (
     _find_replicated_tables,
     _find_contradictions,
     _find_unused_dims,
+    _find_large_unplaced_arrays,
     find_odd_blocks,
 )
 
