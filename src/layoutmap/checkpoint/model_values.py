@@ -82,7 +82,11 @@ class ModelValues:
             if saved and (text := self._describe_difference(variable, saved))
         ]
         known = {saved.path for _, saved in found if saved}
-        unknown = [v for v, saved in found if saved is None and v.kind in kinds]
+        unknown = [
+            v
+            for v, saved in found
+            if saved is None and v.kind in kinds and not (self._renamed and self._renamed.is_left_out(v.path))
+        ]
         rest = [path for path, v in self.source.variables.items() if path not in known and v.kind in kinds]
         missing = unknown if self.missing == "error" else []
         extra = rest if self._extra == "error" else []

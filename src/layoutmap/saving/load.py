@@ -33,6 +33,7 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import label_processes
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.saving.load_states import check_data, choose_random_states, restore_data
+from layoutmap.saving.model_source import read_table
 from layoutmap.scope.owner import infer_library
 from layoutmap.scope.process_group import Group
 from layoutmap.scope.progress import Progress
@@ -72,7 +73,8 @@ def load(
         layout_map: The rules, for a function. They need not be those of the model that was saved.
         step: The step; `None`: the last one.
         names: What the model's variables are called there, where they have other names or axes: a table of the library,
-            such as `"llama"` for a folder of Hugging Face's, a YAML file, or a mapping from paths to names.
+            such as `"llama"` for a folder of Hugging Face's, a YAML file, or a mapping from paths to names. For an
+            existing model of transformers or peft, `"checkpoint"`: the names in its own files.
         optimizer: See `save`; it may be new, without slots. Or a function that makes it, which is called with the
             model: `lambda model: torch.optim.AdamW(model.parameters())`. What is returned then is a pair.
         data: What else goes on where it was: anything with `load_state_dict()` or `set_state()`, or the mapping of
@@ -136,7 +138,9 @@ def load(
     source = _open_source(directory, step, processes)
     if isinstance(source, StepSource):
         source.verifies, source.room = verify != "no", room_bytes
-    table = None if names is None else read_names(names)
+    table = (
+        None if names is None else read_names(names) if found is None else read_table(names, found, adapter)
+    )
     values = ModelValues(source, names=table, missing=missing, extra=extra, cast=cast)
     if isinstance(source, KerasWeights) and table is None:
         given = {"optimizer": optimizer, "data": data, "cast": cast or None}
