@@ -63,6 +63,10 @@ class ModelValues:
                 return self.source.variables[self._by_alias[path]]
         return None
 
+    def list_parts(self, saved: SavedVariable) -> list[str]:
+        """Return the names in the checkpoint of the tensors that make up a variable."""
+        return [saved.path] if self._renamed is None else self._renamed.list_parts(saved.path)
+
     def check(self, variables: Sequence[VariableSpec], kinds: Collection[Kind] = (Kind.WEIGHT,)) -> None:
         """Compare all variables of a model with the checkpoint, and raise once with all differences.
 

@@ -133,7 +133,7 @@ def load(
         adapter = require_capability(get_model_adapter(found), Keeping, "load")
         if inputs is not None:
             adapter.complete(found, (inputs,))
-        mesh = _find_model_mesh(adapter, found)
+        mesh = find_model_mesh(adapter, found)
     processes = Group(get_engine(adapter.engine_name), mesh)
     source = _open_source(directory, step, processes)
     if isinstance(source, StepSource):
@@ -152,7 +152,7 @@ def load(
         if layout_map is not None:
             found = build(model, layout_map, progress=progress, inputs=inputs, **options)
         return _load_keras_weights(found, source)
-    loading = _Loading(adapter, values, processes, progress, override)
+    loading = Loading(adapter, values, processes, progress, override)
     saved = loading.states.get("processes", [])
     place = processes.number, processes.count
     positions = [each["data"] for each in saved if "data" in each]
@@ -165,7 +165,7 @@ def load(
     random = choose_random_states([each.get("random", {}) for each in saved], *place)
     within = restore_data(adapter, processes, source.where, found, random, data, state)
     is_new = is_new and (made is None or callable(optimizer))
-    with nullcontext() if is_new or verify == "first" else _mark_partial_load():
+    with nullcontext() if is_new or verify == "first" else mark_partial_load():
         loaded = loading.put(found, made, is_new=is_new or verify != "first", within=within, random=random)
     values.close()
     if loading.unread and extra == "error":
@@ -259,7 +259,7 @@ def _format_step(source: Any) -> str:
 
 
 @contextmanager
-def _mark_partial_load() -> Generator[None]:
+def mark_partial_load() -> Generator[None]:
     """Add to checkpoint errors that the model may be loaded in part, since values were not checked before."""
     try:
         yield
@@ -269,7 +269,7 @@ def _mark_partial_load() -> Generator[None]:
 
 
 # New memory and a second copy take most of a load's time, so values go into the array's own memory (decisions/0127).
-class _Loading:
+class Loading:
     """A load into an existing model."""
 
     def __init__(
@@ -422,7 +422,7 @@ class _Loading:
 
 
 # A model may get its optimizer after the load, so the next `compile` restores the skipped slots (decisions/0081).
-def _report_unread(loading: _Loading, values: ModelValues, model: object) -> None:
+def _report_unread(loading: Loading, values: ModelValues, model: object) -> None:
     """Warn of saved slots that were not read, and read them once the model has an optimizer."""
     unread, where = tuple(loading.unread), values.source.where
 
@@ -474,7 +474,7 @@ def _is_slot(stored: Stored) -> bool:
     return stored.variable.kind is Kind.SLOT
 
 
-def _find_model_mesh(adapter: Keeping, model: object) -> Mesh | None:
+def find_model_mesh(adapter: Keeping, model: object) -> Mesh | None:
     """Return the mesh of an existing model, or `None` if it is on no mesh."""
     engine = get_engine(adapter.engine_name)
     layouts = (engine.get_layout(each.array) for each in adapter.list_stored_variables(model))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -90,9 +91,9 @@ def _convert_state(model: Any, state: dict[str, Any]) -> Mapping[str, torch.Tens
             fix='pass a table, such as names="llama", or leave names out',
         )
     try:
-        from transformers.core_model_loading import revert_weight_conversion
-        from transformers.modeling_utils import remove_tied_weights_from_state_dict
-    except ImportError as error:
+        revert = import_module("transformers.core_model_loading").revert_weight_conversion
+        remove_tied = import_module("transformers.modeling_utils").remove_tied_weights_from_state_dict
+    except (ImportError, AttributeError) as error:
         raise CheckpointError(
             f'names="checkpoint": transformers {transformers.__version__} is not supported',
             why=str(error),
@@ -100,8 +101,7 @@ def _convert_state(model: Any, state: dict[str, Any]) -> Mapping[str, torch.Tens
         ) from error
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
-    content: Any = revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
-    return content
+    return revert(model, remove_tied(state, model))
 
 
 class _Views(TorchDispatchMode):
@@ -118,7 +118,7 @@ def _find_axes(part: torch.Tensor, whole: torch.Tensor) -> str | None:
     Example:
         >>> whole = torch.empty(8, 6, 4, device="meta")
         >>> _find_axes(whole[1, 3:].T, whole)
-        'a1 a0 -> 1/8 (1/2 a0) a1'
+        'a0 a1 -> 1/8 (1/2 a1) a0'
     """
     offset = int(part.storage_offset())
     used: set[int] = set()

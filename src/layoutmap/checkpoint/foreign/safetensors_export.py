@@ -9,7 +9,7 @@ import numpy as np
 
 from layoutmap.checkpoint.dtypes import SAFETENSORS, get_numpy_dtype
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.checkpoint.storage import Storage
+from layoutmap.checkpoint.storage import FileMaker
 from layoutmap.checkpoint.writer import encode_header
 from layoutmap.core.blocks import Index, make_full_index
 from layoutmap.core.errors import CheckpointError
@@ -19,7 +19,7 @@ _BLOCK_BYTES = 1 << 26
 
 
 def write_variables(
-    storage: Storage,
+    storage: FileMaker,
     folder: str,
     source: Source,
     variables: Sequence[SavedVariable],
