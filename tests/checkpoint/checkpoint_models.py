@@ -27,8 +27,8 @@ OPTIONS = {
     "Llama": {"tie_word_embeddings": True},
 }
 RULES = {
-    r".*experts\.gate_up_proj": ("model", None, None),
-    r".*experts\.down_proj": (None, None, "model"),
+    r".*mlp\.experts\.gate_up_proj": ("model", None, None),
+    r".*mlp\.experts\.down_proj": (None, None, "model"),
     r".*embed_tokens\.weight": ("model", None),
     r".*(q|k|v|gate|up)_proj(\.base_layer)?\.weight": ("model", None),
     r".*(o|down)_proj\.weight": (None, "model"),
