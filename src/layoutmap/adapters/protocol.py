@@ -306,7 +306,7 @@ class Keeping(Building, Protocol):
         )
 
     def make_host_array(self, values: NumpyArray) -> Any:
-        """Return a numpy array as the array type that the library has on the host."""
+        """Return a numpy array, or its memory in the array type that the library has on the host."""
         return values
 
     def restore_variables(

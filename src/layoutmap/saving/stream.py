@@ -101,7 +101,7 @@ class Stream:
         self.checksums = {}
         with lead_others(source):
             for variable in variables:
-                values = named.read(variable.path)
+                values = np.array(named.read(variable.path))  # a copy, which the caller may keep and change
                 if self._since is not None:
                     self.checksums[variable.path] = checksum = compute_digest(values)
                     if self._since.get(variable.path) == checksum:

@@ -221,7 +221,7 @@ class TorchAdapter(Adapter):
 
     def make_host_array(self, values: NumpyArray) -> torch.Tensor:
         """Return a tensor on the host with the memory of a numpy array."""
-        return to_torch(values)
+        return to_torch(values, copy=False)
 
     def restore_variables(
         self,
