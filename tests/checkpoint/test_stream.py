@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import forked
@@ -17,8 +18,10 @@ from streams import SECONDS, exchange, join, parse, record, replay, send
 from streams import make as make_record
 
 import layoutmap as lm
+from layoutmap.adapters import get_model_adapter
 from layoutmap.checkpoint import model_values
 from layoutmap.core.errors import CheckpointError
+from layoutmap.engines import get_engine
 from layoutmap.saving import stream as stream_module
 
 PROCESSES = ("torch",)
@@ -60,6 +63,10 @@ def test_plain_transformers_reads_what_is_yielded(name, tmp_path):
         peft.set_peft_model_state_dict(other, found)
         expected = {n: t for n, t in model.state_dict().items() if "lora_" in n}
         assert_equal(expected, {n: t for n, t in other.state_dict().items() if "lora_" in n})
+        base = make("Llama", dtype=torch.bfloat16)  # plain transformers, which adds an adapter
+        base.load_adapter(peft_config=model.peft_config["default"], adapter_state_dict=dict(found))
+        layers = {n: t for n, t in base.state_dict().items() if "lora_" in n}
+        assert_equal({n.removeprefix("base_model.model."): t for n, t in expected.items()}, layers)
 
 
 def test_a_tied_weight_comes_once_and_arrays_are_copies():
@@ -68,6 +75,25 @@ def test_a_tied_weight_comes_once_and_arrays_are_copies():
     assert "lm_head.weight" not in found
     found["model.norm.weight"].zero_()
     assert model.model.norm.weight.any()
+
+
+@pytest.mark.parametrize("names", [None, "checkpoint"])
+def test_one_variable_is_gathered_at_a_time(names, monkeypatch):
+    """The one before is gone when the next one is gathered, unless the caller keeps it."""
+    model, gathered = make("Mixtral"), []
+    own = type(get_engine("torch")).to_numpy
+
+    def gather(self, array):
+        assert not any(each() is not None for each in gathered)
+        values = own(self, array).copy()
+        gathered.append(weakref.ref(values))
+        return values
+
+    monkeypatch.setattr(type(get_engine("torch")), "to_numpy", gather)
+    for _ in lm.stream(model, names=names):
+        pass
+    record(lm.stream(model, names=names))
+    assert len(gathered) == 2 * len(get_model_adapter(model).list_stored_variables(model))
 
 
 def test_only_what_has_changed_is_yielded():

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from layoutmap.adapters.options import ScopeOptions, check_names
-from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.mesh import Mesh

@@ -17,9 +17,8 @@ import select
 import time
 import zlib
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -46,35 +45,6 @@ _FILE_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _POLL_SECONDS = 0.02
 
 
-class Link(Protocol):
-    """A connection to one other process, which sends or receives streams."""
-
-    def open_stream(self, begin: Begin) -> AbstractContextManager[tuple[FileMaker, str]]:
-        """Open a context that yields a storage and a folder for the files, and waits for the answer in the end.
-
-        Raises:
-            CheckpointError: The receiver refuses the stream, has ended, or does not answer in time.
-        """
-        ...
-
-    def receive_begin(self) -> Begin:
-        """Return the first record of the next stream."""
-        ...
-
-    def receive_files(self, begin: Begin, spool: Path) -> Path:
-        """Return the folder of all files of the stream, once they are there and their checksums are right.
-
-        Args:
-            begin: The first record.
-            spool: An empty folder for files that are not in a folder yet.
-        """
-        ...
-
-    def answer(self, error: str = "") -> None:
-        """Tell the sender that all values are in place, or the error that has prevented it."""
-        ...
-
-
 # A blocked write would hide a receiver that has refused or hangs, so `poll` waits for all ends (decisions/0246).
 class PipeLink:
     """A socket or a pair of pipes.
@@ -94,7 +64,11 @@ class PipeLink:
 
     @contextlib.contextmanager
     def open_stream(self, begin: Begin) -> Generator[tuple[FileMaker, str]]:
-        """Send the records of a stream, and wait for the answer."""
+        """Open a context that yields a storage and a folder for files, sends these, and then waits for the answer.
+
+        Raises:
+            CheckpointError: The receiver refuses the stream, has ended, or does not answer in time.
+        """
         self._token, number = begin.token, 0
 
         def send(kind: Record, payload: bytes | memoryview) -> None:
@@ -115,13 +89,18 @@ class PipeLink:
             self._receive_answer()
 
     def receive_begin(self) -> Begin:
-        """Receive the first record."""
+        """Return the first record of the next stream."""
         begin = parse_begin(read_record(self._read, 0, [Record.BEGIN], self._where)[1], self._where)
         self._token = begin.token
         return begin
 
     def receive_files(self, begin: Begin, spool: Path) -> Path:
-        """Write the files of the stream into the spool."""
+        """Return the folder of all files of the stream, once they are there and their checksums are right.
+
+        Args:
+            begin: The first record.
+            spool: An empty folder for files that are not in a folder yet.
+        """
         free = LocalStorage(spool).free_bytes()
         if free is not None and free < begin.sent_bytes:
             raise CheckpointError(
@@ -151,7 +130,7 @@ class PipeLink:
         return spool
 
     def answer(self, error: str = "") -> None:
-        """Send the answer."""
+        """Tell the sender that all values are in place, or the error that has prevented it."""
         payload = make_answer(self._token, error)
         with self._make_nonblocking():
             self._write(make_record(Record.ANSWER, 0, payload) + payload, is_sending=False)
@@ -321,6 +300,9 @@ class FolderLink:
                 why=f"the system says: {error.strerror or error}",
                 fix="name a folder that both processes see, and may write",
             ) from error
+
+
+Link = PipeLink | FolderLink
 
 
 class _RecordFiles(FileMaker):

@@ -112,7 +112,7 @@ def check_answer(payload: bytes, token: str, where: str) -> None:
         raise CheckpointError(
             f"{where}: the receiver refuses the weights",
             facts={"it says": answer.error},
-            why="it has found an error before it changed its model",
+            why="its model has the old weights, unless it says otherwise",
             fix="correct that, and open a new connection",
         )
 

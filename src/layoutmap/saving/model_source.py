@@ -58,6 +58,7 @@ class ModelSource(Source):
             self.variables[variable.path] = SavedVariable(
                 variable.path, variable.shape, variable.dtype, variable.kind, variable.aliases
             )
+        self._numbers = {path: number for number, path in enumerate(self._arrays)}
 
     def read_in_all(self) -> None:
         """Read in every process from now on. All must read the same variables in the same order."""
@@ -83,7 +84,7 @@ class ModelSource(Source):
         path = variable.path
         if self._last is None or self._last[0] != path:
             self._last = None
-            self._announce([*self._arrays].index(path))
+            self._announce(self._numbers[path])
             self._last = path, self._engine.to_numpy(self._arrays[path])
         return self._last[1][wanted]
 

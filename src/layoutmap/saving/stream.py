@@ -111,8 +111,7 @@ class Stream:
     def write(self, sink: object, *, timeout_seconds: float = 600.0) -> None:
         """Send all weights to `receive` in another process, and wait until its model has them.
 
-        In several processes the first one sends, and the others pass any sink. A variable that is not larger than
-        64 MiB is sent from its gathered values.
+        In several processes the first one sends, and the others pass any sink.
 
         Args:
             sink: A connected socket, a pair of pipes `(reader, writer)`, or a folder that both processes see. The

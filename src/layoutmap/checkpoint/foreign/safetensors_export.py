@@ -54,6 +54,7 @@ def write_variables(
                 for index in _split_rows(variable):
                     values = np.ascontiguousarray(source.read(variable.path, index))
                     sink.write(values.reshape(-1).view(np.uint8).data)
+                    del values  # else it would be in memory beside the next variable
                 weight_map[variable.path] = name
                 progress(variable.path)
     if len(files) > 1:
