@@ -48,18 +48,20 @@ def record(stream):
         data = bytearray()
 
         def read():
-            while (
-                not data.endswith(bytes(4)) or parse(data)[-1][0] != "end"
-            ):  # END has no payload, nor a checksum
-                data.extend(there.recv(1 << 20))
-                if len(parse(data)) and parse(data)[-1][0] == "end":
-                    break
+            while not (found := parse(data)) or found[-1][0] != "end":
+                part = there.recv(1 << 20)
+                if not part:  # the sender has failed
+                    return
+                data.extend(part)
             there.sendall(make(6, 0, b'{"token":"","error":""}'))
 
         reader = threading.Thread(target=read)
         reader.start()
-        stream.write(here, timeout_seconds=SECONDS)
-        reader.join()
+        try:
+            stream.write(here, timeout_seconds=SECONDS)
+        finally:
+            here.shutdown(socket.SHUT_RDWR)
+            reader.join()
     return bytes(data), parse(data)
 
 

@@ -96,6 +96,20 @@ def test_a_damaged_stream_changes_no_model(kind: str) -> None:
         assert_equal(before, read(model))
 
 
+def test_a_compiled_model_keeps_its_optimizer() -> None:
+    """Slots are no weights: they are not sent, and those of the receiver are as they were."""
+    trainer, sampler = make_keras(0), make_keras(1)
+    for model in (trainer, sampler):
+        model.compile("adam", "mse")
+        model.train_on_batch(np.ones((2, 8), "float32"), np.ones((2, 4), "float32"))
+    slots = [np.asarray(each) for each in sampler.optimizer.variables]
+    send(lm.stream(trainer), sampler)
+    assert_equal(read(trainer), read(sampler))
+    assert all(
+        np.array_equal(one, each) for one, each in zip(slots, sampler.optimizer.variables, strict=True)
+    )
+
+
 def test_arrays_are_copies() -> None:
     """A consumer that changes what it got changes no weight."""
     model = make_keras(0)
