@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from layoutmap.saving.export import export
     from layoutmap.saving.load import load
     from layoutmap.saving.manager import CheckpointManager
+    from layoutmap.saving.receive import receive
     from layoutmap.saving.save import save
+    from layoutmap.saving.stream import stream
 
     DVariable: Any  # a class of an engine; even for types, nothing here needs its framework
 
@@ -90,11 +92,13 @@ __all__ = [
     "lower_step",
     "microbatches",
     "plan",
+    "receive",
     "save",
     "scope",
     "search",
     "simulate_devices",
     "step_cost",
+    "stream",
 ]
 
 _LATE = {
@@ -114,7 +118,9 @@ _LATE = {
     "load": "layoutmap.saving.load",
     "lower_step": "layoutmap.cost.lower_step",
     "step_cost": "layoutmap.cost.lower_step",
+    "receive": "layoutmap.saving.receive",
     "save": "layoutmap.saving.save",
+    "stream": "layoutmap.saving.stream",
     "SearchResult": "layoutmap.cost.layout_map_search",
     "search": "layoutmap.cost.layout_map_search",
 }

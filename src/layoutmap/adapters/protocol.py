@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from layoutmap.adapters.options import ScopeOptions, check_names
+from layoutmap.core.errors import CheckpointError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
@@ -287,6 +288,25 @@ class Keeping(Building, Protocol):
             CheckpointError: The optimizer is none that the library knows, not of this model, or another than was saved.
         """
         ...
+
+    def list_checkpoint_names(self, model: Any) -> list[tuple[str, list[tuple[str, str]]]]:
+        """Return the names and axes of each variable in the checkpoint format of the model's own library.
+
+        Returns:
+            Pairs of a path and of (name, axes) as in a name table. A variable that the format leaves out has none.
+
+        Raises:
+            CheckpointError: The library has no such format, or it computes values.
+        """
+        raise CheckpointError(
+            f'names="checkpoint": {type(model).__name__} has no checkpoint format',
+            why="only models of transformers and peft tell the names in their checkpoints",
+            fix='pass a table, such as names="llama", or leave names out',
+        )
+
+    def make_host_array(self, values: NumpyArray) -> Any:
+        """Return a numpy array, or its memory in the array type that the library has on the host."""
+        return values
 
     def restore_variables(
         self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from layoutmap.checkpoint.foreign import load_writer
-from layoutmap.checkpoint.name_tables import read_names
+from layoutmap.checkpoint.name_tables import NameTable, read_names
 from layoutmap.checkpoint.renamed_source import rename_source
 from layoutmap.checkpoint.source import Source
 from layoutmap.checkpoint.storage import LocalStorage, make_token
@@ -26,7 +26,7 @@ def export_source(
     directory: str | os.PathLike[str],
     *,
     format: str = "safetensors",
-    names: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    names: NameTable | str | os.PathLike[str] | Mapping[str, Any] | None = None,
     max_shard_bytes: int = MOST_BYTES,
     progress: Callable[[str], object] | None = None,
 ) -> str:
@@ -59,7 +59,7 @@ def export_source(
         )
     write = load_writer(format)
     if names is not None:
-        source = rename_source(source, read_names(names))
+        source = rename_source(source, names if isinstance(names, NameTable) else read_names(names))
     variables = [v for v in source.variables.values() if v.kind in (Kind.WEIGHT, Kind.STATE)]
     target = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
     _check_target(target, sum(each.global_bytes for each in variables))

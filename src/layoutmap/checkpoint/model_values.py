@@ -63,6 +63,10 @@ class ModelValues:
                 return self.source.variables[self._by_alias[path]]
         return None
 
+    def list_parts(self, saved: SavedVariable) -> list[str]:
+        """Return the names in the checkpoint of the tensors that make up a variable."""
+        return [saved.path] if self._renamed is None else self._renamed.list_parts(saved.path)
+
     def check(self, variables: Sequence[VariableSpec], kinds: Collection[Kind] = (Kind.WEIGHT,)) -> None:
         """Compare all variables of a model with the checkpoint, and raise once with all differences.
 
@@ -82,7 +86,11 @@ class ModelValues:
             if saved and (text := self._describe_difference(variable, saved))
         ]
         known = {saved.path for _, saved in found if saved}
-        unknown = [v for v, saved in found if saved is None and v.kind in kinds]
+        unknown = [
+            v
+            for v, saved in found
+            if saved is None and v.kind in kinds and not (self._renamed and self._renamed.is_left_out(v.path))
+        ]
         rest = [path for path, v in self.source.variables.items() if path not in known and v.kind in kinds]
         missing = unknown if self.missing == "error" else []
         extra = rest if self._extra == "error" else []

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
@@ -119,13 +119,17 @@ class NameTable:
     Args:
         where: The table, as messages name it.
         entries: Its lines.
+        exact: Lines by full path, for a table of one model.
     """
 
     where: str
     entries: tuple[Renaming, ...]
+    exact: Mapping[str, Renaming] = field(default_factory=dict[str, Renaming])
 
     def find(self, path: str) -> tuple[Renaming, tuple[str, ...]] | None:
         """Return the line with the longest match for a path of the model, and the texts for its stars."""
+        if path in self.exact:
+            return self.exact[path], ()
         found = [
             (size, -number, entry, stars)
             for number, entry in enumerate(self.entries)
@@ -200,6 +204,22 @@ def read_names(names: str | os.PathLike[str] | Mapping[str, Any]) -> NameTable:
             f"map {_LEFT} to a name",
         )
     return NameTable(where, tuple(_read_entries(where, text, cast("dict[str, Any]", entries))))
+
+
+def make_model_table(where: str, names: Iterable[tuple[str, Sequence[tuple[str, str]]]]) -> NameTable:
+    """Return the table of one model from the names and axes of each of its variables.
+
+    Args:
+        where: The table, as messages name it.
+        names: Pairs of a path and of (name, axes). A variable without any is not stored.
+    """
+    lines: dict[str, Renaming] = {}
+    for path, parts in names:
+        sides = [(name, *parse_axes(axes)) for name, axes in parts]
+        lines[path] = Renaming(
+            Template(path), tuple(Piece(Template(n), there, ours) for n, there, ours in sides)
+        )
+    return NameTable(where, (), lines)
 
 
 def _find_folder() -> Any:

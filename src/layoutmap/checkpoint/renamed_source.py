@@ -79,9 +79,18 @@ class RenamedSource(Source):
                 continue
             entry, stars = found
             names = [self._find_name(piece, stars) for piece in entry.pieces]
-            if all(name in self._source.variables for name in names):
+            if names and all(name in self._source.variables for name in names):
                 self._add_checked(path, tuple(shape), list(zip(names, entry.pieces, strict=True)))
                 return
+
+    def is_left_out(self, path: str) -> bool:
+        """Return whether the table says that a variable of the model is not stored."""
+        line = self._names.find(path)
+        return line is not None and not line[0].pieces
+
+    def list_parts(self, path: str) -> list[str]:
+        """Return the tensors of the source that a variable consists of."""
+        return [part.name for part in self._from[path]] if path in self._from else [path]
 
     def check_once(self, paths: Iterable[str]) -> None:
         """Raise if two variables of a model read the same tensor or the same part.

@@ -36,7 +36,15 @@ class Sink(Protocol):
     ) -> None: ...
 
 
-class Storage(Protocol):
+class FileMaker(Protocol):
+    """Place where files are created."""
+
+    def create(self, folder: str, name: str) -> Sink:
+        """Open a new file for writing."""
+        ...
+
+
+class Storage(FileMaker, Protocol):
     """Folder of steps. A step exists once `commit` has returned."""
 
     where: str
@@ -78,10 +86,6 @@ class Storage(Protocol):
 
     def delete(self, step: int) -> None:
         """Delete a step, even after an interrupt. A missing step is no error."""
-        ...
-
-    def create(self, folder: str, name: str) -> Sink:
-        """Open a new file for writing."""
         ...
 
     def remove(self, folder: str, name: str) -> None:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-import numpy as np
-
-from layoutmap.adapters import Keeping, get_model_adapter, require_capability
 from layoutmap.checkpoint.export import MOST_BYTES, export_source
 from layoutmap.checkpoint.foreign import open_source
-from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.core.blocks import Index, NumpyArray
-from layoutmap.core.errors import CheckpointError
-from layoutmap.engines import get_engine
+from layoutmap.checkpoint.source import Source
+from layoutmap.saving.model_source import ModelSource, read_table
 
 
 def export(
@@ -43,7 +37,8 @@ def export(
         step: The step of a checkpoint; `None`: the last one.
         format: The format of the files, a key of `layoutmap.checkpoint.foreign.WRITERS`.
         names: What the variables are called in the files: a table of the library, such as `"llama"`, a YAML file, or a
-            mapping from paths to names; see `load`. `None`: their paths.
+            mapping from paths to names; see `load`. `"checkpoint"`: what transformers or peft call them in the files of
+            `save_pretrained`, where experts and fused weights are separate. `None`: their paths.
         max_shard_bytes: The size of a file, in bytes, unless one tensor is larger. One file is `model.safetensors`;
             several are `model-00001-of-00002.safetensors` and so on, with `model.safetensors.index.json`.
         progress: Called with the name of each tensor when it is written.
@@ -68,69 +63,15 @@ def export(
     if isinstance(model, str | os.PathLike):
         source: Source = open_source(os.fspath(cast("str | os.PathLike[str]", model)), step)
         return export_source(source, directory, format=format, **options)
-    values = _Values(model)
+    values = ModelSource(model, "export")
     if not values.is_first:
         values.follow_first()
         return os.path.abspath(os.path.expanduser(os.fspath(directory)))
-    end = _FAILED
+    is_complete = False
     try:
+        options["names"] = read_table(names, model, values.adapter)
         folder = export_source(values, directory, format=format, **options)
-        end = _WRITTEN
+        is_complete = True
         return folder
     finally:
-        values.announce(end)
-
-
-_WRITTEN, _FAILED, _ASKS = -1, -2, -3
-
-
-class _Values(Source):
-    """Source of a model's values. It caches the last variable, since blocks of one are read in a row.
-
-    In several processes the first one announces the number of each variable that it reads, and all gather it.
-    """
-
-    def __init__(self, model: object):
-        adapter = require_capability(get_model_adapter(model), Keeping, "export")
-        self._engine = get_engine(adapter.engine_name)
-        self._arrays: dict[str, Any] = {}
-        self._last: tuple[str, NumpyArray] | None = None
-        self._gather: Callable[[NumpyArray], NumpyArray] | None = None
-        self.is_first = True
-        super().__init__(type(model).__name__, {})
-        for stored in adapter.list_stored_variables(model, None):
-            variable = stored.variable
-            layout = self._engine.get_layout(stored.array)
-            if layout is not None:
-                mesh = self._engine.bind(layout.mesh)
-                if len(mesh.local_device_ids) < mesh.size and self._gather is None:
-                    self._gather = functools.partial(self._engine.all_gather, mesh=mesh)
-                    self.is_first = 0 in mesh.local_device_ids
-            self._arrays[variable.path] = stored.array
-            self.variables[variable.path] = SavedVariable(
-                variable.path, variable.shape, variable.dtype, variable.kind, variable.aliases
-            )
-
-    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
-        path = variable.path
-        if self._last is None or self._last[0] != path:
-            self._last = None
-            self.announce([*self._arrays].index(path))
-            self._last = path, self._engine.to_numpy(self._arrays[path])
-        return self._last[1][wanted]
-
-    def announce(self, number: int) -> int:
-        """Return the number that the first process announces: of a variable, or how the export has ended."""
-        return number if self._gather is None else int(self._gather(np.array(number)).max())
-
-    def follow_first(self) -> None:
-        """Gather the variables that the first process reads, until it has ended."""
-        arrays = [*self._arrays.values()]
-        while (number := self.announce(_ASKS)) >= 0:
-            self._engine.to_numpy(arrays[number])
-        if number == _FAILED:
-            raise CheckpointError(
-                "export: the first process could not write the files",
-                why="its own error says what it lacks",
-                fix="see the error of the first process",
-            )
+        values.finish(is_complete=is_complete)

@@ -33,6 +33,7 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import label_processes
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.saving.load_states import check_data, choose_random_states, restore_data
+from layoutmap.saving.model_source import read_table
 from layoutmap.scope.owner import infer_library
 from layoutmap.scope.process_group import Group
 from layoutmap.scope.progress import Progress
@@ -72,7 +73,8 @@ def load(
         layout_map: The rules, for a function. They need not be those of the model that was saved.
         step: The step; `None`: the last one.
         names: What the model's variables are called there, where they have other names or axes: a table of the library,
-            such as `"llama"` for a folder of Hugging Face's, a YAML file, or a mapping from paths to names.
+            such as `"llama"` for a folder of Hugging Face's, a YAML file, or a mapping from paths to names. For an
+            existing model of transformers or peft, `"checkpoint"`: the names in its own files.
         optimizer: See `save`; it may be new, without slots. Or a function that makes it, which is called with the
             model: `lambda model: torch.optim.AdamW(model.parameters())`. What is returned then is a pair.
         data: What else goes on where it was: anything with `load_state_dict()` or `set_state()`, or the mapping of
@@ -131,12 +133,14 @@ def load(
         adapter = require_capability(get_model_adapter(found), Keeping, "load")
         if inputs is not None:
             adapter.complete(found, (inputs,))
-        mesh = _find_model_mesh(adapter, found)
+        mesh = find_model_mesh(adapter, found)
     processes = Group(get_engine(adapter.engine_name), mesh)
     source = _open_source(directory, step, processes)
     if isinstance(source, StepSource):
         source.verifies, source.room = verify != "no", room_bytes
-    table = None if names is None else read_names(names)
+    table = (
+        None if names is None else read_names(names) if found is None else read_table(names, found, adapter)
+    )
     values = ModelValues(source, names=table, missing=missing, extra=extra, cast=cast)
     if isinstance(source, KerasWeights) and table is None:
         given = {"optimizer": optimizer, "data": data, "cast": cast or None}
@@ -148,7 +152,7 @@ def load(
         if layout_map is not None:
             found = build(model, layout_map, progress=progress, inputs=inputs, **options)
         return _load_keras_weights(found, source)
-    loading = _Loading(adapter, values, processes, progress, override)
+    loading = Loading(adapter, values, processes, progress, override)
     saved = loading.states.get("processes", [])
     place = processes.number, processes.count
     positions = [each["data"] for each in saved if "data" in each]
@@ -161,7 +165,7 @@ def load(
     random = choose_random_states([each.get("random", {}) for each in saved], *place)
     within = restore_data(adapter, processes, source.where, found, random, data, state)
     is_new = is_new and (made is None or callable(optimizer))
-    with nullcontext() if is_new or verify == "first" else _mark_partial_load():
+    with nullcontext() if is_new or verify == "first" else mark_partial_load():
         loaded = loading.put(found, made, is_new=is_new or verify != "first", within=within, random=random)
     values.close()
     if loading.unread and extra == "error":
@@ -255,7 +259,7 @@ def _format_step(source: Any) -> str:
 
 
 @contextmanager
-def _mark_partial_load() -> Generator[None]:
+def mark_partial_load() -> Generator[None]:
     """Add to checkpoint errors that the model may be loaded in part, since values were not checked before."""
     try:
         yield
@@ -265,7 +269,7 @@ def _mark_partial_load() -> Generator[None]:
 
 
 # New memory and a second copy take most of a load's time, so values go into the array's own memory (decisions/0127).
-class _Loading:
+class Loading:
     """A load into an existing model."""
 
     def __init__(
@@ -418,7 +422,7 @@ class _Loading:
 
 
 # A model may get its optimizer after the load, so the next `compile` restores the skipped slots (decisions/0081).
-def _report_unread(loading: _Loading, values: ModelValues, model: object) -> None:
+def _report_unread(loading: Loading, values: ModelValues, model: object) -> None:
     """Warn of saved slots that were not read, and read them once the model has an optimizer."""
     unread, where = tuple(loading.unread), values.source.where
 
@@ -470,7 +474,7 @@ def _is_slot(stored: Stored) -> bool:
     return stored.variable.kind is Kind.SLOT
 
 
-def _find_model_mesh(adapter: Keeping, model: object) -> Mesh | None:
+def find_model_mesh(adapter: Keeping, model: object) -> Mesh | None:
     """Return the mesh of an existing model, or `None` if it is on no mesh."""
     engine = get_engine(adapter.engine_name)
     layouts = (engine.get_layout(each.array) for each in adapter.list_stored_variables(model))

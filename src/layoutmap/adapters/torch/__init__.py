@@ -16,6 +16,7 @@ from layoutmap.adapters import random_states
 from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.protocol import Adapter, Saved, ScopeContext, Stored
 from layoutmap.adapters.torch import module_hooks
+from layoutmap.adapters.torch.checkpoint_names import list_checkpoint_names
 from layoutmap.adapters.torch.checkpoints import (
     list_slots,
     list_stored,
@@ -43,6 +44,7 @@ from layoutmap.core.errors import ScopeError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch.deferred_init import FakeTensorMode
 from layoutmap.engines.torch.devices import convert_device_type
+from layoutmap.engines.torch.element_types import to_torch
 from layoutmap.engines.torch.gather import find_fully_sharded_dims
 from layoutmap.engines.torch.modes import list_dispatch_modes
 
@@ -212,6 +214,14 @@ class TorchAdapter(Adapter):
         if optimizer is None and training.make_optimizer is not None and saved is not None and saved.slots:
             optimizer = get_optimizer(model)  # before its first step there is none to take the saved slots
         return list_stored(model, optimizer or training.optimizer, saved)
+
+    def list_checkpoint_names(self, model: Any) -> list[tuple[str, list[tuple[str, str]]]]:
+        """Return the names and axes of a model's variables in its Hugging Face checkpoint."""
+        return list_checkpoint_names(unwrap_compiled(model), self.list_stored_variables(model))
+
+    def make_host_array(self, values: NumpyArray) -> torch.Tensor:
+        """Return a tensor on the host with the memory of a numpy array."""
+        return to_torch(values, copy=False)
 
     def restore_variables(
         self,

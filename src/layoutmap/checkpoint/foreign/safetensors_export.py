@@ -9,7 +9,7 @@ import numpy as np
 
 from layoutmap.checkpoint.dtypes import SAFETENSORS, get_numpy_dtype
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.checkpoint.storage import Storage
+from layoutmap.checkpoint.storage import FileMaker
 from layoutmap.checkpoint.writer import encode_header
 from layoutmap.core.blocks import Index, make_full_index
 from layoutmap.core.errors import CheckpointError
@@ -19,7 +19,7 @@ _BLOCK_BYTES = 1 << 26
 
 
 def write_variables(
-    storage: Storage,
+    storage: FileMaker,
     folder: str,
     source: Source,
     variables: Sequence[SavedVariable],
@@ -54,6 +54,7 @@ def write_variables(
                 for index in _split_rows(variable):
                     values = np.ascontiguousarray(source.read(variable.path, index))
                     sink.write(values.reshape(-1).view(np.uint8).data)
+                    del values  # else it would be in memory beside the next variable
                 weight_map[variable.path] = name
                 progress(variable.path)
     if len(files) > 1:

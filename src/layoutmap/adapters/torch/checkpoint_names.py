@@ -1,0 +1,140 @@
+"""Find the names, shapes, and axes that a model of transformers or peft has in its Hugging Face checkpoint.
+
+transformers stacks experts and fuses weights after it reads a checkpoint, and reverts that to save. The reverted
+tensors are views of the model's tensors, except for copies that make a view contiguous. So strides tell which part of
+which tensor each of them is.
+
+The names of transformers that are no part of its documentation, all in this file; tested on transformers 5.24:
+
+transformers.core_model_loading     revert_weight_conversion(model, state_dict)
+transformers.modeling_utils         remove_tied_weights_from_state_dict(state_dict, model)
+PreTrainedModel                     _keys_to_ignore_on_save
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layoutmap.adapters.protocol import Stored
+from layoutmap.core.errors import CheckpointError
+from layoutmap.engines.torch.element_types import find_torch_dtype
+from layoutmap.engines.torch.storages import get_storage_key
+
+TESTED = "5.24"
+
+
+def list_checkpoint_names(model: Any, stored: Sequence[Stored]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return, for each variable, the names in the checkpoint and how the axes of each correspond to the variable's.
+
+    Args:
+        model: A model of transformers or peft.
+        stored: Its variables.
+
+    Returns:
+        Pairs of a path and of (name, axes), such as `("experts.0.w1.weight", "a b -> 0/8 (0/2 a) b")`. A variable that
+        the checkpoint does not contain has none.
+
+    Raises:
+        CheckpointError: The model is of another library, or a tensor of its checkpoint is no part of one variable.
+    """
+    empty: dict[str, torch.Tensor] = {}
+    paths: dict[int, tuple[str, torch.Tensor]] = {}
+    for each in stored:
+        variable = each.variable
+        dtype = find_torch_dtype(variable.dtype, variable.path)
+        tensor = torch.empty(variable.shape, dtype=dtype, device="meta")
+        paths[get_storage_key(tensor)] = variable.path, tensor
+        empty |= dict.fromkeys((variable.path, *variable.aliases), tensor)
+    with _Views():
+        content = _convert_state(model, dict(empty))
+    names: dict[str, list[tuple[str, str]]] = {each.variable.path: [] for each in stored}
+    for name, tensor in content.items():
+        path, own = paths.get(get_storage_key(tensor), ("", tensor))
+        axes = _find_axes(tensor, own) if path else None
+        if axes is None:
+            raise CheckpointError(
+                f"{name}: which part of the model it is cannot be told",
+                facts={"shape": (*tensor.shape,), "model": type(model).__name__},
+                why="transformers joins it from several variables, or computes it",
+                fix="call save_pretrained, or pass names= with a table of your own",
+            )
+        names[path].append((name, axes))
+    sizes = dict.fromkeys(names, 0)
+    for tensor in content.values():
+        sizes[paths[get_storage_key(tensor)][0]] += tensor.numel()
+    for path, tensor in paths.values():
+        if sizes[path] not in (0, tensor.numel()):
+            raise CheckpointError(
+                f"{path}: its checkpoint has only a part of it",
+                facts={"shape": (*tensor.shape,), "names": ", ".join(name for name, _ in names[path][:3])},
+                why="transformers pads or repeats it after a load",
+                fix="call save_pretrained, or pass names= with a table of your own",
+            )
+    return [*names.items()]
+
+
+def _convert_state(model: Any, state: dict[str, Any]) -> Mapping[str, torch.Tensor]:
+    """Return the tensors that a model's own library saves for a state, by name."""
+    peft, transformers = sys.modules.get("peft"), sys.modules.get("transformers")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        return peft.get_peft_model_state_dict(model, state_dict=state)
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        raise CheckpointError(
+            f'names="checkpoint": {type(model).__name__} has no checkpoint format',
+            why="only models of transformers and peft tell the names in their checkpoints",
+            fix='pass a table, such as names="llama", or leave names out',
+        )
+    try:
+        revert = import_module("transformers.core_model_loading").revert_weight_conversion
+        remove_tied = import_module("transformers.modeling_utils").remove_tied_weights_from_state_dict
+    except (ImportError, AttributeError) as error:
+        raise CheckpointError(
+            f'names="checkpoint": transformers {transformers.__version__} is not supported',
+            why=str(error),
+            fix=f'pip install "transformers=={TESTED}.*", or pass names= with a table of your own',
+        ) from error
+    for name in model._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    return revert(model, remove_tied(state, model))
+
+
+class _Views(TorchDispatchMode):
+    """Mode in which `contiguous` returns a view, so that its strides remain those of the model's tensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.ops.aten.clone.default else func(*args, **kwargs or {})
+
+
+# Views move values and compute none, so strides give a name table that reads both ways and by blocks (decisions/0245).
+def _find_axes(part: torch.Tensor, whole: torch.Tensor) -> str | None:
+    """Return the correspondence of the axes of a view and of a contiguous tensor, or `None` if there is none.
+
+    Example:
+        >>> whole = torch.empty(8, 6, 4, device="meta")
+        >>> _find_axes(whole[1, 3:].T, whole)
+        'a0 a1 -> 1/8 (1/2 a1) a0'
+    """
+    offset = int(part.storage_offset())
+    used: set[int] = set()
+    ours: list[str] = []
+    for size, stride in zip(whole.shape, whole.stride(), strict=True):
+        start, offset = divmod(offset, stride)
+        fits = [n for n in range(part.ndim) if n not in used and part.stride(n) == stride]
+        found = next((n for n in fits if part.shape[n] == size), next(iter(fits), None))
+        length = 1 if found is None else part.shape[found]
+        if not length or size % length or start % length or part.dtype != whole.dtype:
+            return None
+        name = [] if found is None else [f"a{found}"]
+        number = [f"{start // length}/{size // length}"] if length < size or not name else []
+        text = " ".join([*number, *name])
+        ours.append(f"({text})" if number and name else text)
+        used |= set() if found is None else {found}
+    if len(used) < part.ndim:
+        return None
+    return f"{' '.join(f'a{n}' for n in range(part.ndim))} -> {' '.join(ours)}"

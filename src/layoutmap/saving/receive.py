@@ -1,0 +1,304 @@
+"""Receive weights that another process streams, and put all of them into a model at once: `receive`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from layoutmap.adapters import Keeping, find_adapter, get_adapter, get_model_adapter, require_capability
+from layoutmap.checkpoint.export import MOST_BYTES
+from layoutmap.checkpoint.foreign.safetensors import Safetensors
+from layoutmap.checkpoint.foreign.safetensors_export import write_variables
+from layoutmap.checkpoint.links import Link, open_link
+from layoutmap.checkpoint.model_values import ModelValues
+from layoutmap.checkpoint.name_tables import NameTable
+from layoutmap.checkpoint.source import SavedVariable, Source
+from layoutmap.checkpoint.storage import LocalStorage
+from layoutmap.checkpoint.stream_records import Begin, make_damage_error
+from layoutmap.core.blocks import Index, NumpyArray
+from layoutmap.core.errors import CheckpointError, LayoutMapWarning
+from layoutmap.core.users_line import find_user_stacklevel
+from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.engines import get_engine
+from layoutmap.saving.load import Loading, find_model_mesh, mark_partial_load
+from layoutmap.saving.model_source import ModelSource, Names, read_table, select_weights
+from layoutmap.saving.stream import compute_digest, lead_others
+from layoutmap.scope.process_group import Group
+
+_KINDS = Kind.WEIGHT, Kind.STATE
+
+
+def receive(
+    model: Any,
+    source: object,
+    *,
+    names: Names = None,
+    cast: bool = False,
+    library: str | None = None,
+    spool: str | None = None,
+    timeout_seconds: float = 600.0,
+) -> Any:
+    """Receive the weights that `stream(...).write` sends, and put all of them into a model at once.
+
+    All parts arrive, their checksums are compared, and names, shapes, and types are compared with the model before it
+    changes. An interrupt waits until all weights are in their places. Then the sender gets an answer.
+
+    If several processes share the model, all of them call this. The first one reads, and the others pass any source.
+
+    Args:
+        model: A model of any library, in any layouts. Or a function such as an engine's `load_weights`, which is called
+            with an iterable of names and arrays after all of them have arrived.
+        source: The other end of the sender's sink: a connected socket, a pair of pipes `(reader, writer)`, or the
+            folder.
+        names: What the model's variables are called in the stream; see `load`. `"checkpoint"`: as in the Hugging Face
+            checkpoint of a model of transformers or peft.
+        cast: Whether values are converted to the element types of the model.
+        library: For a function: the library of the arrays, such as `"torch"`. `None`: numpy.
+        spool: The folder for weights that arrive over a pipe or socket, which need as much space as in the stream. All
+            processes of the model must see it. `None`: the system's folder for temporary files.
+        timeout_seconds: How long the sender may do nothing.
+
+    Returns:
+        The model; a copy with the new weights if it cannot be changed, as pytrees. For a function, what it returns.
+
+    Raises:
+        CheckpointError: A part is missing or damaged, names, shapes, or types differ from those of the model, or
+            the sender has ended. The model is as it was. The sender gets the message.
+
+    Example:
+        >>> import concurrent.futures, keras, layoutmap as lm, socket
+        >>> def make_model():
+        ...     return keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="d1")])
+        >>> trainer, sampler = make_model(), make_model()
+        >>> here, there = socket.socketpair()
+        >>> with here, there, concurrent.futures.ThreadPoolExecutor() as threads:
+        ...     sent = threads.submit(lm.stream(trainer).write, here)
+        ...     lm.receive(sampler, there) is sampler
+        True
+    """
+    if find_adapter(model) is None and callable(model):
+        return _call_function(model, open_link(source, timeout_seconds), library, spool)
+    adapter = require_capability(get_model_adapter(model), Keeping, "receive")
+    processes = Group(get_engine(adapter.engine_name), find_model_mesh(adapter, model))
+    table = read_table(names, model, adapter)
+    variables = [each.variable for each in adapter.list_stored_variables(model)]
+    with ExitStack() as after_answer, ExitStack() as stack:
+
+        def receive_parts() -> list[str]:
+            if processes.number:
+                return []
+            link = open_link(source, timeout_seconds)
+            stack.enter_context(_answer_sender(link))
+            room = stack.enter_context(_open_room(spool))
+
+            def check(begin: Begin) -> None:
+                try:
+                    ModelValues(_Received(begin), names=table, cast=cast).check(variables, _KINDS)
+                except CheckpointError as error:
+                    raise CheckpointError(
+                        "receive: the weights are not those of this model",
+                        facts=error.facts,
+                        why="names, shapes, or element types differ; nothing has been changed",
+                        fix="stream such a model, pass the table of its names as names=, or pass cast=True",
+                    ) from error
+
+            return [str(room), str(_receive_parts(link, room, check))]
+
+        own = json.dumps(processes.agreed(receive_parts, "receive"))
+        room, folder = map(Path, json.loads(processes.texts(own)[0]))
+        received = processes.agreed(lambda: _Received(_read_begin(room), folder), "receive")
+        values = ModelValues(received, names=table, cast=cast)
+        only = None
+        if received.unchanged:
+            values.check(variables, _KINDS)
+            only, kept = _find_changes(values, variables, received.unchanged)
+            _store_unchanged(model, table, received.unchanged, kept, room / "kept")
+            processes.agreed(lambda: received.add_files(room / "kept"), "receive")
+
+        # All values are verified now, so only an interrupt could leave a mixture of old and new ones (decisions/0246).
+        @contextmanager
+        def put_all() -> Generator[None]:
+            after_answer.enter_context(_defer_interrupts())
+            with mark_partial_load():
+                yield
+
+        loading = Loading(adapter, values, processes, None, None)
+        return loading.put(model, None, is_new=False, within=put_all(), only=only)[0]
+
+
+class _Received(Source):
+    """Weights of a stream after its files have arrived.
+
+    Args:
+        begin: The first record of the stream.
+        folder: The folder of its files; `None`: there are no values yet.
+
+    Attributes:
+        unchanged: Checksums of the weights that are not in the files.
+    """
+
+    def __init__(self, begin: Begin, folder: Path | None = None):
+        super().__init__("the received weights", {each.path: each for each in begin.list_variables()})
+        self.unchanged = begin.unchanged
+        self._files: dict[str, Safetensors] = {}
+        if folder is not None:
+            self.add_files(folder)
+            sent = {v for v in begin.list_variables() if v.path not in begin.unchanged}
+            found = {v for file in self._files.values() for v in file.variables.values()}
+            if wrong := {replace(v, aliases=()) for v in sent} ^ found:
+                path = min(v.path for v in wrong)
+                raise make_damage_error(
+                    self.where, f"{path:.200} is missing, or not as the stream announced it"
+                )
+
+    def add_files(self, folder: Path) -> None:
+        """Read the variables in the files of a folder from there."""
+        file = Safetensors(folder)
+        self._files |= dict.fromkeys(file.variables, file)
+
+    def iterate(self) -> Iterator[tuple[str, NumpyArray]]:
+        """Yield each weight that has arrived."""
+        for name, file in self._files.items():
+            yield name, file.read(name)
+
+    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+        return self._files[variable.path].read(variable.path, wanted)
+
+    def _check(self, variable: SavedVariable, wanted: Index) -> None:
+        """Do nothing, since the checksums of the files are right."""
+
+
+def _call_function(function: Callable[..., Any], link: Link, library: str | None, spool: str | None) -> Any:
+    """Receive weights and pass them to a function."""
+    adapter = require_capability(get_adapter(library), Keeping, "receive") if library else None
+    with _answer_sender(link), _open_room(spool) as room:
+        folder = _receive_parts(link, room, lambda begin: None)
+        weights = _Received(_read_begin(room), folder).iterate()
+        return function(weights if adapter is None else ((n, adapter.make_host_array(v)) for n, v in weights))
+
+
+def _receive_parts(link: Link, room: Path, check: Callable[[Begin], None]) -> Path:
+    """Return the folder of the files that have arrived. Store the first record in the room.
+
+    Args:
+        link: The connection.
+        room: An empty folder.
+        check: Raises if the stream cannot be used, before its files are read.
+    """
+    begin = link.receive_begin()
+    check(begin)
+    (room / "begin").write_bytes(msgspec.json.encode(begin))
+    (room / "files").mkdir()
+    folder = link.receive_files(begin, room / "files")
+    _Received(begin, folder)
+    return folder
+
+
+def _read_begin(room: Path) -> Begin:
+    return msgspec.json.decode((room / "begin").read_bytes(), type=Begin)
+
+
+def _find_changes(
+    values: ModelValues, variables: Iterable[VariableSpec], unchanged: Collection[str]
+) -> tuple[set[str], list[str]]:
+    """Return the paths of variables that change, and the unchanged names that are parts of these."""
+    changed: set[str] = set()
+    kept: dict[str, None] = {}
+    for variable in variables:
+        saved = values.find(variable)
+        parts = [] if saved is None else values.list_parts(saved)
+        if saved is not None and not all(part in unchanged for part in parts):
+            changed.add(saved.path)
+            kept |= dict.fromkeys(part for part in parts if part in unchanged)
+    return changed, list(kept)
+
+
+def _store_unchanged(
+    model: object, table: NameTable | None, unchanged: Mapping[str, str], kept: Sequence[str], folder: Path
+) -> None:
+    """Compare the model's values with the checksums of weights that were not sent, and store some of them.
+
+    Raises:
+        CheckpointError: A value differs, since the model has missed an earlier stream.
+    """
+    source = ModelSource(model, "receive")
+    if not source.is_first:
+        source.follow_first()
+        return
+    named, _ = select_weights(source, table)
+    with lead_others(source):
+        for name, checksum in unchanged.items():
+            if compute_digest(named.read(name)) != checksum:
+                raise CheckpointError(
+                    f"{name}: it was not sent as it has not changed, but the model has another value",
+                    why="the model has missed an earlier stream, has changed since, or has another element type",
+                    fix="send all weights: since={}",
+                )
+        folder.mkdir()
+        write_variables(LocalStorage(folder), "", named, [named[name] for name in kept], MOST_BYTES, str)
+
+
+@contextmanager
+def _open_room(spool: str | None) -> Generator[Path]:
+    """Open a temporary folder."""
+    try:
+        room = tempfile.TemporaryDirectory(prefix="layoutmap-", dir=spool)
+    except OSError as error:
+        raise CheckpointError(
+            f"spool={spool!r}: no folder can be created there",
+            why=f"the system says: {error.strerror or error}",
+            fix="name a folder that exists and can be written",
+        ) from error
+    with room:
+        yield Path(room.name)
+
+
+@contextmanager
+def _answer_sender(link: Link) -> Generator[None]:
+    """Tell the sender whether the block has raised."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(CheckpointError):
+            link.answer(str(error) or repr(error))
+        raise
+    try:
+        link.answer()
+    except CheckpointError as error:
+        warning = LayoutMapWarning(
+            "receive: the sender does not know that the weights have arrived",
+            facts={"answer": error.what},
+            why="the model has the new weights, and the sender has ended",
+            fix="see the output of the sender",
+        )
+        warnings.warn(warning, stacklevel=find_user_stacklevel())
+
+
+@contextmanager
+def _defer_interrupts() -> Generator[None]:
+    """Handle signals that would raise in the block at its end."""
+    if threading.current_thread() is not threading.main_thread():  # others get no signals
+        yield
+        return
+    pending: list[int] = []
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    own = {number: handler for number, handler in handlers.items() if callable(handler)}
+    try:
+        for number in own:
+            signal.signal(number, lambda number, _: pending.append(number))
+        yield
+    finally:
+        for number, handler in own.items():
+            signal.signal(number, handler)
+        for number in pending:
+            signal.raise_signal(number)

@@ -1,0 +1,166 @@
+"""Stream the weights of a model to an inference engine or to another process: `stream`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any, Literal
+
+import numpy as np
+
+from layoutmap.checkpoint.foreign.safetensors_export import write_variables
+from layoutmap.checkpoint.links import open_link
+from layoutmap.checkpoint.stream_records import Begin, Entry
+from layoutmap.core.blocks import NumpyArray
+from layoutmap.core.errors import CheckpointError
+from layoutmap.saving.model_source import ModelSource, Names, read_table, select_weights
+
+_LEAST_FILE_BYTES = 1 << 30
+_MOST_FILES = 256  # since a receiver has all of them open
+
+
+def stream(
+    model: object,
+    *,
+    names: Names = None,
+    processes: Literal["all", "first"] = "all",
+    since: Mapping[str, str] | None = None,
+) -> Stream:
+    """Return the weights of a model one after the other, for an inference engine or for another process.
+
+    Each weight is gathered when it is its turn, so a process has one unsharded variable at a time, and what the caller
+    keeps. Moving statistics are weights here. Random states and optimizer slots are left out. A tied weight comes once.
+
+    If several processes share the model, all of them iterate, or all of them call `write`.
+
+    Args:
+        model: A model of any library.
+        names: What the variables are called. `None`: their paths. `"checkpoint"`: as in the Hugging Face checkpoint of
+            a model of transformers or peft, with separate experts, and the adapters alone for peft. Or a table, as in
+            `load`, such as `"llama"`.
+        processes: Which processes an iteration yields to: `"all"`, or the `"first"`, while the others yield nothing.
+        since: The `checksums` of an earlier stream: only weights that differ from them are yielded or sent. `{}`: all,
+            and checksums are computed. `None`: all, without checksums.
+
+    Returns:
+        An iterable of names and arrays: `torch.Tensor` on the host for a torch model, else `numpy.ndarray`. It can be
+        iterated again after an update of the model.
+
+    Raises:
+        CheckpointError: The table has no line for a variable, or the model has no checkpoint format.
+        RuleError: The table cannot be read.
+
+    Example:
+        >>> import keras, layoutmap as lm
+        >>> layout_map = lm.LayoutMap(lm.create_mesh("model=4"), {r".*\\.kernel": (None, "model")})
+        >>> model = layout_map.build(lambda: keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="d1")]))
+        >>> for name, array in lm.stream(model):
+        ...     print(name, array.shape)
+        d1.kernel (8, 16)
+        d1.bias (16,)
+        >>> weights = lm.stream(model, since={})
+        >>> len(dict(weights)), len(dict(lm.stream(model, since=weights.checksums)))
+        (2, 0)
+    """
+    if processes not in ("all", "first"):
+        raise CheckpointError(
+            f"processes={processes!r}: this is not one of the choices",
+            why="it is one of 'all', 'first'",
+            fix='leave processes out, or pass processes="first"',
+        )
+    return Stream(model, names, processes, since)
+
+
+class Stream:
+    """Weights of a model by name. See `stream`.
+
+    Attributes:
+        checksums: The checksum of each weight, after an iteration or `write` with `since`.
+    """
+
+    def __init__(self, model: object, names: Names, processes: str, since: Mapping[str, str] | None):
+        self._model = model
+        self._in_all = processes == "all"
+        self._since = since
+        self.checksums: dict[str, str] = {}
+        source = ModelSource(model, "stream")
+        self._adapter = source.adapter
+        self._table = read_table(names, model, source.adapter)
+        select_weights(source, self._table)  # raises before an iteration
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """Gather and yield each weight. All processes of the model must iterate, to the end."""
+        source = ModelSource(self._model, "stream")
+        if self._in_all:
+            source.read_in_all()
+        elif not source.is_first:
+            source.follow_first()
+            return
+        named, variables = select_weights(source, self._table)
+        self.checksums = {}
+        with lead_others(source):
+            for variable in variables:
+                values = np.array(named.read(variable.path))  # a copy, which the caller may keep and change
+                if self._since is not None:
+                    self.checksums[variable.path] = checksum = compute_digest(values)
+                    if self._since.get(variable.path) == checksum:
+                        continue
+                yield variable.path, self._adapter.make_host_array(values)
+
+    def write(self, sink: object, *, timeout_seconds: float = 600.0) -> None:
+        """Send all weights to `receive` in another process, and wait until its model has them.
+
+        In several processes the first one sends, and the others pass any sink.
+
+        Args:
+            sink: A connected socket, a pair of pipes `(reader, writer)`, or a folder that both processes see. The
+                library opens no port. A socket or pipe is used through its file descriptor, and stays open.
+            timeout_seconds: How long the receiver may do nothing. It must cover the time that it needs to put the
+                weights into its model.
+
+        Raises:
+            CheckpointError: The receiver has refused the weights, has ended, or does not answer in time; or a value
+                cannot be read. In several processes each of them raises it.
+        """
+        source = ModelSource(self._model, "stream")
+        if not source.is_first:
+            source.follow_first()
+            return
+        named, variables = select_weights(source, self._table)
+        with lead_others(source):
+            link = open_link(sink, timeout_seconds)
+            since = self._since or {}
+            digests = (
+                ()
+                if self._since is None
+                else ((v.path, compute_digest(named.read(v.path))) for v in variables)
+            )
+            checksums = dict(digests)
+            unchanged = {path: each for path, each in checksums.items() if since.get(path) == each}
+            begin = Begin({v.path: Entry(v.dtype, v.shape, v.aliases) for v in variables}, unchanged)
+            most = max(_LEAST_FILE_BYTES, begin.sent_bytes // _MOST_FILES)
+            sent = [v for v in variables if v.path not in unchanged]
+            with link.open_stream(begin) as (storage, folder):
+                write_variables(storage, folder, named, sent, most, str)
+            self.checksums = checksums
+
+
+# A weight that stays stale by a collision would never be seen, so 32 bits are too few (decisions/0246).
+def compute_digest(values: NumpyArray) -> str:
+    """Return a checksum of the values of one variable, to find changes."""
+    return blake2b(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, digest_size=16).hexdigest()
+
+
+@contextmanager
+def lead_others(source: ModelSource) -> Generator[None]:
+    """Let the other processes gather each variable that this one reads in the block."""
+    is_complete = False
+    try:
+        yield
+        is_complete = True
+    except GeneratorExit:  # the caller wants no more
+        is_complete = True
+        raise
+    finally:
+        source.finish(is_complete=is_complete)
