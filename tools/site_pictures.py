@@ -112,7 +112,8 @@ def draw_text(lines: list[str], title: str, scheme: str) -> str:
         for number, line in enumerate(lines)
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
+        f'width="{width:.0f}" height="{height}" role="img" '
         f'font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" font-size="{FONT}">\n'
         f"<title>{html.escape(title)}</title>\n"
         f'<rect x="0.5" y="0.5" width="{width - 1:.0f}" height="{height - 1}" rx="6" '
