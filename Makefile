@@ -50,8 +50,9 @@ check-proto: $(VENV)/.proto ## Fail if layout_pb2.py is not what `make proto` ma
 works: $(VENV)/.all ## Write the tables of what works, from the results of the contract tests
 	$(BIN)/python tools/works.py
 
-pictures: $(VENV)/.all ## Make the README's picture anew, from a real plan, in Debian's chromium
+pictures: $(VENV)/.all ## Make the pictures of the README and the site anew, from real output; needs Debian's chromium
 	$(BIN)/python tools/pictures.py
+	$(BIN)/python tools/site_pictures.py
 
 notebooks: $(VENV)/.all ## Run the notebooks of the documentation, and write what they show
 	PYTHONPATH=tests $(BIN)/python tests/test_notebooks.py

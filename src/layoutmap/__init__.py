@@ -25,6 +25,7 @@ from layoutmap.scope.devices import create_mesh, simulate_devices
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import apply, build, layout_map_scope, plan, scope
+from layoutmap.scope.suggest import suggest
 
 if TYPE_CHECKING:
     from layoutmap import dtensor
@@ -99,6 +100,7 @@ __all__ = [
     "simulate_devices",
     "step_cost",
     "stream",
+    "suggest",
 ]
 
 _LATE = {

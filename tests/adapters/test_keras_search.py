@@ -7,11 +7,11 @@ import keras
 import pytest
 
 import layoutmap as lm
-from layoutmap.cost.search.experts import choose_preset, make_expert_maps
+from layoutmap.cost.search.experts import make_expert_maps
 from layoutmap.cost.search.options import get_specs, list_grids
 from layoutmap.cost.search.space import Model, Space
 from layoutmap.plan.planner import make_table
-from layoutmap.rules import zoo
+from layoutmap.rules import presets, zoo
 
 
 @pytest.mark.long
@@ -26,7 +26,7 @@ def test_written_rules_give_the_layouts_that_were_chosen(name):
     plan = lm.plan(lambda: known.make(dtype="bfloat16"), lm.LayoutMap("data=64"), library="keras")
     model, chance = Model(tuple(a.variable for a in plan.assignments)), random.Random(0)
     for grid in list_grids(64, 64, 8):
-        preset = choose_preset(model, grid)
+        preset = presets.find_matching_preset([group.paths[0] for group in model.groups])
         assert known.preset == preset
         also = [(expert.layouts, expert.blocks) for expert in make_expert_maps(model, grid, preset)]
         for tied in (True, False):

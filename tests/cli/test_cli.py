@@ -276,6 +276,27 @@ def test_diff_fails_when_something_moves(capsys):
     assert out.endswith("\n3 changes; per device 304 B -> 576 B\n")
 
 
+def test_suggested_rules_are_written_and_read(folder, capsys):
+    """Each rule has its reason as a comment, and a plan with the file has no problems."""
+    code, out, _ = run(capsys, "suggest", "cli_models:make", "--mesh", "batch=2,model=4")
+    run(capsys, "suggest", "cli_models:make", "--mesh", "batch=2,model=4", "-o", "suggested.yaml")
+
+    assert (0, out) == (code, (folder / "suggested.yaml").read_text())
+    assert "# Suggested for cli_models:make, if batches are sharded over batch." == out.splitlines()[0]
+    assert 3 == out.count("\n  # ") == len(lm.LayoutMap.from_yaml(out))
+    for command in ("plan", "lint"):
+        assert 0 == run(capsys, command, "cli_models:make", "--rules", "suggested.yaml")[0]
+
+
+def test_a_published_model_is_suggested_its_preset(folder, capsys):
+    """The dims of the mesh may have any names. An incomplete plan is refused, as by all commands."""
+    code, out, _ = run(capsys, "suggest", "keras_hub:llama3_8b", "--mesh", "data=8,tp=8")
+    preset = lm.LayoutMap.preset("llama", lm.Mesh(None, "data=8,tp=8"), model_dim="tp")
+
+    assert (0, preset.rules) == (code, lm.LayoutMap.from_yaml(out).rules)
+    assert 2 == run(capsys, "suggest", "cli_models:make_lazily", "--mesh", "model=4")[0]
+
+
 HELP = {
     ("--help",): """\
 usage: layoutmap [-h] [--version] COMMAND ...
@@ -284,6 +305,7 @@ See where every weight of a model is placed, before a byte is allocated.
 
 positional arguments:
   COMMAND
+    suggest   Write a first rules file for a model, with the reason for each rule as a comment.
     plan      Print the plan of a model: every variable with its layout and bytes, and all
               problems.
     inspect   Print the plan of a model that a function makes and lays out, in whatever way: read

@@ -30,7 +30,7 @@ def folder(tmp_path):
     [
         (
             "layoutmap ",
-            "checkpoint completion devices diff explain guard inspect lint plan presets schema search selftest",
+            "checkpoint completion devices diff explain guard inspect lint plan presets schema search selftest suggest",
         ),
         ("layoutmap pl", "plan"),
         ("layoutmap plan m:f --ba", "--backend --batch-dim"),

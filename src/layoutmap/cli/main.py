@@ -1,4 +1,4 @@
-"""The command line: `layoutmap plan | inspect | guard | explain | lint | diff | search | checkpoint | ...`.
+"""The command line: `layoutmap suggest | plan | inspect | guard | explain | lint | diff | search | checkpoint | ...`.
 
 A model is named as `package.module:function`: a function without arguments that makes and returns it, found from the
 current folder; or it is one that `layoutmap presets` lists. Nothing of it is allocated, and no device is needed.
@@ -49,6 +49,7 @@ from layoutmap.cli.plans import add_model_options, count_rules, make_plans, make
 from layoutmap.cli.search import add_search_options, run_search_command
 from layoutmap.cli.selftest import add_selftest_options, run_selftest_command
 from layoutmap.cli.sizes import parse_size
+from layoutmap.cli.suggest import add_suggest_options, run_suggest_command
 from layoutmap.cli.syntax import translate_to_yaml
 from layoutmap.cli.users_code import UsersCodeError
 from layoutmap.core.errors import LayoutMapError, format_count
@@ -58,6 +59,7 @@ from layoutmap.rules.yaml_file import read_schema
 from layoutmap.scope.plan import Plan
 
 _EXAMPLES = r"""examples:
+  layoutmap suggest my_models:make_llama --mesh batch=2,model=4 -o rules.yaml     a first rules file, with reasons
   layoutmap plan my_models:make_llama --rules rules.yaml --mesh batch=2,model=4
   layoutmap plan my_models:make_llama --rules rules.yaml --inputs "int32[8,128]" --optimizer adamw --strict
   layoutmap plan my_models:make_llama --rules rules.yaml --optimizer adamw --device-memory 80GiB
@@ -162,6 +164,12 @@ def _make_parser() -> argparse.ArgumentParser:
             )
         return made
 
+    suggest = add_command(
+        "suggest",
+        run_suggest_command,
+        "Write a first rules file for a model, with the reason for each rule as a comment.",
+    )
+    add_suggest_options(suggest)
     plan = add_command(
         "plan",
         _run_plan,

@@ -149,7 +149,7 @@ def make_plans(names: Sequence[str], options: Any) -> list[Plan]:
     # Files first: planning a model takes minutes, and a misspelled file name should fail before that.
     read = {name: check_complete(read_plan(name), name, options) for name in names if _is_file(name)}
     return [
-        read[name] if name in read else check_complete(_plan_model(name, options), name, options)
+        read[name] if name in read else check_complete(plan_model(name, options), name, options)
         for name in names
     ]
 
@@ -198,7 +198,14 @@ def load_model_function(name: str, options: Any) -> tuple[Callable[[], Any], str
     return import_function(*parse_function_name(name)), options.library
 
 
-def _plan_model(name: str, options: Any) -> Plan:
+def plan_model(name: str, options: Any, layout_map: LayoutMap | None = None) -> Plan:
+    """Return the plan of a model that a command names.
+
+    Args:
+        name: The model, as `package.module:function` or as a published one.
+        options: The options of `add_model_options`.
+        layout_map: The rules; `None`: those that the options name.
+    """
     inputs = parse_inputs(options.inputs)
     if options.backend:
         os.environ["KERAS_BACKEND"] = options.backend
@@ -207,10 +214,12 @@ def _plan_model(name: str, options: Any) -> Plan:
     mesh = Mesh(None, options.mesh) if options.mesh else None
     known = find_published_model(name)
     parse_function_name(name)  # raises before files are read
-    layout_map = choose_preset(options, mesh, known)
+    by = ""
+    if layout_map is None:
+        layout_map = choose_preset(options, mesh, known)
+        by = f" by preset {known.preset!r}" if known and not (options.rules or options.preset) else ""
     if layout_map is None:
         layout_map = read_rules(options.rules, mesh) if options.rules else LayoutMap(mesh)
-    by = f" by preset {known.preset!r}" if known and not (options.rules or options.preset) else ""
     print_text(f"layoutmap: planning {name}{by}", sys.stderr)
     with users_code(name, choose_backend="add --backend {}"):
         make_model, library = load_model_function(name, options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from layoutmap.core.errors import RuleError, shorten_repr
@@ -46,12 +46,14 @@ class Rule:
         pattern: The regex.
         layout: The layout it gives.
         uneven: What happens to an axis that does not divide.
+        reason: Why the rule gives this layout; empty if nobody says. It is no part of the rule's value.
     """
 
     number: int
     pattern: str
     layout: Layout
     uneven: Uneven = "error"
+    reason: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"rule {self.number}  {self.pattern}"

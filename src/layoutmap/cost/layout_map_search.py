@@ -22,7 +22,7 @@ from layoutmap.cost.lower_step import LoweredStep, lower_step
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import find_machine
 from layoutmap.cost.plan_cost import choose_compiler, choose_target
-from layoutmap.cost.search.experts import ExpertMap, choose_preset, make_expert_map, make_expert_maps
+from layoutmap.cost.search.experts import ExpertMap, make_expert_map, make_expert_maps
 from layoutmap.cost.search.figure_cache import FigureCache
 from layoutmap.cost.search.finalists import choose_compiled, choose_fitting, extend_search
 from layoutmap.cost.search.loop import Candidate, Evaluate, Figures, Outcome
@@ -39,6 +39,7 @@ from layoutmap.cost.search.space import Model, find_blocks
 from layoutmap.cost.table import StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.rules.near_misses import find_nearest
+from layoutmap.rules.presets import find_matching_preset
 from layoutmap.rules.rule_set import RuleSet, read_mesh
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
@@ -383,7 +384,8 @@ def _list_expert_maps(
 ) -> list[ExpertMap]:
     found: list[ExpertMap] = []
     for grid in meshes:
-        preset = None if kept is not None or grid.model is None else choose_preset(model, grid)
+        can_use_preset = kept is None and grid.model is not None
+        preset = find_matching_preset([group.paths[0] for group in model.groups]) if can_use_preset else None
         found += make_expert_maps(model, grid, preset)
         if start is not None:
             found.append(make_expert_map("start", model, grid, start))

@@ -46,7 +46,7 @@ def make_group_rules(
     for specs, groups in by_specs.items():
         wanted = {path for paths in groups for path in paths}
         unwanted = {path for path, owner in owners.items() if owner not in wanted}
-        for pattern in _merge_patterns(_find_pattern_parts(paths, unwanted) for paths in groups):
+        for pattern in merge_patterns(_find_pattern_parts(paths, unwanted) for paths in groups):
             matched = {owner for path, owner in owners.items() if re.match(pattern, path)} & wanted
             if matched:  # a rule before it may be for all of them, by another of their paths
                 rules[pattern] = specs
@@ -66,13 +66,13 @@ def _find_pattern_parts(paths: Sequence[str], unwanted: set[str]) -> tuple[str, 
         regex = make_path_regex([".".join(each[-length:]) for each in split])
         if _is_only_for(start + regex, unwanted):
             return (start, *regex[:-1].split(r"\."))
-    for regex in (make_path_regex(paths), _match_numbers(paths)):
+    for regex in (make_path_regex(paths), match_numbers(paths)):
         if _is_only_for(regex, unwanted):
             return ("", *regex[:-1].split(r"\."))
     return ("", f"({'|'.join(map(re.escape, paths))})")
 
 
-def _match_numbers(paths: Sequence[str]) -> str:
+def match_numbers(paths: Sequence[str]) -> str:
     """Return a pattern that matches only the numbers that occur in these paths, each at its position."""
     columns = iter([list(dict.fromkeys(column)) for column in zip(*map(_NUMBER.findall, paths), strict=True)])
     return _NUMBER.sub(lambda _: _join_alternatives(next(columns)), re.escape(paths[0])) + "$"
@@ -87,8 +87,12 @@ def _is_only_for(pattern: str, unwanted: Iterable[str]) -> bool:
     return not any(compiled.match(path) for path in unwanted)
 
 
-def _merge_patterns(patterns: Iterable[tuple[str, ...]]) -> list[str]:
-    """Return patterns as texts, merging those that differ in one part."""
+def merge_patterns(patterns: Iterable[tuple[str, ...]]) -> list[str]:
+    """Return patterns as texts, merging those that differ in one part.
+
+    Args:
+        patterns: For each pattern the text before its parts, and its parts.
+    """
     rows = list(dict.fromkeys(patterns))
     for place in range(-1, -max(map(len, rows), default=0), -1):
         groups: dict[tuple[str, ...], list[str]] = {}

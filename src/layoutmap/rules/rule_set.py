@@ -150,6 +150,7 @@ class RuleSet(Rules):
                 uneven=self.uneven,
                 uneven_rules=self._list_uneven_rules(),
                 rest=self.rest,
+                reasons={rule.pattern: rule.reason for rule in self.rules if rule.reason},
             )
         )
 
@@ -224,9 +225,9 @@ class RuleSet(Rules):
     def _from_fields(cls, fields: yaml_file.RulesFields, mesh: Mesh | None) -> Self:
         made = cls(mesh, uneven=fields.uneven, rest=fields.rest)
         rules = [
-            (pattern, specs, fields.uneven_rules.get(pattern)) for pattern, specs in fields.rules.items()
+            (pattern, specs, fields.uneven_rules.get(pattern), "") for pattern, specs in fields.rules.items()
         ]
-        outputs = [(pattern, specs, None) for pattern, specs in fields.activations.items()]
+        outputs = [(pattern, specs, None, "") for pattern, specs in fields.activations.items()]
         try:
             made._add(rules)
             made.activations._add(outputs)
@@ -253,9 +254,9 @@ class RuleSet(Rules):
         return "\n".join([super().__str__(), *rest, *([str(self._activations)] if self._activations else [])])
 
 
-def _add_one(rules: Rules, pattern: str, specs: Any, uneven: Any) -> None:
+def _add_one(rules: Rules, pattern: str, specs: Any, uneven: Any, reason: str) -> None:
     if pattern not in rules:
-        rules.add(pattern, specs, uneven=uneven)
+        rules.add(pattern, specs, uneven=uneven, reason=reason)
 
 
 def read_mesh(mesh: object) -> Mesh | None:

@@ -25,8 +25,8 @@ from layoutmap.rules.table import Entry, Table
 _MISSING: Any = object()
 
 
-_NewRule = tuple[object, object, object]
-"""A pattern, a layout and `uneven` (`None`: as the map says), unchecked."""
+_NewRule = tuple[object, object, object, str]
+"""A pattern, a layout and `uneven` (`None`: as the map says), unchecked, and the reason of the rule."""
 
 
 @dataclass(slots=True)
@@ -136,9 +136,16 @@ class Rules(MutableMapping[str, Layout]):
                 does; the layout is none, names a dim that the mesh does not have, or is on another mesh than the rest
                 of the map. Nothing is changed then.
         """
-        self._add([(pattern, layout, None)])
+        self._add([(pattern, layout, None, "")])
 
-    def add(self, pattern: str, layout: Layout | Sequence[object], *, uneven: Uneven | None = None) -> None:
+    def add(
+        self,
+        pattern: str,
+        layout: Layout | Sequence[object],
+        *,
+        uneven: Uneven | None = None,
+        reason: str = "",
+    ) -> None:
         """Add a rule, after all others, and say more of it.
 
         Args:
@@ -146,18 +153,20 @@ class Rules(MutableMapping[str, Layout]):
             layout: See `__setitem__`.
             uneven: `"error"`, `"replicate"` (the axis is left unsharded) or `"shrink"` (it is sharded
                 over as many of its mesh dims as divide it); `None`: as the map says.
+            reason: Why the rule gives this layout, for readers: `str` shows it, and `to_yaml` writes it as a comment.
 
         Raises:
             RuleError: See `__setitem__`.
 
         Example:
             >>> layout_map = lm.LayoutMap(lm.Mesh(None, "model=4"))
-            >>> layout_map.add(r".*\\.key\\.kernel", (None, "model", None), uneven="replicate")
+            >>> layout_map.add(r".*\\.key\\.kernel", (None, "model", None), uneven="replicate", reason="4 heads")
             >>> print(layout_map)
             LayoutMap on model=4, 1 rule
+                  # 4 heads
                1  .*\\.key\\.kernel  (unsharded, model, unsharded)  uneven="replicate"
         """
-        self._add([(pattern, layout, uneven)])
+        self._add([(pattern, layout, uneven, reason)])
 
     def _add(self, new: Iterable[_NewRule]) -> None:
         new = list(new)
@@ -167,8 +176,8 @@ class Rules(MutableMapping[str, Layout]):
     def _check_rules(self, new: Iterable[_NewRule], mesh: Mesh | None) -> tuple[Mesh | None, list[Entry]]:
         """Return the mesh and the entries of new rules, without changing the map."""
         made: dict[str, Entry] = {}
-        for pattern, layout, uneven in new:
-            entry = self._make_entry(pattern, layout, uneven, mesh, made)
+        for pattern, layout, uneven, reason in new:
+            entry = self._make_entry(pattern, layout, uneven, mesh, made, reason)
             made[entry.rule.pattern] = entry
             mesh = entry.rule.layout.mesh
         return mesh, list(made.values())
@@ -179,7 +188,13 @@ class Rules(MutableMapping[str, Layout]):
             self._table.append(entry)
 
     def _make_entry(
-        self, pattern: object, layout: object, uneven: object, mesh: Mesh | None, beside: Mapping[str, Entry]
+        self,
+        pattern: object,
+        layout: object,
+        uneven: object,
+        mesh: Mesh | None,
+        beside: Mapping[str, Entry],
+        reason: str,
     ) -> Entry:
         if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleError(
@@ -215,7 +230,8 @@ class Rules(MutableMapping[str, Layout]):
             )
         own = None if uneven is None else check_uneven(uneven, f"{self._rule_kind} {pattern!r}")
         number = len(self._table.in_order) + len(beside) + 1
-        return Entry(Rule(number, pattern, value, own or self._default_uneven), compiled, own is not None)
+        rule = Rule(number, pattern, value, own or self._default_uneven, reason)
+        return Entry(rule, compiled, own is not None)
 
     @property
     def uneven(self) -> Uneven:
@@ -239,14 +255,14 @@ class Rules(MutableMapping[str, Layout]):
     def _collect_rules(self, rules: Any, more: Mapping[str, Any]) -> list[_NewRule]:
         if isinstance(rules, Rules):
             new: list[_NewRule] = [
-                (r.pattern, r.layout, r.uneven if r.uneven != self._default_uneven else None)
+                (r.pattern, r.layout, r.uneven if r.uneven != self._default_uneven else None, r.reason)
                 for r in rules.rules
             ]
         elif hasattr(rules, "keys"):
-            new = [(pattern, rules[pattern], None) for pattern in rules.keys()]  # noqa: SIM118
+            new = [(pattern, rules[pattern], None, "") for pattern in rules.keys()]  # noqa: SIM118
         else:
-            new = [(pattern, layout, None) for pattern, layout in rules]
-        return [*new, *((pattern, layout, None) for pattern, layout in more.items())]
+            new = [(pattern, layout, None, "") for pattern, layout in rules]
+        return [*new, *((pattern, layout, None, "") for pattern, layout in more.items())]
 
     def _list_uneven_rules(self) -> dict[str, Uneven]:
         """Return the `uneven` settings of the rules that have their own."""
@@ -337,7 +353,11 @@ class Rules(MutableMapping[str, Layout]):
     def __str__(self) -> str:
         rules = self.rules
         width = max((len(rule.pattern) for rule in rules), default=0)
-        rows = [f"{rule.number:>4}  {rule.pattern:<{width}}  {format_rule_layout(rule)}" for rule in rules]
+        rows = [
+            f"{f'      # {rule.reason}{chr(10)}' if rule.reason else ''}"
+            f"{rule.number:>4}  {rule.pattern:<{width}}  {format_rule_layout(rule)}"
+            for rule in rules
+        ]
         return "\n".join([f"{self.title()}, {format_count(len(rules), 'rule')}", *rows])
 
     def format_name(self, rule: Rule) -> str:

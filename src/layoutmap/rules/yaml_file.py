@@ -15,8 +15,8 @@
 
 A rule may say for itself what it does with an axis that does not divide: `{layout: [null, model], uneven: replicate}`.
 
-Comments are for people, who edit the file as text: a map does not keep them, and `to_yaml` writes none. What of YAML a
-file may use is in `layoutmap.core.strict_yaml`.
+Comments are for people, who edit the file as text: a map does not keep them. `to_yaml` writes the reason of a rule as a
+comment above it. What of YAML a file may use is in `layoutmap.core.strict_yaml`.
 
 `layoutmap schema > rules.schema.json` writes a JSON Schema of the form. Editors check a file by it that begins with
 
@@ -27,6 +27,7 @@ The order of the rules is their order in the file. This module knows the form; `
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -55,7 +56,7 @@ class RulesFields:
 
     The specs are those of variables in `rules`, and of layers' outputs in `activations`.
     `dims` is `None` if the file names no mesh. `explicit_dims` are those with explicit axes on JAX. `uneven_rules` has
-    the rules that say it for themselves.
+    the rules that say it for themselves. `reasons` are the comments to write above rules; none are read.
     """
 
     dims: Mapping[str, int] | None
@@ -67,6 +68,7 @@ class RulesFields:
     uneven: Uneven = "error"
     uneven_rules: Mapping[str, Uneven] = field(default_factory=dict[str, Uneven])
     rest: Rest | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 # A rules file may not contain tags, so it is written as plain lists and mappings (decisions/0199).
@@ -119,7 +121,20 @@ def to_yaml(fields: RulesFields) -> str:
         data["uneven"] = fields.uneven
     if fields.rest:
         data["rest"] = fields.rest
-    return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110))
+
+    def dump(value: object) -> str:
+        return str(yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110))
+
+    text = dump(data)
+    end = text.index("rules:")
+    for pattern, reason in fields.reasons.items():
+        # Each rule is found after the one before it, as its key is written.
+        key = textwrap.indent(dump({pattern: None}).removesuffix("null\n").rstrip(), "  ")
+        end = text.index(f"\n{key}", end) + 1
+        comment = "".join(f"  # {line}\n" for line in textwrap.wrap(reason, 106, break_long_words=False))
+        text = text[:end] + comment + text[end:]
+        end += len(comment)
+    return text
 
 
 def from_yaml(text: str) -> RulesFields:

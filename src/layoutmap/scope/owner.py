@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ParamSpec, TypeVar
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, ParamSpec, TypeVar
 
 from layoutmap.adapters import ADAPTERS, get_model_adapter
 from layoutmap.core.errors import LayoutMapError, ScopeError
+from layoutmap.rules.rule_set import RuleSet
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,11 +46,67 @@ def check_owner(model: object, library: str) -> None:
         raise OtherLibraryError(model, owner, library)
 
 
+_PACKAGES = {"keras": "keras", "torch": "torch", "jax": "jax", "flax": "jax", "equinox": "jax"}
+"""The library of the models that a package is for."""
+_MOST_NAMES = 200
+
+
+def find_named_libraries(function: object) -> set[str]:
+    """Return the libraries of the modules, classes, and functions that a function names, without calling it.
+
+    Functions that it names are read, too. A class has the libraries of its base classes.
+    """
+    libraries, seen, queue = set[str](), dict[int, object](), [function]
+    while queue and len(seen) < _MOST_NAMES:
+        value = queue.pop()
+        while isinstance(value, functools.partial):
+            value = value.func
+        value = inspect.unwrap(value) if callable(value) else value
+        value = getattr(value, "__func__", value)  # of a method
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        found = _find_packages(value)
+        libraries |= found
+        if not found and isinstance(value, FunctionType):
+            queue += _resolve_names(value)
+    return libraries
+
+
+def _find_packages(value: Any) -> set[str]:
+    """Return the libraries of the packages that define a value."""
+    if isinstance(value, ModuleType):
+        modules = [value.__name__]
+    elif isinstance(value, type):
+        modules = [base.__module__ for base in value.__mro__]
+    else:
+        modules = [getattr(value, "__module__", None)]
+    roots = {name.partition(".")[0] for name in modules if isinstance(name, str)}
+    return {_PACKAGES[root] for root in roots if root in _PACKAGES}
+
+
+def _resolve_names(function: FunctionType) -> list[object]:
+    """Return the objects that the names in a function's code stand for, as far as they are defined."""
+    names, codes = dict[str, None](), [function.__code__]
+    while codes:
+        code = codes.pop()
+        names |= dict.fromkeys(code.co_names)
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    with suppress(ValueError):  # a variable of an outer function that has no value yet
+        closure = [cell.cell_contents for cell in function.__closure__ or ()]
+        scope = {**function.__globals__, **dict(zip(function.__code__.co_freevars, closure, strict=True))}
+        values = [scope[name] for name in (*names, *function.__code__.co_freevars) if name in scope]
+        own = [value for value in values if isinstance(value, ModuleType) and not _find_packages(value)]
+        return [*values, *(vars(module)[name] for module in own for name in names if name in vars(module))]
+    return []
+
+
 def infer_library(function: Callable[P, R]) -> Callable[P, R]:
     """Call a function again with the library of the model, if `library` is None and the first call found another one.
 
-    The first call is for the first imported library, since a Keras program on JAX has imported both. It has changed
-    nothing but random states, which are restored, so values are those of one call.
+    The first call is for JAX if the function that makes the model names no other library, so that no unsharded array is
+    made (decisions/0259). Otherwise it is for the first imported library, since a Keras program on JAX has imported
+    both. It has changed nothing but random states, which are restored, so values are those of one call.
     """
 
     @functools.wraps(function)
@@ -57,10 +116,14 @@ def infer_library(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         from layoutmap.adapters.random_states import read_states, restore_states  # late: it imports numpy
 
+        given = [*args, *kwargs.values()]
+        # `load` may be for a model that exists, without a layout map.
+        builds = any(isinstance(value, RuleSet) for value in given)
+        is_jax = builds and "jax" in imported and find_named_libraries(given[0]) == {"jax"}
         states = read_states()
         again: Callable[..., R] = function
         try:
-            return function(*args, **kwargs)
+            return again(*args, **{**kwargs, "library": "jax"}) if is_jax else function(*args, **kwargs)
         except OtherLibraryError as error:
             restore_states(states)
             return again(*args, **{**kwargs, "library": error.library})
@@ -68,7 +131,7 @@ def infer_library(function: Callable[P, R]) -> Callable[P, R]:
             raise
         except Exception as error:
             # Code of a JAX model that names mesh dims fails without a mesh, and only a scope for JAX has one.
-            if "jax" not in imported[1:] or "mesh" not in str(error):
+            if is_jax or "jax" not in imported[1:] or "mesh" not in str(error):
                 raise
             restore_states(states)
             with suppress(Exception):

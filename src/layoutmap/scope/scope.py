@@ -132,8 +132,9 @@ def build(
             that make their weights at their first call. Nothing is computed with it. `None`: they wait for that call.
             A compiled model that has its weights gets its optimizer's slots here, too.
         library: The model library: `"keras"`, `"torch"` or `"jax"` (also `"flax"`). `None`: the one that is imported.
-            If Keras or torch is imported and the function returns a model of JAX, it is called a second time. The first
-            call makes unsharded arrays, so pass `"jax"` for a model that does not fit one device.
+            It is `"jax"` if the function names JAX, flax, or equinox, and neither Keras nor torch. If it names several
+            and returns a model of JAX, it is called a second time. The first call makes unsharded arrays, so pass
+            `"jax"` for a model that does not fit one device.
         values: Where values are read from instead of initializing them; `layoutmap.load` passes it.
         **options: By name, as in `batch_dim="batch"`: see `layoutmap.adapters.options.ScopeOptions`.
 
@@ -189,8 +190,9 @@ def plan(
         inputs: See `build`. Without it, what a model would make at its first call is not known, and the plan says so.
         strict: Whether to raise on warnings, too.
         library: The model library: `"keras"`, `"torch"` or `"jax"` (also `"flax"`). `None`: the one that is imported.
-            If Keras or torch is imported and the function returns a model of JAX, it is called a second time. The first
-            call makes unsharded arrays, so pass `"jax"` for a model that does not fit one device.
+            It is `"jax"` if the function names JAX, flax, or equinox, and neither Keras nor torch. If it names several
+            and returns a model of JAX, it is called a second time. The first call makes unsharded arrays, so pass
+            `"jax"` for a model that does not fit one device.
         optimizer: What updates the weights, so that its slots are planned: for Keras the name of one, as in `"adamw"`,
             or a function that makes one; `None`: that of the model. For flax.nnx and pytrees an optimizer of optax, and
             for torch the name of one, or a function that makes one of parameters: their slots are in the cost only.

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning, PlanError
-from layoutmap.cost.search.experts import choose_preset, make_expert_map, make_expert_maps
+from layoutmap.cost.search.experts import make_expert_map, make_expert_maps
 from layoutmap.cost.search.figure_cache import FigureCache
 from layoutmap.cost.search.loop import Candidate, Figures, Outcome, choose_candidate, search_maps
 from layoutmap.cost.search.options import get_specs, list_grids
 from layoutmap.cost.search.result_table import compare_with_best_expert, explain_recomputing
 from layoutmap.cost.search.space import Space
 from layoutmap.plan.planner import make_table
+from layoutmap.rules.presets import find_matching_preset
 from layoutmap.rules.rule_set import RuleSet
 from tests.cost.search.models import costs, model, variables
 
@@ -239,5 +240,5 @@ def test_figures_that_cannot_be_written_are_a_warning(tmp_path):
 
 def test_no_preset_is_for_a_model_that_it_does_not_know():
     """A preset fits only if it has a rule for each weight."""
-    assert choose_preset(model(), MESHES[1]) is None
+    assert find_matching_preset([group.paths[0] for group in model().groups]) is None
     assert len(variables()) == len({path for group in model().groups for path in group.paths})

@@ -28,17 +28,6 @@ class ExpertMap:
     blocks: Mapping[Blocks, Specs | None]
 
 
-def choose_preset(model: Model, grid: Grid) -> str | None:
-    """Return the preset with a rule for each weight, and of several the one with the fewest unused rules."""
-    unused: dict[str, int] = {}
-    for name in presets.list_presets():
-        rules = _read_preset(name, grid)
-        matching = [rules.matching_rules(group.paths[0]) for group in model.groups]
-        if all(matching):
-            unused[name] = len(rules) - len({found[0].number for found in matching})
-    return min(unused, key=unused.__getitem__, default=None)
-
-
 def _read_preset(name: str, grid: Grid, *, data: bool = False) -> RuleSet:
     fields = presets.read_preset(name, grid.mesh, grid.model, grid.data if data else None, grid.batch)
     made = RuleSet(grid.mesh, activations=fields.activations, rest="replicated")

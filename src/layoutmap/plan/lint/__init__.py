@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from layoutmap.core.errors import PlanError
 from layoutmap.core.escaping import escape_text
-from layoutmap.core.mesh import check_dim
+from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.specs import BatchDim, format_batch_dim, spec_from_dims
 from layoutmap.core.text_table import format_html_table
 from layoutmap.plan.carried_cost import load_cost_package
@@ -110,6 +110,11 @@ def make_suggestions(plan: PlanTable) -> Suggestions:
     return Suggestions(sort_weights(plan)[0])
 
 
+def list_named_batch_dims(mesh: Mesh) -> tuple[str, ...]:
+    """Return the mesh dims with a usual name for a dim over which batches are sharded."""
+    return tuple(dim for dim in mesh.dim_names if dim in _NAMES_OF_BATCH)
+
+
 def guess_batch_dim(plan: PlanTable) -> str | None:
     """Return the mesh dim that the batch is probably sharded over, or None if nothing suggests one.
 
@@ -121,6 +126,5 @@ def guess_batch_dim(plan: PlanTable) -> str | None:
         if match.layout is not None and match.layout.rank
         for dim in match.layout.list_mesh_dims(0)
     )
-    named = [*plan.gathered_dims]
-    named += [dim for dim in plan.mesh.dim_names if dim in _NAMES_OF_BATCH]
+    named = [*plan.gathered_dims, *list_named_batch_dims(plan.mesh)]
     return votes.most_common(1)[0][0] if votes else named[0] if named else None

@@ -52,9 +52,14 @@ class Suggestions:
             return sibling
         if id(w) in self._rows:
             dims = self._remove_batch_dim(self._previous[id(w)].dims(self._previous[id(w)].axes("out")[0]))
-            return self._shard(w, into, dims) if dims else self._shard_largest(w, into)
+            row = self._shard(w, into, dims) if dims else self._shard_largest(w, into)
+            return row or self._shard_over_batch_dim(w, out)
+        makers, is_paired = self._linted.makers.get(id(w), ()), id(w) in self._linted.takers
+        # After a row kernel, outputs in shards help only if another kernel takes them.
+        if not is_paired and any(maker.dims(maker.axes("in")[0]) for maker in makers):
+            return self._shard_largest(w, into)
         found = self._shard_largest(w, out)
-        is_paired = id(w) in self._linted.makers or id(w) in self._linted.takers
+        is_paired = is_paired or bool(makers)
         return found if found is not None or is_paired else self._shard_largest(w, into)
 
     def _find_sibling(self, a: Assignment) -> Layout | None:
@@ -76,13 +81,19 @@ class Suggestions:
                     return found
         return None
 
+    def _shard_over_batch_dim(self, w: Weight, axis: int) -> Layout | None:
+        """Return the layout of a row kernel that is stored in shards over the batch dim, or None if that is uneven."""
+        dims = [dim.name for dim in self._dims if dim.name in self._linted.batch_dims]
+        return next((found for dim in dims if (found := self._shard(w, axis, (dim,)))), None)
+
     def _shard(self, w: Weight, axis: int, dims: tuple[str, ...]) -> Layout | None:
         """Return the layout with one axis sharded, or None if that is uneven or splits a head of attention."""
         layout = make_sharded_layout(w.layout, axis, dims)
         if layout.find_uneven_axes(w.shape):
             return None
-        is_attention = id(w) in self._parts or is_attention_output(w)
-        unit = w.use.head_size if is_attention and w.use.head_size else 1
+        role = w.use.roles[axis].partition(".")[0]
+        is_of_heads = role == "out" if id(w) in self._parts else role == "in" and is_attention_output(w)
+        unit = w.use.head_size if is_of_heads and w.use.head_size else 1
         return None if w.shape[axis] // layout.num_shards(axis) % unit else layout
 
     def _shard_first(self, a: Assignment, axes: Sequence[int]) -> Layout | None:
@@ -141,6 +152,8 @@ class Suggestions:
         rows: set[int] = set()
         for w in self._linted.kernels:
             before = self._previous.get(id(w))
+            if id(w) in self._linted.takers and id(w) not in self._linted.makers:
+                continue  # the first of a pair
             if before is not None and id(before) not in rows and id(w) not in self._parts:
                 rows.add(id(w))
         return frozenset(rows)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from layoutmap.core.errors import RuleError
@@ -58,6 +59,22 @@ def describe_preset(name: str) -> str:
         'T5 of keras-hub, first version, 1.1 and Flan: T5Backbone, alone or in T5Seq2SeqLM.'
     """
     return _read_file(name).partition("\n")[0].removeprefix("# ")
+
+
+def find_matching_preset(paths: Sequence[str]) -> str | None:
+    """Return the preset with a rule for each path, and of several the one with the fewest unused rules.
+
+    Example:
+        >>> print(find_matching_preset(["token_embedding.embeddings", "up.kernel"]))
+        None
+    """
+    unused: dict[str, int] = {}
+    for name in list_presets() if paths else ():
+        patterns = [re.compile(pattern) for pattern in from_yaml(_read_file(name)).rules]
+        first = {next((n for n, each in enumerate(patterns) if each.match(path)), None) for path in paths}
+        if None not in first:
+            unused[name] = len(patterns) - len(first)
+    return min(unused, key=unused.__getitem__, default=None)
 
 
 # Meshes have different dim names, so yours replace `model` and `fsdp` of a preset (decisions/0024).

@@ -38,6 +38,7 @@ LAWS: Mapping[str, Law] = {
     "a misspelled rule is reported": plans.check_misspelled_rule,
     "a rule matches from the start of a path": plans.check_last_name_rule,
     "an impossible rule is refused": plans.check_impossible_rule,
+    "suggested rules give a plan without problems": plans.follow_suggested_rules,
     "the exit code matches the verdict": plans.compare_exit_code,
     "initial values equal those of the unsharded model": training.compare_initial_values,
     "predict and evaluate agree with one device": training.compare_predictions,

@@ -23,6 +23,7 @@ from layoutmap.core.variables import Assignment, Kind, VariableSpec, get_itemsiz
 from layoutmap.engines import get_engine
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.scope import build
+from layoutmap.scope.suggest import suggest
 from layoutmap.testing.laws.trial import NotApplicable, Trial, flatten_arrays
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import Specs
@@ -226,6 +227,19 @@ def _draw_impossible_specs(choices: Choices, mesh: Mesh, shape: tuple[int, ...])
     if uneven:
         options.append(lambda: choices.pick(*uneven))
     return choices.pick(*options)()
+
+
+def follow_suggested_rules(trial: Trial) -> Iterator[str]:
+    """Plan the model with the suggested rules, and yield each problem of the plan and finding of lint."""
+    case = trial.case
+    layout_map = suggest(case.make_model, case.map.mesh, inputs=case.inputs, library=case.library)
+    read = LayoutMap.from_yaml(layout_map.to_yaml())
+    if read != layout_map:
+        yield f"the rules {layout_map} were read back as {read}"
+    planned = case.plan(read)
+    problems = [*planned.errors, *planned.warnings, *planned.lint()]
+    # Weights are sharded over one dim, so others are unused. Outputs of blocks have no rules without a preset.
+    yield from (str(problem) for problem in problems if problem.kind not in ("unused dim", "no activations"))
 
 
 def compare_exit_code(trial: Trial) -> Iterator[str]:

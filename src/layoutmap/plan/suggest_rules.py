@@ -1,0 +1,237 @@
+"""Suggest the first rules for a model: those of a preset, or rules from the roles of its weights (decisions/0258).
+
+`Suggestions` of `plan.lint.suggest` chooses each layout, as it does for the plan's advice. A rule has the reason for
+its layout.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from layoutmap.core.layout import Layout
+from layoutmap.core.paths import make_path_regex, split_at_numbers
+from layoutmap.core.specs import BatchDim, list_batch_dims, spec_from_dims
+from layoutmap.core.variables import Assignment, Kind, VariableSpec
+from layoutmap.plan.lint import list_named_batch_dims
+from layoutmap.plan.lint.suggest import Suggestions
+from layoutmap.plan.lint.weights import Linted, Weight, is_attention_output
+from layoutmap.plan.planner import make_table
+from layoutmap.plan.table import PlanTable
+from layoutmap.rules import presets
+from layoutmap.rules.merged_rules import match_numbers, merge_patterns
+from layoutmap.rules.rule_set import RuleSet
+
+_LEAST_SHARE = 0.001  # of all weights: sharding fewer bytes saves nothing, and is one more rule to read
+
+Group = Sequence[Assignment]
+
+
+def suggest_rules(plan: PlanTable, batch_dim: BatchDim | None = None) -> RuleSet:
+    """Return rules for the variables of a plan.
+
+    Args:
+        plan: The plan. Its own layouts have no effect.
+        batch_dim: The mesh dim over which batches are sharded; `None`: all dims with a usual name for that.
+    """
+    plan = make_table([a.variable for a in plan.assignments], RuleSet(plan.mesh), complete=False)
+    batch_dims = list_batch_dims(batch_dim) or list_named_batch_dims(plan.mesh)
+    dims = [dim.name for dim in plan.mesh.mesh_dims if dim.size > 1]
+    if not dims:
+        return RuleSet(plan.mesh, rest="replicated")
+    # A preset shards weights over a dim of the batch only where the mesh has no other.
+    dim = max(dims, key=lambda dim: (dim not in batch_dims, plan.mesh.dim_size(dim)))
+    preset = presets.find_matching_preset([group[0].variable.path for group in _group_weights(plan)])
+    return (preset and _adapt_preset(plan, preset, dim, batch_dims)) or _write_rules(
+        _choose_layouts(plan, batch_dims), dim, batch_dims
+    )
+
+
+def _group_weights(plan: PlanTable) -> list[Group]:
+    """Return the weights of one shape with paths that differ only in numbers in one group."""
+    return _group_by(plan, lambda v: (split_at_numbers(v.path), v.rule_shape))
+
+
+def _group_by(plan: PlanTable, key: Callable[[VariableSpec], object]) -> list[Group]:
+    """Return the weights and states that rules lay out, in groups of equal keys."""
+    found: dict[object, list[Assignment]] = {}
+    for a in plan.assignments:
+        if a.variable.kind in (Kind.WEIGHT, Kind.STATE) and not a.variable.follows and a.variable.rule_shape:
+            found.setdefault(key(a.variable), []).append(a)
+    return list(found.values())
+
+
+def _adapt_preset(plan: PlanTable, name: str, dim: str, batch_dims: tuple[str, ...]) -> RuleSet | None:
+    """Return the rules of a preset that match a weight, or None if they do not fit."""
+    over = (None, dim) if dim in batch_dims else (dim, None)
+    fields = presets.read_preset(name, plan.mesh, *over)
+    uneven, variables = dict(fields.uneven_rules), [a.variable for a in plan.assignments]
+    for _ in range(2):
+        rules = RuleSet(plan.mesh, activations=fields.activations, rest="replicated")
+        for pattern, specs in fields.rules.items():
+            rules.add(pattern, specs, uneven=uneven.get(pattern))
+        table = make_table(variables, rules, complete=False)
+        won = {a.match.rule.pattern: a for a in table.assignments if a.match and a.match.rule}
+        if all(a.fits for a in table.assignments):
+            writer = _Reasons(table, dim, batch_dims)
+            used = RuleSet(plan.mesh, activations=fields.activations, rest="replicated")
+            for pattern, specs in fields.rules.items():
+                if pattern in won:
+                    reason = f"{writer.describe(won[pattern])} (preset {name})"
+                    used.add(pattern, specs, uneven=uneven.get(pattern), reason=reason)
+            return used
+        uneven |= {
+            a.match.rule.pattern: "shrink"
+            for a in table.assignments
+            if not a.fits and a.match and a.match.rule
+        }
+    return None
+
+
+def _choose_layouts(plan: PlanTable, batch_dims: tuple[str, ...]) -> PlanTable:
+    """Return the plan with each weight in the layout that is suggested for it.
+
+    A suggestion depends on the weights of its block, so of each block one weight at a time is sharded.
+    """
+    while True:
+        suggestions = Suggestions(Linted(plan, spec_from_dims(batch_dims) if batch_dims else None))
+        layouts, changed_blocks = dict[int, Layout](), set[str]()
+        for group in _group_weights(plan):
+            blocks = {a.variable.path.rpartition(".")[0].rpartition(".")[0] for a in group}
+            if blocks & changed_blocks or _is_small(group, plan):
+                continue
+            found = {
+                id(a): layout
+                for a in group
+                if a.layout.is_fully_replicated() and (layout := suggestions.suggest_layout(a))
+            }
+            changed_blocks |= blocks if found else set()
+            layouts |= found
+        if not layouts:
+            return plan
+        changed = [replace(a, layout=layouts.get(id(a), a.layout)) for a in plan.assignments]
+        plan = replace(plan, assignments=tuple(changed))
+
+
+def _is_small(group: Group, plan: PlanTable) -> bool:
+    """Return whether a group is sharded only as the kernels of its layers are, since it has few bytes."""
+    if len(group[0].variable.shape) == 1:
+        return group[0].variable.use is None
+    total = sum(a.variable.global_bytes for a in plan.assignments)
+    return sum(a.variable.global_bytes for a in group) < _LEAST_SHARE * total
+
+
+def _write_rules(plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> RuleSet:
+    """Return rules that give the layouts of a plan, one for each role and group of blocks."""
+    reasons = _Reasons(plan, dim, batch_dims)
+    owners = {
+        path: a.variable.path for a in plan.assignments for path in (a.variable.path, *a.variable.aliases)
+    }
+    rows: dict[tuple[bool, Layout, str], list[tuple[str, ...]]] = {}
+    for group in _group_by(plan, lambda v: split_at_numbers(v.path)):
+        counts = Counter(a.layout for a in group)
+        layout, count = counts.most_common(1)[0]
+        usual = layout if 2 * count > len(group) else None
+        for layout in counts:
+            members = [a for a in group if a.layout == layout]
+            is_small = layout.is_fully_replicated() and (layout.rank == 1 or _is_small(members, plan))
+            if is_small and layout == usual:
+                continue
+            # The usual pattern matches the other members of the group, too, so their rules come before.
+            parts = _find_pattern_parts(members, group if layout == usual else members, owners)
+            rows.setdefault((layout == usual, layout, reasons.describe(members[0])), []).append(parts)
+    merged = [(key, pattern) for key, patterns in rows.items() for pattern in merge_patterns(patterns)]
+    paths = [a.variable.path for a in plan.assignments]
+    made = RuleSet(plan.mesh, rest="replicated")
+    for (_, layout, reason), pattern in sorted(
+        merged, key=lambda row: (row[0][0], next(n for n, path in enumerate(paths) if re.match(row[1], path)))
+    ):
+        made.add(pattern, layout, reason=reason)
+    return made
+
+
+def _find_pattern_parts(members: Group, group: Group, owners: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the parts of a pattern for some variables of a group that matches no variable outside of the group."""
+    paths, of_group = [a.variable.path for a in members], {a.variable.path for a in group}
+    unwanted = [path for path, owner in owners.items() if owner not in of_group]
+    for regex in (make_path_regex([a.variable.path for a in group]), match_numbers(paths)):
+        if not any(re.match(regex, path) for path in unwanted):
+            return ("", *regex[:-1].split(r"\."))
+    return ("", f"({'|'.join(map(re.escape, paths))})")
+
+
+class _Reasons:
+    """Write the reason for the layout of a weight."""
+
+    def __init__(self, plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> None:
+        self._linted = Linted(plan, spec_from_dims(batch_dims) if batch_dims else None)
+        self._weights = {id(w.assignment): w for w in self._linted.weights}
+        self._parts = {id(w) for block in self._linted.blocks for w in self._linted.parts(block).values()}
+        self._dim = dim
+        self._batch_dims = batch_dims
+
+    def describe(self, a: Assignment) -> str:
+        """Return the role of a weight and the effect of its layout."""
+        w, shape = self._weights.get(id(a)), a.variable.shape
+        axis = next((n for n in range(len(shape)) if a.layout.num_shards(n) > 1), None)
+        if axis is None:
+            return self._describe_replicated(w, shape)
+        dims = a.layout.list_mesh_dims(axis)
+        over = " and ".join(dims)
+        if {*dims} <= {*self._batch_dims}:
+            return f"FSDP: stored in shards over {over}, the batch's dim, and gathered for use"
+        if w is None or not w.use.roles[axis]:
+            return self._describe_unknown(a, axis)
+        role = w.use.roles[axis].partition(".")[0]
+        if role == "rows":
+            return f"vocabulary: each device along {over} has some of the {shape[axis]} rows"
+        if w.axes("rows"):
+            return "vocabulary: sharded by features" + self._describe_uneven(shape, w.axes("rows"))
+        if not w.axes("in"):
+            return "bias: sharded as the output of its kernel"
+        if id(w) in self._parts:
+            return "heads: each device computes whole heads"
+        return self._describe_kernel(w, role, over)
+
+    def _describe_kernel(self, w: Weight, role: str, over: str) -> str:
+        others = (self._linted.takers if role == "out" else self._linted.makers).get(id(w), ())
+        names = ", ".join(dict.fromkeys(other.layer_name for other in others))
+        if role == "out":
+            return "column: outputs are sharded" + (f", as the inputs of {names} are" if names else "")
+        source = f"the sharded outputs of {names}" if names else "inputs in shards"
+        if is_attention_output(w) and not names:
+            source = "the heads of each device"
+        return f"row: takes {source}, and the sums are all-reduced over {over}"
+
+    def _describe_unknown(self, a: Assignment, axis: int) -> str:
+        if axis == 0 and a.layout.rank > 2 and "expert" in a.variable.path:
+            return f"experts: each device has {a.shard_shape[0]} of {a.variable.shape[0]} experts"
+        return f"unknown role: axis {axis} is sharded because its size divides evenly"
+
+    def _describe_replicated(self, w: Weight | None, shape: Sequence[int]) -> str:
+        axes = range(len(shape))
+        if len(shape) == 1:
+            return "replicated: a vector is small"
+        if w is not None and w.axes("in") and w.axes("out"):
+            is_row = any(
+                not maker.layout.is_fully_replicated() for maker in self._linted.makers.get(id(w), ())
+            )
+            axes = w.axes("in" if is_row else "out")[:1]
+        return "replicated" + (self._describe_uneven(shape, axes, w) or ", as the inputs of its layer are")
+
+    def _describe_uneven(self, shape: Sequence[int], axes: Sequence[int], w: Weight | None = None) -> str:
+        """Return the sizes that the mesh dim does not divide, as text to put after a choice."""
+        unit = (
+            w.use.head_size or 1 if w is not None and (id(w) in self._parts or is_attention_output(w)) else 1
+        )
+        count = self._linted.plan.mesh.dim_size(self._dim)
+        uneven = [
+            f"{shape[axis] // unit} heads" if unit > 1 else f"axis {axis} of {shape[axis]}"
+            for axis in axes
+            if shape[axis] % (count * unit)
+        ]
+        if not uneven:
+            return ""
+        return f": {self._dim}={count} does not divide {' or '.join(uneven)}"

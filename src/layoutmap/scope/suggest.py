@@ -1,0 +1,83 @@
+"""Suggest the first layout map for a model: `layoutmap.suggest`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from layoutmap.core.errors import PlanError
+from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.specs import BatchDim
+from layoutmap.plan.completeness import find_missing_weights
+from layoutmap.plan.suggest_rules import suggest_rules
+from layoutmap.plan.table import PlanTable
+from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.scope.scope import plan
+
+
+def suggest(
+    make_model: Callable[[], Any],
+    mesh: Mesh | str,
+    *,
+    inputs: object = None,
+    batch_dim: BatchDim | None = None,
+    library: str | None = None,
+) -> LayoutMap:
+    """Return a first layout map for a model, with the reason for each rule.
+
+    A model of a known family gets the rules of its preset. For any other model they follow from what its layers do with
+    their weights: the first of two products is sharded by columns and the second by rows, attention by whole heads, a
+    table by its rows, a bank of experts by experts. A weight that the mesh does not divide is replicated. Nothing is
+    compiled or allocated, and no step is timed: `layoutmap.search` compares maps by their time.
+
+    Args:
+        make_model: Makes the model and returns it.
+        mesh: The mesh, or its dims as in `"batch=2,model=4"`. Weights are sharded over one dim: the largest one over
+            which batches are not sharded.
+        inputs: See `layoutmap.build`.
+        batch_dim: The mesh dims over which batches are sharded; `None`: those called batch, data, dp, or fsdp.
+        library: See `layoutmap.build`.
+
+    Returns:
+        The map. `str` shows the reasons, and `to_yaml` writes them as comments. What has no rule is replicated.
+
+    Raises:
+        PlanError: A layer has no weights yet, so that `inputs` are needed; or the mesh has no such dim.
+        ScopeError: The function returned no model.
+
+    Example:
+        >>> import keras, layoutmap as lm
+        >>> def make():
+        ...     layers = [keras.layers.Dense(64, name="up"), keras.layers.Dense(16, name="down")]
+        ...     return keras.Sequential([keras.Input((16,)), *layers])
+        >>> print(lm.suggest(make, "batch=2,model=4"))
+        LayoutMap on batch=2, model=4, 3 rules
+              # column: outputs are sharded, as the inputs of down are
+           1  up\\.kernel$    (unsharded, model)
+              # bias: sharded as the output of its kernel
+           2  up\\.bias$      (model,)
+              # row: takes the sharded outputs of up, and the sums are all-reduced over model
+           3  down\\.kernel$  (model, unsharded)
+        the rest is replicated
+    """
+    made = plan(make_model, LayoutMap(mesh), inputs=inputs, library=library)
+    missing = find_missing_weights(made)
+    if missing is not None:
+        raise PlanError(
+            f"suggest: {missing.what}",
+            why=missing.why,
+            fix="pass an example of what the model is called with: suggest(.., inputs=..)",
+        )
+    return suggest_layout_map(made, batch_dim)
+
+
+def suggest_layout_map(made: PlanTable, batch_dim: BatchDim | None) -> LayoutMap:
+    """Return a first layout map for the variables of a plan.
+
+    Raises:
+        PlanError: The mesh has no such dim.
+    """
+    check_dim("suggest: batch_dim", batch_dim, made.mesh, "batches are sharded over it", PlanError)
+    found = LayoutMap(made.mesh, rest="replicated")
+    found.update(suggest_rules(made, batch_dim))
+    return found

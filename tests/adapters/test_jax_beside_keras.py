@@ -1,0 +1,98 @@
+"""The library of a model is found without a call that makes unsharded arrays, if the function names no other."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from types import SimpleNamespace
+
+import jax
+import keras
+import pytest
+from flax import nnx
+
+import layoutmap as lm
+from layoutmap.scope.owner import find_named_libraries
+
+PROCESSES = ("jax",)
+RULES = {r"up\.kernel": (None, "model")}
+SHAPE = (64, 4096)
+MADE: list[int] = []
+
+
+def count_arrays():
+    """Return how many arrays have the shape of the weight."""
+    gc.collect()
+    return sum(array.shape == SHAPE for array in jax.live_arrays())
+
+
+class Net(nnx.Module):
+    """A module with a weight of a shape that no other array has."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        before = count_arrays()
+        self.up = nnx.Linear(*SHAPE, use_bias=False, rngs=rngs)
+        # Arrays that are made at once exist now, unless the function is traced.
+        MADE.append(count_arrays() - before)
+
+
+def make_module():
+    return Net(nnx.Rngs(0))
+
+
+def make_tree():
+    return {"up": {"kernel": jax.random.normal(jax.random.key(0), SHAPE)}}
+
+
+def make_keras():
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(8)])
+
+
+MAKERS = {
+    "a function": make_module,
+    "a lambda": lambda: Net(nnx.Rngs(0)),
+    "a partial": functools.partial(lambda seed: Net(nnx.Rngs(seed)), 0),
+    "a function that calls another": lambda: make_module(),
+    "a method": SimpleNamespace(make=make_module).make,
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_model_of_jax_is_made_once_and_never_unsharded(make):
+    """Although Keras is imported, and the library is not given."""
+    MADE.clear()
+    lm.plan(make, lm.LayoutMap("model=4", RULES, rest="replicated"))
+    assert [0] == MADE  # one call, and no array
+
+    MADE.clear()
+    model = lm.LayoutMap(lm.create_mesh("model=4"), RULES, rest="replicated").build(make)
+    assert [0] == MADE
+    assert {(64, 1024)} == {shard.data.shape for shard in model.up.kernel[...].addressable_shards}
+
+
+def test_a_pytree_is_traced():
+    """Its function names only JAX."""
+    lm.plan(make_tree, lm.LayoutMap("model=4", RULES))
+    (kernel,) = lm.LayoutMap(lm.create_mesh("model=4"), RULES).build(make_tree)["up"].values()
+    assert {(64, 1024)} == {shard.data.shape for shard in kernel.addressable_shards}
+
+
+def test_the_libraries_that_a_function_names():
+    """A function of several is called for the first one that is imported, and then for that of its model."""
+    assert {"jax"} == find_named_libraries(make_tree) == find_named_libraries(Net)
+    assert {"keras"} == find_named_libraries(make_keras)
+    assert {"jax", "keras"} == find_named_libraries(lambda: (make_tree(), make_keras()))
+    assert set() == find_named_libraries(lambda: None) == find_named_libraries(None)
+    assert ["dense" in path for path in lm.plan(make_keras, lm.LayoutMap("model=4"))] == [True, True]
+
+
+def test_a_model_of_another_library_than_its_function_names_is_found():
+    """The call for JAX only traces, and the next one is for the library of the model."""
+    layers = SimpleNamespace(make=make_keras)
+
+    def make():
+        jax.numpy.zeros(())
+        return layers.make()
+
+    assert {"jax"} == find_named_libraries(make)
+    assert 2 == len(lm.plan(make, lm.LayoutMap("model=4")).assignments)

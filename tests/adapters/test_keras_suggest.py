@@ -1,0 +1,53 @@
+"""A known family gets the layouts of its preset, and any other model those of the roles of its layers."""
+
+from __future__ import annotations
+
+import hub_models
+import keras
+import pytest
+from cases import few
+
+import layoutmap as lm
+
+PROCESSES = ("jax",)
+# keras-hub 0.32 has T5 pass masks to its attention, which takes none.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Layer '.*_attention' .* was passed an input with a mask:UserWarning"
+)
+MESH = "batch=2,model=4"
+
+
+@pytest.mark.parametrize("name", few(hub_models.FAMILIES, "llama"))
+def test_a_known_family_gets_the_layouts_of_its_preset(name: str):
+    """Rules of the preset that match nothing are left out."""
+    suggested = lm.suggest(lambda: hub_models.make(name), MESH)
+    plans = [lm.plan(lambda: hub_models.make(name), each) for each in (hub_models.rules(name), suggested)]
+    expected, actual = [{a.variable.path: a.layout for a in plan.assignments} for plan in plans]
+
+    assert expected == actual
+    assert () == (*plans[1].problems, *plans[1].lint())
+    assert all(rule.reason.endswith(f"(preset {name})") for rule in suggested.rules)
+
+
+def test_a_preset_whose_heads_do_not_divide_leaves_them_replicated():
+    """The rule shrinks, and its reason states the number of heads."""
+    suggested = lm.suggest(lambda: hub_models.make("gpt2"), "batch=1,model=8")
+    plan = lm.plan(lambda: hub_models.make("gpt2"), suggested)
+    queries = [rule for rule in suggested.rules if "query" in rule.pattern]
+
+    assert () == plan.errors
+    assert ["replicated: model=8 does not divide axis 1 of 4 (preset gpt2)"] == [
+        rule.reason for rule in queries if rule.layout.rank == 3
+    ]
+    assert {"shrink"} == {rule.uneven for rule in queries}
+
+
+def make_lazily():
+    return keras.Sequential([keras.layers.Dense(64), keras.layers.Dense(8)])
+
+
+def test_a_model_without_weights_needs_inputs():
+    """Without them nothing is suggested for some layers, so no map is returned."""
+    with pytest.raises(lm.PlanError, match=r"suggest: Sequential: 3 layers have no weights yet"):
+        lm.suggest(make_lazily, MESH)
+    assert 3 == len(lm.suggest(make_lazily, MESH, inputs=keras.KerasTensor((8, 16))))

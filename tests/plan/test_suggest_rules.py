@@ -1,0 +1,139 @@
+"""Suggested rules shard each weight by its role, and a plan with them has no problems."""
+
+from __future__ import annotations
+
+import pytest
+from decoders import MESHES, make_dense, make_weight, models
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layoutmap import LayoutMap, Mesh
+from layoutmap.plan.suggest_rules import suggest_rules
+from layoutmap.scope.plan import make_plan
+
+
+def suggest(variables, mesh="batch=2,model=4", batch_dim=None):
+    return suggest_rules(make_plan(variables, LayoutMap(mesh)), batch_dim)
+
+
+def make_blocks(wide=(256, 256, 256), rows=512):
+    found = [make_weight("tokens.embeddings", (rows, 64), "rows", "out.0")]
+    for number, size in enumerate(wide):
+        at = f"blocks.{number}"
+        for part in ("query", "key", "value"):
+            found += make_dense(f"{at}.attention.{part}", (64, 128), 16)
+        found += make_dense(f"{at}.attention.output", (128, 64), 16)
+        found += [*make_dense(f"{at}.up", (64, size)), *make_dense(f"{at}.down", (size, 64))]
+        found.append(make_weight(f"{at}.norm.scale", (64,)))
+    return found
+
+
+def test_each_role_and_group_of_blocks_has_one_rule_with_its_reason():
+    """Norms and the biases of row kernels have none: the rest is replicated."""
+    rules = suggest(make_blocks())
+    assert {
+        r"tokens\.embeddings$": (
+            "vocabulary: each device along model has some of the 512 rows",
+            "model",
+            None,
+        ),
+        r"blocks\.\d+\.attention\.(query|key|value)\.kernel$": (
+            "heads: each device computes whole heads",
+            None,
+            "model",
+        ),
+        r"blocks\.\d+\.attention\.(query|key|value)\.bias$": (
+            "bias: sharded as the output of its kernel",
+            "model",
+        ),
+        r"blocks\.\d+\.attention\.output\.kernel$": (
+            "row: takes the sharded outputs of query, key, value, and the sums are all-reduced over model",
+            "model",
+            None,
+        ),
+        r"blocks\.\d+\.up\.kernel$": (
+            "column: outputs are sharded, as the inputs of down are",
+            None,
+            "model",
+        ),
+        r"blocks\.\d+\.up\.bias$": ("bias: sharded as the output of its kernel", "model"),
+        r"blocks\.\d+\.down\.kernel$": (
+            "row: takes the sharded outputs of up, and the sums are all-reduced over model",
+            "model",
+            None,
+        ),
+    } == {
+        rule.pattern: (rule.reason, *(None if s == "unsharded" else s for s in rule.layout.sharding_specs))
+        for rule in rules.rules
+    }
+    assert "replicated" == rules.rest
+
+
+def test_an_odd_block_has_rules_of_its_own():
+    """They are the first, since the rules of the other blocks match it, too."""
+    plan = make_plan(make_blocks((256, 254, 256, 256)), suggest(make_blocks((256, 254, 256, 256))))
+    odd = [rule for rule in suggest(make_blocks((256, 254, 256, 256))).rules if "1" in rule.pattern]
+
+    assert [(1, r"blocks\.1\.(up|down)\.kernel$"), (2, r"blocks\.1\.(up|down)\.bias$")] == [
+        (rule.number, rule.pattern) for rule in odd
+    ]
+    assert () == (*plan.problems, *plan.lint())
+
+
+@pytest.mark.parametrize(
+    ("variables", "pattern", "reason"),
+    [
+        (
+            make_blocks(rows=509),
+            "tokens",
+            "vocabulary: sharded by features: model=16 does not divide axis 0 of 509",
+        ),
+        (make_blocks(), "query", "replicated: model=16 does not divide 8 heads"),
+        (make_blocks((250,)), "up", "replicated: model=16 does not divide axis 1 of 250"),
+        ([make_weight("bank.experts", (16, 8, 8))], "bank", "experts: each device has 1 of 16 experts"),
+        (
+            [make_weight("other", (16, 8))],
+            "other",
+            "unknown role: axis 0 is sharded because its size divides evenly",
+        ),
+    ],
+)
+def test_the_reason_states_what_does_not_divide(variables, pattern, reason):
+    """A weight that no mesh dim divides is replicated, and a table is sharded along its other axis."""
+    assert [reason] == [r.reason for r in suggest(variables, "model=16").rules if pattern in r.pattern][:1]
+
+
+def test_weights_are_sharded_over_the_batch_dim_of_a_mesh_without_another():
+    """Each is stored in shards and gathered for use."""
+    rules = suggest(make_blocks(), "data=8").rules
+    assert {"FSDP: stored in shards over data, the batch's dim, and gathered for use"} == {
+        r.reason for r in rules
+    }
+
+
+def test_the_batch_dim_of_another_name_shards_no_weight():
+    """The largest other dim does."""
+    rules = suggest(make_blocks(), "x=8,y=2", "x").rules
+    assert {"y"} == {
+        dim for r in rules for axis in range(r.layout.rank) for dim in r.layout.list_mesh_dims(axis)
+    }
+
+
+@given(models(), st.sampled_from(MESHES))
+def test_a_plan_with_suggested_rules_has_no_problems(variables, mesh):
+    """The rules are read from their YAML, whose comments are the reasons."""
+    rules = suggest(variables, mesh)
+    text = rules.to_yaml()
+    plan = make_plan(variables, LayoutMap.from_yaml(text))
+
+    assert [rule.reason for rule in rules.rules] == [
+        line.removeprefix("  # ") for line in text.splitlines() if line.startswith("  # ")
+    ]
+    assert () == plan.problems
+    assert [] == [problem for problem in plan.lint() if problem.kind != "unused dim"]
+
+
+def test_a_mesh_of_one_device_needs_no_rules():
+    """Everything is replicated."""
+    assert () == suggest(make_blocks(), "batch=1,model=1").rules
+    assert Mesh(None, "batch=1,model=1") == suggest(make_blocks(), "batch=1,model=1").mesh
