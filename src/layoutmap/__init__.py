@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from layoutmap.saving.load import load
     from layoutmap.saving.manager import CheckpointManager
     from layoutmap.saving.save import save
+    from layoutmap.saving.sync import plan_sync
 
     DVariable: Any  # a class of an engine; even for types, nothing here needs its framework
 
@@ -90,6 +91,7 @@ __all__ = [
     "lower_step",
     "microbatches",
     "plan",
+    "plan_sync",
     "save",
     "scope",
     "search",
@@ -114,6 +116,7 @@ _LATE = {
     "load": "layoutmap.saving.load",
     "lower_step": "layoutmap.cost.lower_step",
     "step_cost": "layoutmap.cost.lower_step",
+    "plan_sync": "layoutmap.saving.sync",
     "save": "layoutmap.saving.save",
     "SearchResult": "layoutmap.cost.layout_map_search",
     "search": "layoutmap.cost.layout_map_search",

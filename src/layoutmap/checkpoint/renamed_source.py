@@ -83,6 +83,10 @@ class RenamedSource(Source):
                 self._add_checked(path, tuple(shape), list(zip(names, entry.pieces, strict=True)))
                 return
 
+    def find_parts(self, path: str) -> Sequence[SourcePart]:
+        """Return the tensors that make up a variable that was asked for by `fit`. Empty if the table has none."""
+        return self._from.get(path, ())
+
     def check_once(self, paths: Iterable[str]) -> None:
         """Raise if two variables of a model read the same tensor or the same part.
 
