@@ -67,7 +67,9 @@ def compute_position_checksum(
     if positions is None:
         found: Any = np.zeros((), np.int64)
         for axis, (size, begin) in enumerate(zip(values.shape, begins, strict=True)):
-            found = found[..., None] + np.arange(begin, begin + size) * math.prod(shape[axis + 1 :])
+            found = found[..., None] + np.arange(begin, begin + size, dtype=np.int64) * math.prod(
+                shape[axis + 1 :]
+            )
         positions = found
     if (is_nan := values != values).any():
         values = np.where(is_nan, np.array(np.nan).astype(values.dtype), values)

@@ -79,7 +79,7 @@ def _label_sources(conversion: Conversion, sources: Sequence[Stored]) -> dict[st
     begins = np.cumsum([0, *sizes])
     labels = list[Any]()
     for begin, size, source in zip(begins, sizes, sources, strict=False):
-        numbers: Any = np.arange(begin, begin + size)
+        numbers = np.arange(begin, begin + size, dtype=np.int64)
         labels.append(numbers.reshape(source.variable.shape))
     made = conversion.compute(np, labels).reshape(-1)
     positions = np.full(begins[-1], -1, np.int64)
