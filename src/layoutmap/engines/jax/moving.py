@@ -335,12 +335,12 @@ class _Program:
                     together.setdefault((pairs, transfer.wire), []).append((c, r))
         found = [list(each) for each in sent]
         for (pairs, _), places in together.items():
-            flat = [sent[c][r].reshape(-1) for c, r in places]
+            flat = [_to_bits(sent[c][r].reshape(-1)) for c, r in places]
             moved = jax.lax.ppermute(jnp.concatenate(flat), _DIM, pairs)
             for (c, r), part in zip(
                 places, jnp.split(moved, np.cumsum([len(each) for each in flat])[:-1]), strict=True
             ):
-                found[c][r] = part.reshape(sent[c][r].shape)
+                found[c][r] = jax.lax.bitcast_convert_type(part, sent[c][r].dtype).reshape(sent[c][r].shape)
         return found
 
     def _send_pieces(self, sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
@@ -401,6 +401,13 @@ def _group_equal(transfers: Sequence[_Transfer]) -> list[list[int]]:
             open_groups[each] = group
         group.append(number)
     return groups
+
+
+# XLA for CPUs sends floats of 16 bits as floats of 32 bits, but not integers.
+def _to_bits(array: jax.Array) -> jax.Array:
+    """Return narrow floats as integers with their bits, and other arrays unchanged."""
+    is_narrow = jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits in (8, 16)
+    return jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}") if is_narrow else array
 
 
 def _choose_spec(shape: tuple[int, ...]) -> PartitionSpec:
