@@ -72,6 +72,7 @@ class Move:
     path: str = ""
 
 
+# The bytes that move follow from both layouts alone, so a plan counts them without a compiler (decisions/0240).
 def find_pieces(
     held: Mapping[Device, Index], wanted: Mapping[Device, Sequence[Index]]
 ) -> list[Piece[Device]]:

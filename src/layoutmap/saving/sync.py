@@ -18,13 +18,14 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.pieces import Move
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.agreement import run_together
+from layoutmap.engines.protocol import Array
 from layoutmap.saving.sync_checksums import find_wrong_variables
 from layoutmap.saving.sync_plan import End, Matching, SyncPlan
 
 _STEP_BYTES = 1 << 28
 """Bytes of the sampler on all devices that a sync with `donate=True` replaces at one time."""
 
-Mover = Callable[[Sequence[Any]], list[Any]]
+Mover = Callable[[Sequence[Array]], list[Array]]
 
 
 class Sync:
@@ -43,7 +44,7 @@ class Sync:
         self._movers: dict[bool, list[tuple[Sequence[int], Mover]]] = {}
 
     def __call__(
-        self, trainer: Any = None, sampler: Any = None, *, verify: bool = False, donate: bool = False
+        self, trainer: object = None, sampler: object = None, *, verify: bool = False, donate: bool = False
     ) -> Any:
         """Give the sampler the weights of the trainer. All processes must call this.
 
@@ -71,13 +72,14 @@ class Sync:
         for numbers, move in self._get_movers(donate, arrays, likes):
             paths = [self.plan.rows[n].variable.path for n in numbers]
 
-            def compute(numbers: Sequence[int] = numbers, move: Mover = move) -> list[Any]:
+            def compute(numbers: Sequence[int] = numbers, move: Mover = move) -> list[Array]:
                 new = move(arrays)
                 if verify:
                     self._verify(numbers, arrays, new)
                 return new
 
             new = self._run_together(compute)
+            # An interrupt between two variables would leave weights of two versions (decisions/0241).
             with delay_interrupts():
                 model, _ = self._sampler.adapter.restore_variables(model, None, zip(paths, new, strict=True))
                 self._sampler.model = model
@@ -96,7 +98,7 @@ class Sync:
         return self.plan._repr_html_()  # pyright: ignore[reportPrivateUsage]
 
     def _get_movers(
-        self, donate: bool, arrays: Sequence[Any], likes: Mapping[str, Any]
+        self, donate: bool, arrays: Sequence[Array], likes: Mapping[str, Array]
     ) -> list[tuple[Sequence[int], Mover]]:
         """Return functions that make the new arrays of some rows each. They are compiled in the first sync."""
         if donate not in self._movers:
@@ -104,7 +106,9 @@ class Sync:
             self._movers[donate] = [(step, self._make_mover(step, arrays, likes)) for step in steps]
         return self._movers[donate]
 
-    def _make_mover(self, numbers: Sequence[int], arrays: Sequence[Any], likes: Mapping[str, Any]) -> Mover:
+    def _make_mover(
+        self, numbers: Sequence[int], arrays: Sequence[Array], likes: Mapping[str, Array]
+    ) -> Mover:
         moves = [self._moves[n] for n in numbers]
         variables = [self.plan.rows[n].variable for n in numbers]
         own = [likes[each.path] for each in variables]
@@ -117,7 +121,7 @@ class Sync:
             for each in zip(moves, variables, layouts, strict=True)
         ]
 
-    def _verify(self, numbers: Sequence[int], arrays: Sequence[Any], new: Sequence[Any]) -> None:
+    def _verify(self, numbers: Sequence[int], arrays: Sequence[Array], new: Sequence[Array]) -> None:
         rows = [self.plan.rows[n] for n in numbers]
         wrong = find_wrong_variables(self._trainer, self._sampler, rows, arrays, new, self._add_processes)
         if wrong:
@@ -128,7 +132,7 @@ class Sync:
                 fix="sync again; if it happens again, report it with this plan",
             )
 
-    def _run_together(self, compute: Callable[[], list[Any]]) -> list[Any]:
+    def _run_together(self, compute: Callable[[], list[Array]]) -> list[Array]:
         return run_together(compute, self._gather, "sync") if self._mesh is not None else compute()
 
     def _gather(self, values: NumpyArray) -> NumpyArray:
@@ -143,8 +147,8 @@ class Sync:
 
 
 def plan_sync(
-    trainer: Any,
-    sampler: Any,
+    trainer: object,
+    sampler: object,
     *,
     names: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     ignore: str | Sequence[str] = (),
@@ -218,8 +222,8 @@ def _move_through_host(
     move: Move,
     variable: VariableSpec,
     layout: Layout | None,
-    arrays: Sequence[Any],
-) -> Any:
+    arrays: Sequence[Array],
+) -> Array:
     """Return one new array, read from the shards of this process."""
     dtype = get_numpy_dtype(variable.dtype, variable.path)
     readers = [_make_reader(trainer, number, arrays) for number in move.sources]
@@ -237,7 +241,7 @@ def _move_through_host(
     return sampler.engine.from_shards(Assignment(variable, layout), read)
 
 
-def _make_reader(trainer: End, number: int, arrays: Sequence[Any]) -> BlockReader:
+def _make_reader(trainer: End, number: int, arrays: Sequence[Array]) -> BlockReader:
     variable = trainer.stored[number].variable
     shards = [(index, np.asarray(v)) for index, v in trainer.engine.to_shards(arrays[number], copy=False)]
     dtype = get_numpy_dtype(variable.dtype, variable.path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from layoutmap.core.blocks import (
 )
 from layoutmap.core.checksums import compute_position_checksum
 from layoutmap.core.pieces import Conversion
+from layoutmap.engines.protocol import Array
 from layoutmap.saving.sync_plan import End, SyncRow
 
 Sums = dict[Ends, int]
@@ -31,8 +31,8 @@ def find_wrong_variables(
     trainer: End,
     sampler: End,
     rows: Sequence[SyncRow],
-    arrays: Sequence[Any],
-    new: Sequence[Any],
+    arrays: Sequence[Array],
+    new: Sequence[Array],
     add_processes: Callable[[NumpyArray], NumpyArray],
 ) -> list[str]:
     """Return the paths of variables of which a device of this process has other values than the trainer.
@@ -77,7 +77,7 @@ def _label_sources(conversion: Conversion, sources: Sequence[Stored]) -> dict[st
     """Return for each source the position of each of its elements in the result, or -1 for those that are not in it."""
     sizes = [math.prod(source.variable.shape) for source in sources]
     begins = np.cumsum([0, *sizes])
-    labels = list[Any]()
+    labels: list[NumpyArray] = []
     for begin, size, source in zip(begins, sizes, sources, strict=False):
         numbers = np.arange(begin, begin + size, dtype=np.int64)
         labels.append(numbers.reshape(source.variable.shape))
@@ -91,7 +91,7 @@ def _label_sources(conversion: Conversion, sources: Sequence[Stored]) -> dict[st
 
 
 def _add_source(
-    sums: Sums, trainer: End, source: Stored, array: Any, row: SyncRow, positions: NumpyArray | None
+    sums: Sums, trainer: End, source: Stored, array: Array, row: SyncRow, positions: NumpyArray | None
 ) -> None:
     """Add checksums of the shards in this process. Of equal shards that of the first device counts."""
     dtype, shape = get_numpy_dtype(row.variable.dtype, row.variable.path), row.variable.shape

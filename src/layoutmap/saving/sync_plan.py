@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from layoutmap.adapters import Keeping, get_model_adapter, require_capability
 from layoutmap.adapters.protocol import Stored
@@ -24,6 +23,7 @@ from layoutmap.core.pieces import Move, find_pieces
 from layoutmap.core.text_table import format_bytes, format_html_table, format_pre, format_table
 from layoutmap.core.variables import Kind, VariableSpec, get_itemsize
 from layoutmap.engines import Engine, get_engine
+from layoutmap.engines.protocol import Array
 from layoutmap.plan.problems import Problem, group_problems
 from layoutmap.rules.near_misses import Candidates
 
@@ -158,7 +158,7 @@ class End:
         stored: Its weights and trained buffers, with their arrays.
     """
 
-    def __init__(self, name: str, model: Any):
+    def __init__(self, name: str, model: object):
         self.name = name
         self.model = model
         self.adapter = require_capability(get_model_adapter(model), Keeping, "plan_sync")
@@ -171,7 +171,7 @@ class End:
             each for each in self.adapter.list_stored_variables(self.model) if each.variable.kind in kinds
         ]
 
-    def read(self, model: Any) -> dict[str, Any]:
+    def read(self, model: object) -> dict[str, Array]:
         """Return the arrays by path of the model, or of the one that has taken its place.
 
         Raises:
@@ -196,7 +196,7 @@ class End:
         """Return the element type, shape, and placement of a variable as text."""
         return f"{each.variable.dtype}{list(each.variable.shape)} {self.format_layout(each.array)}"
 
-    def format_layout(self, array: Any) -> str:
+    def format_layout(self, array: Array) -> str:
         """Return the layout of an array, with its mesh, or the description of its placement."""
         place = self.engine.describe_placement(array)
         return f"{place} on {place.mesh}" if isinstance(place, Layout) else place.what

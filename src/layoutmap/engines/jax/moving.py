@@ -21,8 +21,8 @@ from layoutmap.engines.jax.programs import leave_program_context
 from layoutmap.engines.jax.trees import find_memory
 
 _DIM = "device"
-_STACKED_BYTES = 1 << 26
-"""Most bytes of equal variables that are stacked, so that one operation moves all of them."""
+_STACKED_BYTES = 1 << 20
+"""Most bytes of equal arrays that are stacked, so that one operation moves all of them. Stacking copies them."""
 
 Arrays = Sequence[jax.Array]
 Row = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -314,7 +314,7 @@ class _Program:
         place, found = jax.lax.axis_index(_DIM), list[list[jax.Array]]()
         for first, *others in self._classes:
             transfer = self._transfers[first]
-            stacked = jnp.stack([inputs[k] for k in (first, *others)]).astype(transfer.wire)
+            stacked = _to_bits(jnp.stack([inputs[k] for k in (first, *others)]).astype(transfer.wire))
             found.append([])
             for shape, rows in transfer.rounds:
                 begins = np.zeros((self._meshes[0].size, len(shape)), np.int32)
@@ -335,12 +335,12 @@ class _Program:
                     together.setdefault((pairs, transfer.wire), []).append((c, r))
         found = [list(each) for each in sent]
         for (pairs, _), places in together.items():
-            flat = [_to_bits(sent[c][r].reshape(-1)) for c, r in places]
+            flat = [sent[c][r].reshape(-1) for c, r in places]
             moved = jax.lax.ppermute(jnp.concatenate(flat), _DIM, pairs)
             for (c, r), part in zip(
                 places, jnp.split(moved, np.cumsum([len(each) for each in flat])[:-1]), strict=True
             ):
-                found[c][r] = jax.lax.bitcast_convert_type(part, sent[c][r].dtype).reshape(sent[c][r].shape)
+                found[c][r] = part.reshape(sent[c][r].shape)
         return found
 
     def _send_pieces(self, sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
@@ -374,8 +374,11 @@ class _Program:
         place, found = jax.lax.axis_index(_DIM), dict[int, jax.Array]()
         for numbers, slots in zip(self._classes, received, strict=True):
             transfer = self._transfers[numbers[0]]
-            made = jnp.zeros((len(numbers), *transfer.target_shape), transfer.wire)
-            for (_, rows), piece in zip(transfer.rounds, slots, strict=True):
+            made = _to_bits(jnp.zeros((len(numbers), *transfer.target_shape), transfer.wire))
+            for (shape, rows), piece in zip(transfer.rounds, slots, strict=True):
+                if shape == transfer.target_shape and len(rows) == self._meshes[1].size:
+                    made = piece
+                    break
                 begins = np.zeros((self._meshes[1].size, len(transfer.target_shape)), np.int32)
                 for receiver, (_, _, begin) in rows:
                     begins[receiver] = begin
@@ -386,7 +389,8 @@ class _Program:
                         jnp.asarray(gets)[place], piece, jax.lax.dynamic_slice(made, begin, piece.shape)
                     )
                 made = jax.lax.dynamic_update_slice(made, piece, begin)
-            found.update(zip(numbers, made.astype(transfer.dtype), strict=True))
+            made = jax.lax.bitcast_convert_type(made, transfer.wire).astype(transfer.dtype)
+            found.update(zip(numbers, made, strict=True))
         return [found[k] for k in range(len(self._transfers))]
 
 
@@ -403,7 +407,7 @@ def _group_equal(transfers: Sequence[_Transfer]) -> list[list[int]]:
     return groups
 
 
-# XLA for CPUs sends floats of 16 bits as floats of 32 bits, but not integers.
+# XLA for CPUs sends and copies floats of 16 bits as floats of 32 bits, but not integers.
 def _to_bits(array: jax.Array) -> jax.Array:
     """Return narrow floats as integers with their bits, and other arrays unchanged."""
     is_narrow = jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits in (8, 16)
