@@ -77,14 +77,15 @@ class Engine(Protocol):
     - `variable` and `run_on` are how the framework trains and computes: its variables, its ambient mesh.
     - `to_numpy` gathers the shards of other processes, on the way that the framework does it best.
     - `all_gather` is how processes agree on what is not yet an array.
+    - `make_mover` sends only what devices lack, of many arrays at once, which `relayout` of each cannot.
     - `call` computes the result of a function in shards; only the framework can trace it.
 
     Attributes:
         name: The engine's name: `"jax"`, `"tensorflow"`, `"torch"`.
         array_types: The classes of the framework's arrays and of its variables that hold one.
         several_dims: Whether one axis of an array can be sharded over several mesh dims.
-        make_mover: A function that returns one that moves arrays (see `MakeMover`); `None`: the engine has none, and
-            arrays move through the memory of one process.
+        make_mover: Function that returns a function that moves arrays (see `MakeMover`). `None`: arrays move through
+            the memory of one process.
     """
 
     name: str

@@ -46,7 +46,7 @@ def make_mover(moves: Sequence[Move], arrays: Arrays, likes: Arrays) -> Callable
         found = (
             conversions.shardings[computed.index(k)] if k in computed else arrays[move.sources[0]].sharding
         )
-        if found is not None:
+        if found is not None and 0 not in targets[k].shape:
             shardings[k] = found
             groups.setdefault((_sort_devices(found), _sort_devices(targets[k].sharding)), []).append(k)
     programs = [
@@ -67,6 +67,8 @@ def make_mover(moves: Sequence[Move], arrays: Arrays, likes: Arrays) -> Callable
         with leave_program_context():
             new = [_to_device_memory(wait_on_cpu(array)) for array in new]
             done = dict(zip(computed, conversions(new), strict=True))
+            # JAX replicates the results of programs that have no elements.
+            done |= {k: target.make_zeros() for k, target in enumerate(targets) if 0 in target.shape}
             for numbers, program in programs:
                 given = [done[k] if k in done else new[moves[k].sources[0]] for k in numbers]
                 done.update(zip(numbers, program(given), strict=True))
@@ -89,6 +91,11 @@ class _Target:
     def read(cls, like: jax.Array) -> _Target:
         memory = find_memory(like)
         return cls(like.shape, like.dtype, _to_device_memory(like).sharding, memory, like.committed)
+
+    def make_zeros(self) -> jax.Array:
+        """Return an array of zeros."""
+        zeros = np.zeros(self.shape, self.dtype)
+        return jax.device_put(zeros, self.sharding) if self.committed else jnp.asarray(zeros)
 
     def finish(self, array: jax.Array) -> jax.Array:
         """Return the array on the mesh and in the memory of the target."""
