@@ -164,6 +164,7 @@ class End:
         self.adapter = require_capability(get_model_adapter(model), Keeping, "plan_sync")
         self.engine: Engine = get_engine(self.adapter.engine_name)
         self.stored = self._list_stored()
+        self._planned = {each.variable.path: self.describe(each) for each in self.stored}
 
     def _list_stored(self) -> list[Stored]:
         kinds = (Kind.WEIGHT, Kind.STATE)
@@ -177,7 +178,7 @@ class End:
         Raises:
             PlanError: Its variables are others than those of the plan.
         """
-        planned = {each.variable.path: self.describe(each) for each in self.stored}
+        planned = self._planned
         if model is not None:
             self.model = model
         self.stored = self._list_stored()
