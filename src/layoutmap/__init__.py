@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from layoutmap.saving.receive import receive
     from layoutmap.saving.save import save
     from layoutmap.saving.stream import stream
+    from layoutmap.saving.sync import plan_sync
 
     DVariable: Any  # a class of an engine; even for types, nothing here needs its framework
 
@@ -93,6 +94,7 @@ __all__ = [
     "lower_step",
     "microbatches",
     "plan",
+    "plan_sync",
     "receive",
     "save",
     "scope",
@@ -120,6 +122,7 @@ _LATE = {
     "load": "layoutmap.saving.load",
     "lower_step": "layoutmap.cost.lower_step",
     "step_cost": "layoutmap.cost.lower_step",
+    "plan_sync": "layoutmap.saving.sync",
     "receive": "layoutmap.saving.receive",
     "save": "layoutmap.saving.save",
     "stream": "layoutmap.saving.stream",

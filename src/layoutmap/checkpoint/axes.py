@@ -13,6 +13,9 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from layoutmap.checkpoint.chunks import choose_chunk_shape, split_shard
 from layoutmap.core.blocks import Index, NumpyArray, compute_block_shape, make_relative_index
@@ -143,6 +146,62 @@ def fill_block(
                 view[(*target, ...)] = values.transpose([order.index(name) for name in names])
                 filled += values.size
     return filled
+
+
+@dataclass(frozen=True)
+class AxisConversion:
+    """The making of an array from others by a name table (see `layoutmap.core.pieces.Conversion`).
+
+    Args:
+        shape: Shape of the array.
+        parts: For each source the axes of the array, those of the source, and the size of each name.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[Side, Side, Mapping[str, int]], ...]
+
+    def list_blocks(self, index: Index) -> list[list[Index]]:
+        """Return for each source the blocks that make up a block of the array."""
+        return [list(self._iterate_blocks(index, *part)) for part in self.parts]
+
+    def fill(self, index: Index, sources: Sequence[Callable[[Index], NumpyArray]], dtype: Any) -> NumpyArray:
+        """Return a block of the array, read from the sources."""
+        result = np.empty(compute_block_shape(index), dtype)
+        for part, read in zip(self.parts, sources, strict=True):
+            fill_block(result, index, *part, read)
+        return result
+
+    def compute(self, namespace: Any, sources: Sequence[Any]) -> Any:
+        """Return the array as one of a numpy-like namespace, which may be traced."""
+        here, _, sizes = self.parts[0]
+        places = [n for n, atom in enumerate(atom for axis in here for atom in axis) if isinstance(atom, Nth)]
+        made = [
+            _permute_source(namespace, *part, each) for part, each in zip(self.parts, sources, strict=True)
+        ]
+        if not places:
+            return made[0].reshape(compute_shape(here, sizes))
+        numbers = [
+            next(a.number for axis in part[0] for a in axis if isinstance(a, Nth)) for part in self.parts
+        ]
+        joined = namespace.stack([made[numbers.index(n)] for n in range(len(made))], places[0])
+        return joined.reshape(compute_shape(here, sizes))
+
+    @staticmethod
+    def _iterate_blocks(index: Index, here: Side, there: Side, sizes: Mapping[str, int]) -> Iterator[Index]:
+        atoms = [atom for axis in here for atom in axis]
+        for _, box in _split_block(index, here, sizes):
+            spans = {atom: span for atom, span in zip(atoms, box, strict=True) if isinstance(atom, str)}
+            yield from (block for block, _ in _list_blocks(there, spans, sizes))
+
+
+def _permute_source(namespace: Any, here: Side, there: Side, sizes: Mapping[str, int], source: Any) -> Any:
+    """Return a source with an axis for each name, in the order of the result."""
+    atoms = [atom for axis in there for atom in axis]
+    split = source.reshape([get_atom_size(atom, sizes) for atom in atoms])
+    taken = split[tuple(slice(None) if isinstance(atom, str) else atom.number for atom in atoms)]
+    names = [atom for atom in atoms if isinstance(atom, str)]
+    order = [atom for axis in here for atom in axis if isinstance(atom, str)]
+    return namespace.moveaxis(taken, list(range(len(names))), [order.index(name) for name in names])
 
 
 def _split_block(index: Index, side: Side, sizes: Mapping[str, int]) -> Iterator[tuple[Index, list[Span]]]:

@@ -92,6 +92,10 @@ class RenamedSource(Source):
         """Return the tensors of the source that a variable consists of."""
         return [part.name for part in self._from[path]] if path in self._from else [path]
 
+    def find_parts(self, path: str) -> Sequence[SourcePart]:
+        """Return the tensors that make up a variable that was asked for by `fit`. Empty if the table has none."""
+        return self._from.get(path, ())
+
     def check_once(self, paths: Iterable[str]) -> None:
         """Raise if two variables of a model read the same tensor or the same part.
 

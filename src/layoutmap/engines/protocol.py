@@ -14,6 +14,7 @@ from layoutmap.core.variables import Assignment
 
 if TYPE_CHECKING:
     from layoutmap.core.blocks import BlockReader, Index, NumpyArray
+    from layoutmap.core.pieces import Move
 
 Array = Any
 """An array of the engine's framework."""
@@ -32,6 +33,27 @@ class Unplaced:
     what: str
     devices: tuple[str, ...] = ()
     is_copied: bool = False
+
+
+class MakeMover(Protocol):
+    """The making of a function that moves the values of arrays to the devices, layouts, and dtypes of other arrays."""
+
+    def __call__(
+        self, moves: Sequence[Move], arrays: Sequence[Array], likes: Sequence[Array]
+    ) -> Callable[[Sequence[Array]], list[Array]]:
+        """Return a function of arrays in the layouts of `arrays`, which returns an array like each of `likes`.
+
+        What it returns shares no memory with what it takes. It sends each device the pieces that it does not hold.
+
+        Args:
+            moves: For each of `likes` the numbers of the arrays with its values.
+            arrays: Arrays with the layouts and dtypes of those that will be moved. Their values are not read.
+            likes: Arrays with the layouts and dtypes of the results, likewise.
+
+        Raises:
+            EngineError: The engine cannot send arrays between these devices.
+        """
+        ...
 
 
 # A plan starts no framework, so layouts and element types have checks that use no device (decisions/0032).
@@ -55,17 +77,21 @@ class Engine(Protocol):
     - `variable` and `run_on` are how the framework trains and computes: its variables, its ambient mesh.
     - `to_numpy` gathers the shards of other processes, on the way that the framework does it best.
     - `all_gather` is how processes agree on what is not yet an array.
+    - `make_mover` sends only what devices lack, of many arrays at once, which `relayout` of each cannot.
     - `call` computes the result of a function in shards; only the framework can trace it.
 
     Attributes:
         name: The engine's name: `"jax"`, `"tensorflow"`, `"torch"`.
         array_types: The classes of the framework's arrays and of its variables that hold one.
         several_dims: Whether one axis of an array can be sharded over several mesh dims.
+        make_mover: Function that returns a function that moves arrays (see `MakeMover`). `None`: arrays move through
+            the memory of one process.
     """
 
     name: str
     array_types: tuple[type, ...]
     several_dims: bool
+    make_mover: MakeMover | None
 
     def devices(self, device_type: str | None = None) -> tuple[str, ...]:
         """Return the names of all devices of one type (`None`: of the default type), in the framework's order.

@@ -29,6 +29,7 @@ from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.pieces import Move
 from layoutmap.core.variables import Assignment
 from layoutmap.engines.agreement import check_computed
 from layoutmap.engines.checks import (
@@ -50,6 +51,7 @@ from layoutmap.engines.jax.arrays import (
 )
 from layoutmap.engines.jax.devices import Device, bind_mesh, find_devices, list_device_names, simulate
 from layoutmap.engines.jax.layouts import ArrayLayouts
+from layoutmap.engines.jax.moving import make_mover
 from layoutmap.engines.jax.processes import gather_values, share_seeds
 from layoutmap.engines.jax.programs import ShardedProgram, find_global_reason, leave_program_context, trace
 from layoutmap.engines.jax.trees import find_memory
@@ -144,6 +146,21 @@ class JaxEngine:
             made.clear()
             raise
         return made
+
+    def make_mover(
+        self, moves: Sequence[Move], arrays: Sequence[jax.Array], likes: Sequence[jax.Array]
+    ) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
+        """Return a function that moves arrays to the layouts of others, in compiled programs (see `MakeMover`)."""
+        move = make_mover(moves, arrays, likes)
+        layouts = [self.get_layout(like) for like in likes]
+
+        def run(new: Sequence[jax.Array]) -> list[jax.Array]:
+            return [
+                array if layout is None else self.relayout(array, layout)  # notes the mesh, and moves nothing
+                for array, layout in zip(move(new), layouts, strict=True)
+            ]
+
+        return run
 
     def list_programs(self) -> list[ShardedProgram]:
         """Return the programs compiled so far, for inspection."""

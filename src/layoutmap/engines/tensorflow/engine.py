@@ -73,6 +73,7 @@ class TensorFlowEngine:
     name = "tensorflow"
     array_types: tuple[type, ...] = (tf.Tensor, tf.Variable)
     several_dims = False
+    make_mover = None
     devices = staticmethod(list_device_names)
     simulate = staticmethod(simulate)
     bind = staticmethod(bind_mesh)

@@ -64,6 +64,7 @@ from layoutmap.engines.torch.element_types import (
 )
 from layoutmap.engines.torch.malloc import release_memory
 from layoutmap.engines.torch.modes import skip_function_modes
+from layoutmap.engines.torch.moving import make_mover
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.processes import (
     compute_rng_checksum,
@@ -93,6 +94,7 @@ class TorchEngine:
     iterate_by_device = staticmethod(iterate_by_device)
     canonicalize = staticmethod(canonicalize)
     check_dtype = staticmethod(find_torch_dtype)
+    make_mover = staticmethod(make_mover)
 
     # -- devices and layouts
 

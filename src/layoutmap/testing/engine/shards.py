@@ -21,6 +21,7 @@ from layoutmap.core.blocks import (
 from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
+from layoutmap.core.pieces import Move
 from layoutmap.testing.engine.cases import (
     EngineCases,
     assert_same_bits,
@@ -74,6 +75,42 @@ class ShardLaws(EngineCases):
         layouts += [over_two] * self.can_hold(over_two.sharding_specs)
         for before, after in itertools.product(layouts, layouts):
             moved = self.engine.relayout(self.engine.relayout(values, before), after)
+
+            assert after == self.engine.get_layout(moved)
+            self._assert_each_device_has_its_shard(moved, after, values)
+
+    @half_examples
+    @given(data=st.data())
+    def test_a_mover_keeps_every_bit(self, data: st.DataObject):
+        """A mover gives an array the layout of another one, keeps all bits, and leaves both arrays unchanged."""
+        if self.engine.make_mover is None:
+            return
+        _, (first, second), shape, dtype = data.draw(self._draw_cases(num_layouts=2))
+        values, zeros = generate_values(shape, dtype, seed=5), np.zeros(shape, np.dtype(dtype))
+        array, like = self.engine.relayout(values, first), self.engine.relayout(zeros, second)
+        (moved,) = self.engine.make_mover([Move((0,))], [array], [like])([array])
+
+        assert second == self.engine.get_layout(moved)
+        self._assert_each_device_has_its_shard(moved, second, values)
+        assert_same_bits(values, self.assemble_array(array, shape, dtype))
+        assert_same_bits(zeros, self.assemble_array(like, shape, dtype))
+
+    def test_a_mover_moves_between_meshes(self):
+        """A mover between meshes of other shapes and devices keeps all bits."""
+        if self.engine.make_mover is None:
+            return
+        values = generate_values((8, 16), "float32", seed=6)
+        layouts = [
+            Layout(["x", "y"], self.make_mesh("x=2,y=4")),
+            Layout([None, "a"], self.make_mesh("a=4", first=0)),
+            Layout(["b", "a"], self.make_mesh("a=2,b=2", first=2)),
+        ]
+        for before, after in itertools.product(layouts, layouts):
+            array, like = (
+                self.engine.relayout(values, before),
+                self.engine.relayout(np.zeros_like(values), after),
+            )
+            (moved,) = self.engine.make_mover([Move((0,))], [array], [like])([array])
 
             assert after == self.engine.get_layout(moved)
             self._assert_each_device_has_its_shard(moved, after, values)

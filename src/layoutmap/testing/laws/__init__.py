@@ -48,6 +48,7 @@ LAWS: Mapping[str, Law] = {
     "an inspected model matches its plan": inspection.compare_with_plan,
     "rules read from a model rebuild its layouts": inspection.rebuild_from_rules,
     "a checkpoint loads on another mesh": checkpoints.load_on_other_mesh,
+    "a sync moves the weights to another mesh": checkpoints.sync_to_other_mesh,
     "a checkpoint loads on another engine": checkpoints.load_on_other_engine,
     "apply keeps the values of an existing model": checkpoints.apply_to_existing_model,
     "replicas have equal bits": training.compare_replicas,

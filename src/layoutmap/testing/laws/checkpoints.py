@@ -8,15 +8,19 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from layoutmap.core.layout import Layout
 from layoutmap.engines import list_installed_engines
 from layoutmap.saving.describe import describe
 from layoutmap.saving.load import load
 from layoutmap.saving.save import save
+from layoutmap.saving.sync import plan_sync
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
+from layoutmap.scope.scope import build
 from layoutmap.testing.laws.trial import NotApplicable, Trial
 from layoutmap.testing.models.maps import DrawnMap, draw_map
 
@@ -31,6 +35,7 @@ model = lm.load(make_model, {folder!r}, layout_map=layout_map, inputs={inputs}, 
 variables = get_adapter({library!r}).variables(model)
 np.savez({arrays!r}, **{{path: get_adapter({library!r}).read(variable) for path, variable in variables.items()}})
 """
+_OTHER_SEED = 1
 _REFUSED = 3
 """The exit code of a program that stops because of errors in the plan."""
 
@@ -62,6 +67,51 @@ def load_on_other_mesh(trial: Trial) -> Iterator[str]:
             yield f"{path}: loaded on {other.mesh} with other bits"
         if path in planned and variable.layout != planned[path]:
             yield f"{path}: planned {planned[path]}, loaded in {variable.layout}"
+
+
+def sync_to_other_mesh(trial: Trial) -> Iterator[str]:
+    """Sync a trained model to one with another layout map, and compare bits, layouts, and counted bytes."""
+    case, trainer = trial.case, trial.pair[1]
+    other, _ = _draw_other_map(trial)
+    trial.adapter.set_seed(_OTHER_SEED)
+    sampler = build(
+        case.make_model,
+        _to_layout_map(other),
+        batch_dim=other.batch_dim,
+        inputs=case.inputs,
+        library=case.library,
+        progress=False,
+    )
+    sources, before = trial.adapter.variables(trainer), trial.adapter.variables(sampler)
+    layouts = {path: variable.layout for path, variable in before.items()}
+    sync = plan_sync(trainer, sampler)
+    synced = trial.adapter.variables(sync(verify=True))
+    for row in sync.plan.rows:
+        path, source = row.variable.path, sources[row.sources[0]]
+        expected = trial.adapter.read(source)
+        if not np.array_equal(expected, trial.adapter.read(synced[path]), equal_nan=True):
+            yield f"{path}: synced to {other.mesh} with other bits"
+        if synced[path].layout != layouts[path]:
+            yield f"{path}: it was in {layouts[path]}, and is in {synced[path].layout}"
+        if (counted := _count_missing(source.layout, layouts[path], expected)) != row.num_bytes:
+            yield f"{path}: devices lack {counted} bytes, and {row.num_bytes} are planned"
+    planned = {row.variable.path for row in sync.plan.rows}
+    yield from (
+        f"{a.variable.path}: not synced" for a in trial.rule_assignments if a.variable.path not in planned
+    )
+
+
+def _count_missing(source: Layout | None, target: Layout | None, values: Any) -> int:
+    """Return the bytes of all shards in a layout that its devices do not hold in another layout."""
+    if source is None or target is None:
+        return 0
+    count = 0
+    for device in range(target.mesh.size):
+        missing = np.zeros(values.shape, bool)
+        missing[target.shard_slices(values.shape, device)] = True
+        missing[source.shard_slices(values.shape, device)] = False
+        count += int(missing.sum())
+    return count * values.itemsize
 
 
 def load_on_other_engine(trial: Trial) -> Iterator[str]:

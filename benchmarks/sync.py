@@ -1,0 +1,198 @@
+"""Compare a sync of all weights between two meshes with `jax.device_put` on JAX and with gathered weights on torch.
+
+    python benchmarks/sync.py                          10 pairs of 64 MiB on each engine: some minutes
+    python benchmarks/sync.py --only jax --pairs 20 --mib 256
+
+Each pair has 24 float32 arrays of drawn sizes in drawn layouts on a drawn mesh of 8 devices (JAX) or 4 processes
+(torch). The sampler's arrays have other layouts on another mesh, and half of the pairs are cast to bfloat16. The
+methods take turns, and each has run once before. "x" is the seconds of `lm.plan_sync` divided by those of the faster
+other method. "sent" is the bytes that devices send each other: those of the sync are counted in the tests, those of
+`jit` in the compiled program, and those of gathered weights are (devices - 1) times all weights. `device_put` compiles
+a program for each array, of which no bytes are counted; `jit` is one program with `out_shardings`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from measure import make_parser, run_process_group, run_rounds, time_call
+
+NUM_ARRAYS, NUM_RANKS = 24, 4
+COLLECTIVE = re.compile(
+    r" = \(?(\w+)\[([\d,]*)\][^=]*? (all-gather|all-to-all|collective-permute|all-reduce)\((.*)"
+)
+"""A collective in the text of a compiled program: the type and shape of its first result, its name, its arguments."""
+
+
+def draw_pair(seed: int, mib: float, meshes: list[str]) -> tuple[list[tuple[int, int]], list[Any], bool]:
+    """Draw shapes, two layouts for each, and whether values are cast."""
+    import layoutmap as lm
+    from layoutmap.testing.models.choices import Choices
+    from layoutmap.testing.models.maps import draw_specs
+
+    choices = Choices.from_seed(seed)
+    chosen = choices.sample(meshes, 2)
+    rows = [8 * choices.pick(*range(8, 129)) for _ in range(NUM_ARRAYS)]
+    width = max(8, int(mib * 2**20 / 4 / sum(rows)) // 8 * 8)
+    layouts = []
+    for text in chosen:
+        mesh = lm.Mesh(None, text)
+        drawn = [lm.Layout(draw_specs(choices, mesh, (size, width), "error"), mesh) for size in rows[:6]]
+        layouts.append(drawn * (NUM_ARRAYS // 6))
+    shapes = [(size, width) for size in rows[:6]] * (NUM_ARRAYS // 6)
+    return shapes, layouts, bool(seed % 2)
+
+
+def measure_jax(seed: int, mib: float, rounds: int) -> dict[str, Any]:
+    """Return the seconds and the bytes of each method for one pair."""
+    import jax
+    import jax.numpy as jnp
+
+    import layoutmap as lm
+    from layoutmap.engines import get_engine
+
+    engine = get_engine("jax")
+    shapes, layouts, is_cast = draw_pair(seed, mib, ["x=2,y=4", "x=4,y=2", "x=8", "x=2,y=2,z=2"])
+    dtype = jnp.bfloat16 if is_cast else jnp.float32
+    trainer, sampler = {}, {}
+    for n, shape in enumerate(shapes):
+        values = jax.random.normal(jax.random.key(n), shape)
+        trainer[f"w{n}"] = engine.relayout(values, layouts[0][n])
+        sampler[f"w{n}"] = engine.relayout(jnp.zeros(shape, dtype), layouts[1][n])
+    shardings = jax.tree.map(lambda array: array.sharding, sampler)
+    sync = lm.plan_sync(trainer, sampler)
+    cast = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree))
+    moved = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree), out_shardings=shardings)
+    text = moved.lower(trainer).compile().as_text() or ""
+    methods: dict[str, Callable[[], Any]] = {
+        "sync": sync,
+        "device_put": lambda: jax.device_put(cast(trainer), shardings),
+        "jit": lambda: moved(trainer),
+    }
+    for method in methods.values():
+        jax.block_until_ready(method())
+    seconds = run_rounds(
+        methods,
+        rounds,
+        lambda name: time_call(lambda: jax.block_until_ready(methods[name]()))[0],
+        f"pair {seed} ",
+    )
+    sent = {"sync": sync.plan.num_bytes, "jit": count_sent_bytes(text, 8)}
+    return {"seconds": {name: statistics.median(each) for name, each in seconds.items()}, "sent": sent}
+
+
+def count_sent_bytes(text: str, num_devices: int) -> int:
+    """Count the bytes that all devices send each other in a compiled program, without copies on one device."""
+    total = 0
+    for dtype, shape, name, arguments in COLLECTIVE.findall(text):
+        size = int(re.sub(r"\D", "", dtype) or 8) // 8
+        for number in shape.split(","):
+            size *= int(number or 1)
+        if name == "collective-permute":
+            pairs = re.search(r"source_target_pairs=(\{\{.*?\}\})", arguments)
+            total += size * sum(a != b for a, b in re.findall(r"(\d+),(\d+)", pairs[1] if pairs else ""))
+        elif name == "all-to-all":  # a result for each device of a group, of which one stays
+            group = len(arguments.split("), ")[0].split(","))
+            total += size * (group - 1) * num_devices
+        else:
+            group = max(
+                2, len((re.search(r"replica_groups=\{?\{([\d,]*)\}", arguments) or ["", "0,1"])[1].split(","))
+            )
+            total += size * (group - 1) // group * num_devices * (2 if name == "all-reduce" else 1)
+    return total
+
+
+def measure_torch(seeds: range, mib: float, rounds: int) -> list[dict[str, Any]]:
+    """Return the seconds and bytes of each method for each pair, in one of several processes."""
+    import torch
+    import torch.distributed as dist
+
+    import layoutmap as lm
+    from layoutmap.engines import get_engine
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    engine = get_engine("torch")
+    results: list[dict[str, Any]] = []
+    for seed in seeds:
+        shapes, layouts, is_cast = draw_pair(seed, mib, ["x=2,y=2", "x=4", "y=4,x=1"])
+        modules = []
+        for end, dtype in enumerate((torch.float32, torch.bfloat16 if is_cast else torch.float32)):
+            module = torch.nn.Module()
+            for n, shape in enumerate(shapes):
+                values = torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(dtype)
+                tensor: Any = engine.relayout(values, layouts[end][n])
+                module.register_parameter(f"w{n}", torch.nn.Parameter(tensor))
+            modules.append(module)
+        trainer, sampler = modules
+        sync = lm.plan_sync(trainer, sampler)
+
+        @torch.no_grad()
+        def gather(trainer: Any = trainer, sampler: Any = sampler, layouts: Any = layouts) -> None:
+            """Gather each weight, and copy the shard of this process."""
+            for n, (each, target) in enumerate(zip(trainer.parameters(), sampler.parameters(), strict=True)):
+                whole = each.full_tensor()
+                index = layouts[1][n].shard_slices(tuple(whole.shape), dist.get_rank())
+                target.to_local().copy_(whole[index])
+
+        methods: dict[str, Callable[[], Any]] = {"sync": sync, "gathered": gather}
+
+        def run(name: str, methods: Any = methods) -> float:
+            dist.barrier()
+            seconds, _ = time_call(lambda: (methods[name](), dist.barrier()))
+            return seconds
+
+        for name in methods:
+            run(name)
+        seconds = run_rounds(methods, rounds, run, f"pair {seed} ")
+        whole = sum(rows * width * 4 for rows, width in shapes)
+        sent = {"sync": sync.plan.num_bytes, "gathered": whole * (NUM_RANKS - 1)}
+        results.append(
+            {"seconds": {name: statistics.median(each) for name, each in seconds.items()}, "sent": sent}
+        )
+    dist.destroy_process_group()
+    return results
+
+
+def print_results(engine: str, results: list[dict[str, Any]]) -> None:
+    """Print the median and the worst ratio, and all pairs."""
+    ratios = []
+    print(f"\n{engine}: seconds and MiB sent for each pair")
+    for each in results:
+        others = [seconds for name, seconds in each["seconds"].items() if name != "sync"]
+        ratios.append(each["seconds"]["sync"] / min(others))
+        seconds = "  ".join(f"{name} {value:.3f} s" for name, value in each["seconds"].items())
+        sent = "  ".join(f"{name} {value / 2**20:.1f} MiB" for name, value in each["sent"].items())
+        print(f"  {seconds}   {sent}   x {ratios[-1]:.2f}")
+    print(f"  x median {statistics.median(ratios):.2f}, worst {max(ratios):.2f}")
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--mib", type=float, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=["jax", "torch"])
+    options = parser.parse_args()
+    seeds = range(options.seed, options.seed + options.pairs)
+    if "RANK" in os.environ:
+        print(json.dumps(measure_torch(seeds, options.mib, options.rounds)))
+        return
+    if options.only != "torch":
+        import layoutmap as lm
+
+        lm.simulate_devices(8, engine="jax")
+        print_results("JAX", [measure_jax(seed, options.mib, options.rounds) for seed in seeds])
+    if options.only != "jax":
+        print_results("torch", run_process_group(__file__, sys.argv[1:], NUM_RANKS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Delay interrupts while several changes are made that belong together."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def delay_interrupts() -> Generator[None]:
+    """Run the program's handlers of Ctrl-C and SIGTERM at the end of the block.
+
+    Python runs handlers in the main thread alone, so in another thread nothing is to be delayed.
+
+    Example:
+        >>> with delay_interrupts():
+        ...     pass
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[tuple[int, Any]] = []
+    handlers: dict[int, Any] = {}
+
+    def note(number: int, frame: Any) -> None:
+        received.append((number, frame))
+
+    try:
+        for number in _SIGNALS:
+            # A handler that Python does not know, or none, raises nothing between two lines.
+            if callable(handler := signal.getsignal(number)):
+                handlers[number] = handler
+                signal.signal(number, note)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in received:
+            handlers[number](number, frame)

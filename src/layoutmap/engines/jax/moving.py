@@ -1,0 +1,441 @@
+"""Move arrays to the devices and shardings of other arrays, in compiled programs that send the missing pieces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from layoutmap.core.blocks import Index, compute_block_shape, make_full_index, normalize_index
+from layoutmap.core.errors import EngineError
+from layoutmap.core.pieces import Move, Piece, find_pieces
+from layoutmap.engines.jax.arrays import wait_on_cpu
+from layoutmap.engines.jax.devices import Device
+from layoutmap.engines.jax.programs import leave_program_context
+from layoutmap.engines.jax.trees import find_memory
+
+_DIM = "device"
+_STACKED_BYTES = 1 << 20
+"""Most bytes of equal arrays that are stacked, so that one operation moves all of them. Stacking copies them."""
+
+Arrays = Sequence[jax.Array]
+Row = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""A piece that a device gets: the sender's number, and where the piece begins in both shards."""
+Round = tuple[tuple[int, ...], tuple[tuple[int, Row], ...]]
+"""A shape, and for the numbers of receivers the pieces of this shape. No device sends or gets two."""
+
+
+def make_mover(moves: Sequence[Move], arrays: Arrays, likes: Arrays) -> Callable[[Arrays], list[jax.Array]]:
+    """Return a function that moves arrays to the shardings and dtypes of others (see `Engine.make_mover`)."""
+    targets = [_Target.read(like) for like in likes]
+    computed = [
+        k
+        for k, move in enumerate(moves)
+        if move.conversion is not None or _is_on_one_device(move, arrays, targets[k])
+    ]
+    conversions = _Conversions([moves[k] for k in computed], arrays, [targets[k] for k in computed])
+    groups: dict[tuple[tuple[Device, ...], tuple[Device, ...]], list[int]] = {}
+    shardings: dict[int, Sharding] = {}
+    for k, move in enumerate(moves):
+        found = (
+            conversions.shardings[computed.index(k)] if k in computed else arrays[move.sources[0]].sharding
+        )
+        if found is not None and 0 not in targets[k].shape:
+            shardings[k] = found
+            groups.setdefault((_sort_devices(found), _sort_devices(targets[k].sharding)), []).append(k)
+    programs = [
+        (
+            numbers,
+            _Program(
+                [
+                    _Transfer.find(shardings[k], arrays[moves[k].sources[0]].dtype, targets[k], *devices)
+                    for k in numbers
+                ],
+                *devices,
+            ),
+        )
+        for devices, numbers in groups.items()
+    ]
+
+    def run(new: Arrays) -> list[jax.Array]:
+        with leave_program_context():
+            new = [_to_device_memory(wait_on_cpu(array)) for array in new]
+            done = dict(zip(computed, conversions(new), strict=True))
+            # JAX replicates the results of programs that have no elements.
+            done |= {k: target.make_zeros() for k, target in enumerate(targets) if 0 in target.shape}
+            for numbers, program in programs:
+                given = [done[k] if k in done else new[moves[k].sources[0]] for k in numbers]
+                done.update(zip(numbers, program(given), strict=True))
+            return [target.finish(done[k]) for k, target in enumerate(targets)]
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Shape, dtype, and sharding that an array gets. An uncommitted array stays one."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sharding: Sharding
+    memory: str
+    committed: bool
+
+    @classmethod
+    def read(cls, like: jax.Array) -> _Target:
+        memory = find_memory(like)
+        return cls(like.shape, like.dtype, _to_device_memory(like).sharding, memory, like.committed)
+
+    def make_zeros(self) -> jax.Array:
+        """Return an array of zeros."""
+        zeros = np.zeros(self.shape, self.dtype)
+        return jax.device_put(zeros, self.sharding) if self.committed else jnp.asarray(zeros)
+
+    def finish(self, array: jax.Array) -> jax.Array:
+        """Return the array on the mesh and in the memory of the target."""
+        if self.committed and array.sharding != self.sharding:
+            array = _make_array(self.shape, self.sharding, _list_shards(array))
+        elif array.committed and not self.committed:  # JAX lets go of a device only by way of the host
+            array = jnp.asarray(np.asarray(array))
+        if not self.memory:
+            return array
+        return jax.device_put(array, self.sharding.with_memory_kind(self.memory))
+
+
+def _to_device_memory(array: jax.Array) -> jax.Array:
+    if not find_memory(array):
+        return array
+    kind = next(iter(array.sharding.device_set)).default_memory().kind
+    return jax.device_put(array, array.sharding.with_memory_kind(kind))
+
+
+def _sort_devices(sharding: Sharding) -> tuple[Device, ...]:
+    return tuple(sorted(sharding.device_set, key=lambda device: device.id))
+
+
+def _is_on_one_device(move: Move, arrays: Arrays, target: _Target) -> bool:
+    """Return whether nothing has to be sent, since both arrays are on one device alone."""
+    sharding = arrays[move.sources[0]].sharding
+    return len(sharding.device_set) == 1 and sharding.device_set == target.sharding.device_set
+
+
+class _Conversions:
+    """One compiled program of all conversions. Those for other devices leave their result where the values are.
+
+    Attributes:
+        shardings: Sharding of each result that has not its target's yet; `None`: it is in its place.
+    """
+
+    def __init__(self, moves: Sequence[Move], arrays: Arrays, targets: Sequence[_Target]):
+        self._moves, self._targets = moves, targets
+        self.shardings: list[Sharding | None] = []
+        wanted: list[Sharding | None] = []
+        for move, target in zip(moves, targets, strict=True):
+            is_here = arrays[move.sources[0]].sharding.device_set == target.sharding.device_set
+            wanted.append(_replace_axis_types(target.sharding) if is_here and target.committed else None)
+            self.shardings.append(None if is_here else target.sharding)
+        self._program = jax.jit(self._compute, out_shardings=wanted)
+        if any(each is not None for each in self.shardings):
+            made = self._program.lower([_to_auto_axes(array) for array in arrays]).compile().output_shardings
+            self.shardings = [
+                None if kept is None else new for kept, new in zip(self.shardings, made, strict=True)
+            ]
+
+    def __call__(self, arrays: Arrays) -> list[jax.Array]:
+        made = self._program([_to_auto_axes(array) for array in arrays]) if self._moves else []
+        return [wait_on_cpu(array) for array in made]
+
+    def _compute(self, arrays: Arrays) -> list[jax.Array]:
+        # A copy, since the trainer's next step may donate its array.
+        return [
+            jnp.copy(
+                arrays[move.sources[0]] if move.conversion is None else self._convert(move, arrays)
+            ).astype(target.dtype)
+            for move, target in zip(self._moves, self._targets, strict=True)
+        ]
+
+    def _convert(self, move: Move, arrays: Arrays) -> jax.Array:
+        assert move.conversion is not None
+        return move.conversion.compute(jnp, [arrays[number] for number in move.sources])
+
+
+# Under explicit axes JAX refuses to slice and split sharded axes, so the compiler chooses their layouts.
+def _replace_axis_types(sharding: Sharding) -> Sharding:
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    mesh = jax.sharding.Mesh(np.asarray(sharding.mesh.devices), sharding.mesh.axis_names)
+    return NamedSharding(mesh, sharding.spec)
+
+
+def _to_auto_axes(array: jax.Array) -> jax.Array:
+    if not isinstance(array.sharding, NamedSharding):
+        return array
+    return _make_array(array.shape, _replace_axis_types(array.sharding), _list_shards(array))
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """The way of one array from its shards to those of its target. Equal ones are computed together.
+
+    Args:
+        source_shape: Shape of the shards there are.
+        target_shape: Shape of the shards to make.
+        wire: Dtype in which pieces are sent: the smaller one.
+        dtype: Dtype of the result.
+        rounds: The pieces.
+        target: What the result becomes.
+    """
+
+    source_shape: tuple[int, ...]
+    target_shape: tuple[int, ...]
+    wire: np.dtype[Any]
+    dtype: np.dtype[Any]
+    rounds: tuple[Round, ...]
+    target: _Target = field(compare=False)
+
+    @classmethod
+    def find(
+        cls,
+        sharding: Sharding,
+        dtype: np.dtype[Any],
+        target: _Target,
+        senders: Sequence[Device],
+        receivers: Sequence[Device],
+    ) -> _Transfer:
+        shape = target.shape
+        held, wanted = _index_devices(sharding, shape), _index_devices(target.sharding, shape)
+        pieces = find_pieces(held, {device: [index] for device, index in wanted.items()})
+        numbers = (
+            {device: n for n, device in enumerate(senders)},
+            {device: n for n, device in enumerate(receivers)},
+        )
+        return cls(
+            sharding.shard_shape(shape),
+            target.sharding.shard_shape(shape),
+            min(dtype, target.dtype, key=lambda each: each.itemsize),
+            target.dtype,
+            _list_rounds(pieces, held, wanted, *numbers),
+            target,
+        )
+
+    @property
+    def stacked_bytes(self) -> int:
+        """Bytes of one of equal arrays on each device."""
+        return max(1, math.prod(self.source_shape) * self.wire.itemsize)
+
+
+def _index_devices(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, Index]:
+    found = sharding.devices_indices_map(shape)
+    return {
+        device: normalize_index(index or make_full_index(shape), shape) for device, index in found.items()
+    }
+
+
+def _list_rounds(
+    pieces: Iterable[Piece[Device]],
+    held: Mapping[Device, Index],
+    wanted: Mapping[Device, Index],
+    senders: Mapping[Device, int],
+    receivers: Mapping[Device, int],
+) -> tuple[Round, ...]:
+    """Return the pieces in rounds of one shape, in which no device sends two or gets two."""
+    rounds: list[tuple[tuple[int, ...], bool, dict[int, Row]]] = []
+    count = len(senders)
+
+    def order(piece: Piece[Device]) -> tuple[int, int]:
+        return (receivers[piece.receiver] - senders[piece.sender]) % count, senders[piece.sender]
+
+    for piece in sorted(pieces, key=order):
+        sender, receiver = senders[piece.sender], receivers[piece.receiver]
+        shape, is_kept = compute_block_shape(piece.block), piece.sender == piece.receiver
+        row = (
+            sender,
+            tuple(p.start - h.start for p, h in zip(piece.block, held[piece.sender], strict=True)),
+            tuple(p.start - w.start for p, w in zip(piece.block, wanted[piece.receiver], strict=True)),
+        )
+        for other, kept, rows in rounds:
+            if (
+                (other, kept) == (shape, is_kept)
+                and receiver not in rows
+                and all(r[0] != sender for r in rows.values())
+            ):
+                rows[receiver] = row
+                break
+        else:
+            rounds.append((shape, is_kept, {receiver: row}))
+    return tuple((shape, tuple(sorted(rows.items()))) for shape, _, rows in rounds)
+
+
+class _Program:
+    """Compiled transfers from some devices to the same or to others."""
+
+    def __init__(
+        self, transfers: Sequence[_Transfer], senders: tuple[Device, ...], receivers: tuple[Device, ...]
+    ):
+        self._transfers = transfers
+        self._classes = _group_equal(transfers)
+        self._meshes = tuple(
+            jax.sharding.Mesh(np.array(each, object), (_DIM,)) for each in (senders, receivers)
+        )
+        ins = [_choose_spec(each.source_shape) for each in transfers]
+        outs = [_choose_spec(each.target_shape) for each in transfers]
+        slots = [[PartitionSpec(_DIM) for _ in transfers[first].rounds] for first, *_ in self._classes]
+        self._is_local = senders == receivers
+        if self._is_local:
+            self._run = self._compile(
+                lambda inputs: self._unpack(self._exchange(self._pack(inputs))), 0, ins, outs
+            )
+            return
+        if any(device.process_index != jax.process_index() for device in (*senders, *receivers)):
+            raise EngineError(
+                "arrays on devices of several processes cannot be moved to other devices",
+                facts={"from": len(senders), "to": len(receivers)},
+                why="JAX moves arrays between processes only in programs that run on the devices of both",
+                fix="give both meshes the same devices",
+            )
+        self._send = self._compile(self._pack, 0, ins, slots)
+        self._receive = self._compile(self._unpack, 1, slots, outs)
+
+    def __call__(self, arrays: Arrays) -> list[jax.Array]:
+        given = [_stack_shards(array, self._meshes[0]) for array in arrays]
+        made = self._run(given) if self._is_local else self._receive(self._send_pieces(self._send(given)))
+        return [
+            _make_array(each.target.shape, each.target.sharding, _list_shards(wait_on_cpu(array)))
+            for each, array in zip(self._transfers, made, strict=True)
+        ]
+
+    def _compile(self, body: Callable[[Any], Any], mesh: int, ins: Any, outs: Any) -> Callable[[Any], Any]:
+        mapped = jax.shard_map(
+            body, mesh=self._meshes[mesh], in_specs=(ins,), out_specs=outs, check_vma=False
+        )
+        return jax.jit(mapped)
+
+    def _pack(self, inputs: Arrays) -> list[list[jax.Array]]:
+        """Return for each class of equal transfers the piece that this device sends in each round."""
+        place, found = jax.lax.axis_index(_DIM), list[list[jax.Array]]()
+        for first, *others in self._classes:
+            transfer = self._transfers[first]
+            stacked = _to_bits(jnp.stack([inputs[k] for k in (first, *others)]).astype(transfer.wire))
+            found.append([])
+            for shape, rows in transfer.rounds:
+                begins = np.zeros((self._meshes[0].size, len(shape)), np.int32)
+                for _, (sender, begin, _) in rows:
+                    begins[sender] = begin
+                begin = [0, *jnp.asarray(begins)[place]]
+                found[-1].append(jax.lax.dynamic_slice(stacked, begin, (len(stacked), *shape)))
+        return found
+
+    def _exchange(self, sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        """Return the pieces that this device gets. Rounds with the same pairs of devices are sent together."""
+        together: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+        for c, (first, *_) in enumerate(self._classes):
+            transfer = self._transfers[first]
+            for r, (_, rows) in enumerate(transfer.rounds):
+                pairs = tuple((sender, receiver) for receiver, (sender, _, _) in rows)
+                if any(sender != receiver for sender, receiver in pairs):
+                    together.setdefault((pairs, transfer.wire), []).append((c, r))
+        found = [list(each) for each in sent]
+        for (pairs, _), places in together.items():
+            flat = [sent[c][r].reshape(-1) for c, r in places]
+            moved = jax.lax.ppermute(jnp.concatenate(flat), _DIM, pairs)
+            for (c, r), part in zip(
+                places, jnp.split(moved, np.cumsum([len(each) for each in flat])[:-1]), strict=True
+            ):
+                found[c][r] = part.reshape(sent[c][r].shape)
+        return found
+
+    def _send_pieces(self, sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        """Return the pieces of all rounds on the receiving devices, where each is sent from device to device."""
+        devices = tuple(self._meshes[1].devices.flat)
+        pieces: list[Any] = []
+        places: list[Sharding] = []
+        for (first, *_), slots in zip(self._classes, sent, strict=True):
+            for (_, rows), slot in zip(self._transfers[first].rounds, slots, strict=True):
+                shards = {shard.device: shard.data for shard in slot.addressable_shards}
+                senders = tuple(self._meshes[0].devices.flat)
+                empty = np.zeros(next(iter(shards.values())).shape, slot.dtype)
+                by_receiver: dict[int, Any] = {
+                    receiver: shards[senders[sender]] for receiver, (sender, _, _) in rows
+                }
+                for number, device in enumerate(devices):
+                    pieces.append(by_receiver.get(number, empty))
+                    places.append(SingleDeviceSharding(device))
+        moved = iter(jax.device_put(pieces, places))
+        sharding = NamedSharding(self._meshes[1], PartitionSpec(_DIM))
+        return [
+            [
+                _make_array((len(devices) * len(part[0]), *part[0].shape[1:]), sharding, part)
+                for part in ([next(moved) for _ in devices] for _ in slots)
+            ]
+            for slots in sent
+        ]
+
+    def _unpack(self, received: list[list[jax.Array]]) -> list[jax.Array]:
+        """Return this device's shard of each array, made of the pieces that it got."""
+        place, found = jax.lax.axis_index(_DIM), dict[int, jax.Array]()
+        for numbers, slots in zip(self._classes, received, strict=True):
+            transfer = self._transfers[numbers[0]]
+            made = _to_bits(jnp.zeros((len(numbers), *transfer.target_shape), transfer.wire))
+            for (shape, rows), piece in zip(transfer.rounds, slots, strict=True):
+                if shape == transfer.target_shape and len(rows) == self._meshes[1].size:
+                    made = piece
+                    break
+                begins = np.zeros((self._meshes[1].size, len(transfer.target_shape)), np.int32)
+                for receiver, (_, _, begin) in rows:
+                    begins[receiver] = begin
+                begin = [0, *jnp.asarray(begins)[place]]
+                if len(rows) < self._meshes[1].size:
+                    gets = np.isin(np.arange(self._meshes[1].size), [receiver for receiver, _ in rows])
+                    piece = jnp.where(
+                        jnp.asarray(gets)[place], piece, jax.lax.dynamic_slice(made, begin, piece.shape)
+                    )
+                made = jax.lax.dynamic_update_slice(made, piece, begin)
+            made = jax.lax.bitcast_convert_type(made, transfer.wire).astype(transfer.dtype)
+            found.update(zip(numbers, made, strict=True))
+        return [found[k] for k in range(len(self._transfers))]
+
+
+def _group_equal(transfers: Sequence[_Transfer]) -> list[list[int]]:
+    """Return the numbers of equal transfers, in groups of bounded size."""
+    groups: list[list[int]] = []
+    open_groups: dict[_Transfer, list[int]] = {}
+    for number, each in enumerate(transfers):
+        group = open_groups.get(each)
+        if group is None or (len(group) + 1) * each.stacked_bytes > _STACKED_BYTES:
+            groups.append(group := [])
+            open_groups[each] = group
+        group.append(number)
+    return groups
+
+
+# XLA for CPUs sends and copies floats of 16 bits as floats of 32 bits, but not integers.
+def _to_bits(array: jax.Array) -> jax.Array:
+    """Return narrow floats as integers with their bits, and other arrays unchanged."""
+    is_narrow = jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits in (8, 16)
+    return jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}") if is_narrow else array
+
+
+def _choose_spec(shape: tuple[int, ...]) -> PartitionSpec:
+    """Return the spec of an array that has the shards of all devices along its first axis, if it has one."""
+    return PartitionSpec(_DIM) if shape else PartitionSpec()
+
+
+def _stack_shards(array: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
+    """Return the shards of an array, in its memory, as an array with all of them along its first axis."""
+    shards, shape = _list_shards(array), array.sharding.shard_shape(array.shape)
+    whole = (mesh.size * shape[0], *shape[1:]) if shape else ()
+    return _make_array(whole, NamedSharding(mesh, _choose_spec(shape)), shards)
+
+
+def _list_shards(array: jax.Array) -> list[jax.Array]:
+    return [shard.data for shard in array.addressable_shards]
+
+
+def _make_array(shape: tuple[int, ...], sharding: Sharding, shards: Sequence[jax.Array]) -> jax.Array:
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(shards), dtype=shards[0].dtype)

@@ -1,0 +1,126 @@
+"""Compare the logical values of a trainer and a sampler by checksums of the sampler's blocks. Only these travel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from layoutmap.adapters.protocol import Stored
+from layoutmap.checkpoint.dtypes import get_numpy_dtype
+from layoutmap.core.blocks import (
+    Ends,
+    Index,
+    NumpyArray,
+    compute_block_shape,
+    get_slice_ends,
+    intersect_blocks,
+    make_relative_index,
+)
+from layoutmap.core.checksums import compute_position_checksum
+from layoutmap.core.pieces import Conversion
+from layoutmap.engines.protocol import Array
+from layoutmap.saving.sync_plan import End, SyncRow
+
+Sums = dict[Ends, int]
+"""Checksum of each distinct block that the sampler's devices hold."""
+
+
+def find_wrong_variables(
+    trainer: End,
+    sampler: End,
+    rows: Sequence[SyncRow],
+    arrays: Sequence[Array],
+    new: Sequence[Array],
+    add_processes: Callable[[NumpyArray], NumpyArray],
+) -> list[str]:
+    """Return the paths of variables of which a device of this process has other values than the trainer.
+
+    Args:
+        trainer: The end with the values.
+        sampler: The end that got them.
+        rows: The variables.
+        arrays: All arrays of the trainer.
+        new: The arrays that the sampler is about to get.
+        add_processes: Returns the sums of numbers over all processes. All of them call it once.
+    """
+    targets = {each.variable.path: each for each in sampler.stored}
+    numbers = {each.variable.path: n for n, each in enumerate(trainer.stored)}
+    held = [sampler.index_devices(targets[row.variable.path]) for row in rows]
+    expected: list[Sums] = []
+    for row, blocks in zip(rows, held, strict=True):
+        sums = dict.fromkeys(map(get_slice_ends, blocks.values()), 0)
+        sources = [(trainer.stored[numbers[path]], arrays[numbers[path]]) for path in row.sources]
+        positions: dict[str, NumpyArray] = {}
+        if row.conversion is not None:
+            positions = _label_sources(row.conversion, [source for source, _ in sources])
+        for source, array in sources:
+            _add_source(sums, trainer, source, array, row, positions.get(source.variable.path))
+        expected.append(sums)
+    flat = np.array([value for sums in expected for value in sums.values()], np.uint64)
+    totals = iter(add_processes(flat).tolist())
+    expected = [{ends: next(totals) for ends in sums} for sums in expected]
+    wrong: list[str] = []
+    for row, blocks, sums, array in zip(rows, held, expected, new, strict=True):
+        shape = row.variable.shape
+        for device, values in sampler.engine.iterate_by_device(array):
+            index = blocks[device]
+            begins = [part.start for part in index]
+            if compute_position_checksum(values, shape, begins) != sums[get_slice_ends(index)]:
+                wrong.append(row.variable.path)
+                break
+    return wrong
+
+
+def _label_sources(conversion: Conversion, sources: Sequence[Stored]) -> dict[str, NumpyArray]:
+    """Return for each source the position of each of its elements in the result, or -1 for those that are not in it."""
+    sizes = [math.prod(source.variable.shape) for source in sources]
+    begins = np.cumsum([0, *sizes])
+    labels: list[NumpyArray] = []
+    for begin, size, source in zip(begins, sizes, sources, strict=False):
+        numbers = np.arange(begin, begin + size, dtype=np.int64)
+        labels.append(numbers.reshape(source.variable.shape))
+    made = conversion.compute(np, labels).reshape(-1)
+    positions = np.full(begins[-1], -1, np.int64)
+    positions[made] = np.arange(made.size)
+    return {
+        source.variable.path: positions[begin : begin + size].reshape(source.variable.shape)
+        for begin, size, source in zip(begins, sizes, sources, strict=False)
+    }
+
+
+def _add_source(
+    sums: Sums, trainer: End, source: Stored, array: Array, row: SyncRow, positions: NumpyArray | None
+) -> None:
+    """Add checksums of the shards in this process. Of equal shards that of the first device counts."""
+    dtype, shape = get_numpy_dtype(row.variable.dtype, row.variable.path), row.variable.shape
+    held = trainer.index_devices(source)
+    first: dict[Ends, str] = {}
+    for device, index in held.items():
+        first.setdefault(get_slice_ends(index), device)
+    for device, values in trainer.engine.iterate_by_device(array):
+        index = held[device]
+        if first[get_slice_ends(index)] != device:
+            continue
+        values = values.astype(dtype, copy=False)
+        for ends in sums:
+            block = tuple(slice(*pair) for pair in ends)
+            if positions is None:
+                both = intersect_blocks(index, block)
+                if both is not None:
+                    part, begins = values[make_relative_index(both, index)], [each.start for each in both]
+                    sums[ends] = (sums[ends] + compute_position_checksum(part, shape, begins)) % 2**64
+            else:
+                where = positions[index]
+                chosen = _is_in_block(where, shape, block)
+                part = compute_position_checksum(values[chosen], shape, (0,), where[chosen])
+                sums[ends] = (sums[ends] + part) % 2**64
+
+
+def _is_in_block(positions: NumpyArray, shape: Sequence[int], block: Index) -> NumpyArray:
+    if not compute_block_shape(block):
+        return positions >= 0
+    places = np.unravel_index(np.maximum(positions, 0), tuple(shape))
+    inside = [(p.start <= place) & (place < p.stop) for p, place in zip(block, places, strict=True)]
+    return np.logical_and.reduce(inside) & (positions >= 0)
