@@ -64,8 +64,10 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
     wraps["load_own_variables"] = wrap_load_own_variables(layer, session)
     wraps |= make_copy_wraps(layer, session)
     if session.policy.activations:
-        _put(layer, {name: wrap_call_with_layouts(layer, session, get_call(layer, name)) for name in CALLS})
-    _put(layer, wraps)
+        _set_methods(
+            layer, {name: wrap_call_with_layouts(layer, session, get_call(layer, name)) for name in CALLS}
+        )
+    _set_methods(layer, wraps)
     wraps = {**session.backend.make_layer_wraps(layer, session)}
     save = wraps.get("save_own_variables") or layer.save_own_variables
     wraps["save_own_variables"] = wrap_save_own_variables(save, session)
@@ -74,7 +76,7 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
         wraps["load_weights"] = wrap_load_weights(layer, lambda: map(get_session, layer._flatten_layers()))
         wraps |= session.backend.make_training_wraps(layer, session)
         wraps["fit"] = wrap_fit(wraps.get("fit", layer.fit), session)
-    _put(layer, wraps)
+    _set_methods(layer, wraps)
 
 
 def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
@@ -92,13 +94,13 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
             "build": wrap_in_context(optimizer.build, session.defer),
             "load_own_variables": wrap_load_own_variables(optimizer, session),
         }
-        _put(optimizer, {**wraps, **session.backend.make_optimizer_wraps(optimizer, session)})
+        _set_methods(optimizer, {**wraps, **session.backend.make_optimizer_wraps(optimizer, session)})
         session.registry.add_optimizer(optimizer)
     if inner is not None and _start_wrapping(
         inner, session
     ):  # the inner optimizer updates the variables of the outer one
         wraps = {"load_own_variables": wrap_load_own_variables(inner, session)}
-        _put(inner, {**wraps, **session.backend.make_optimizer_wraps(inner, session)})
+        _set_methods(inner, {**wraps, **session.backend.make_optimizer_wraps(inner, session)})
     for each in getattr(optimizer, "optimizers", ()):  # a MultiOptimizer's, that may have been made outside
         wrap_optimizer(each, session)
 
@@ -150,11 +152,11 @@ def _unwrap(thing: object) -> None:
         else:
             own[name] = before
     if SESSION in own:
-        own[SESSION].registry.release(thing)
+        own[SESSION].registry.remove_owner(thing)
         del own[SESSION]
 
 
-def _put(thing: object, wraps: dict[str, Callable[..., object]]) -> None:
+def _set_methods(thing: object, wraps: dict[str, Callable[..., object]]) -> None:
     # Into __dict__, past Keras's __setattr__, which tracks what it is given.
     own = thing.__dict__
     before = own.setdefault(_BEFORE, {})
@@ -185,7 +187,9 @@ def _check_outer(outer: Any, session: KerasSession) -> None:
     """Warn once of unsharded layers beside sharded ones, or refuse a step that the backend cannot run with both."""
     refused = session.backend.single_scope_steps
     step = find_running_step(outer, refused) if refused else ""
-    if step and (not refused[step] or _has_mixed_layers(outer)):
+    trained = [layer for layer in outer._flatten_layers() if layer._trainable_variables and layer.trainable]
+    has_mixed_layers = len({get_session(layer) is None for layer in trained}) > 1
+    if step and (not refused[step] or has_mixed_layers):
         raise make_mixed_model_error(outer, step)
     if outer in session.outer_models:
         return
@@ -199,12 +203,6 @@ def _check_outer(outer: Any, session: KerasSession) -> None:
         ]
         if plain:
             warn_of_unsharded_layers(outer, plain)
-
-
-def _has_mixed_layers(outer: keras.Model) -> bool:
-    """Return whether a model trains both sharded and unsharded layers."""
-    layers = [layer for layer in outer._flatten_layers() if layer._trainable_variables and layer.trainable]
-    return len({get_session(layer) is None for layer in layers}) > 1
 
 
 def _wrap_compile(model: Any, session: KerasSession) -> Callable[..., object]:
