@@ -22,7 +22,6 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.activations import wrap_call_with_layouts
 from layoutmap.adapters.keras.call_stack import find_running_step
 from layoutmap.adapters.keras.copies import (
     make_copy_wraps,
@@ -33,7 +32,7 @@ from layoutmap.adapters.keras.copies import (
 from layoutmap.adapters.keras.existing_layers import make_existing_error
 from layoutmap.adapters.keras.loading import wrap_load_own_variables, wrap_load_weights
 from layoutmap.adapters.keras.paths import SESSION
-from layoutmap.adapters.keras.private import Functional, get_outermost_layer
+from layoutmap.adapters.keras.private import Functional, get_outermost_layer, in_symbolic_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.quantization import restore_on_error, unshard_weights
 from layoutmap.adapters.keras.training import wrap_fit
@@ -65,7 +64,7 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
     wraps |= make_copy_wraps(layer, session)
     if session.policy.activations:
         _set_methods(
-            layer, {name: wrap_call_with_layouts(layer, session, get_call(layer, name)) for name in CALLS}
+            layer, {name: _wrap_call_with_layouts(layer, session, get_call(layer, name)) for name in CALLS}
         )
     _set_methods(layer, wraps)
     wraps = {**session.backend.make_layer_wraps(layer, session)}
@@ -221,3 +220,34 @@ def _wrap_compile(model: Any, session: KerasSession) -> Callable[..., object]:
         return result
 
     return compile
+
+
+def _wrap_call_with_layouts(
+    layer: object, session: KerasSession, plain: Callable[..., object]
+) -> Callable[..., object]:
+    """Return a layer's `call` or equivalent that returns arrays in the layouts of activation rules.
+
+    The layer's path is looked up when it is called, since it may not be known before.
+    """
+
+    @functools.wraps(plain)
+    def call(*args: object, **kwargs: object) -> object:
+        outputs = plain(*args, **kwargs)
+        # Keras finds out shapes with sizes that it makes up, and a plan has no arrays.
+        if in_symbolic_scope() or session.context.plan_only:
+            return outputs
+        path, layout = session.find_output_layout(layer)
+        if layout is None:
+            return outputs
+        flat = keras.tree.flatten(outputs)
+        arrays = [each for each in flat if keras.ops.is_tensor(each)]
+        shapes = [tuple(int(n) for n in array.shape) for array in arrays]
+        layouts = session.policy.choose_output_layouts(layout, shapes, path)
+        chosen = {id(array): each for array, each in zip(arrays, layouts, strict=True) if each is not None}
+        placed = [
+            session.backend.relayout_output(each, chosen[id(each)], session) if id(each) in chosen else each
+            for each in flat
+        ]
+        return keras.tree.pack_sequence_as(outputs, placed)
+
+    return call
