@@ -198,7 +198,7 @@ FAULTS = (
     Fault(
         "a step that fails leaves a model without its weights",
         "adapters/keras/backends/jax_steps.py",
-        "            lent.put_back(error)\n",
+        "            last_values.restore_values(error)\n",
         "            pass\n",
     ),
     Fault(

@@ -26,11 +26,7 @@ OPTIMIZERS = "adadelta adafactor adagrad adam adamax adamw ftrl lion muon nadam 
 
 
 def make_completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the script with which a shell completes commands, options, choices, and files.
-
-    Raises:
-        LayoutMapError: shtab, which makes it, is not installed.
-    """
+    """Return the script with which a shell completes commands, options, choices, and files."""
     try:
         import shtab
     except ImportError as error:

@@ -45,11 +45,7 @@ def get_process_number() -> int:
 
 
 def inspect_model(options: Any) -> Plan:
-    """Return the plan of the model that a function builds, compared across processes if there are several.
-
-    Raises:
-        LayoutMapError: It has no weights yet.
-    """
+    """Return the plan of the model that a function builds, compared across processes if there are several."""
     from layoutmap.inspecting.inspect import inspect  # loads numpy, which plans do without
 
     name, started_by = options.model, detect_launcher()

@@ -66,11 +66,7 @@ def refuse_unknown_model(module: str, name: str) -> None:
 
 
 def make_published_model(model: PublishedModel, dtype: str | None) -> Callable[[], Any]:
-    """Return a function that builds a published model.
-
-    Raises:
-        LayoutMapError: Keras has no such dtype policy.
-    """
+    """Return a function that builds a published model."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keras-hub looks for TensorFlow, which then talks
     if dtype is None:
         return model.make
@@ -84,11 +80,7 @@ def make_published_model(model: PublishedModel, dtype: str | None) -> Callable[[
 
 
 def choose_preset(options: Any, mesh: Mesh | None, model: PublishedModel | None) -> LayoutMap | None:
-    """Return the requested preset, or a published model's own preset if there are no other rules.
-
-    Raises:
-        LayoutMapError: There is no mesh for it; or an option is given that is for something else.
-    """
+    """Return the requested preset, or a published model's own preset if there are no other rules."""
     name = options.preset or (model.preset if model is not None and not options.rules else None)
     for option, value, of, there in (
         ("--preset", options.preset, "instead of --rules", not options.rules),

@@ -63,11 +63,7 @@ def is_stdout(path: str) -> bool:
 
 
 def check_target(option: str, path: str) -> None:
-    """Refuse a path that no file can be written to, before the work starts.
-
-    Raises:
-        LayoutMapError: It is a folder, or the folder that it would be in does not exist.
-    """
+    """Refuse a path that no file can be written to, before the work starts."""
     folder = os.path.dirname(os.path.realpath(path))
     if os.path.isdir(path) or not os.path.basename(path):
         why = "it is a folder"
@@ -83,11 +79,7 @@ def check_target(option: str, path: str) -> None:
 
 
 def check_targets(options: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the files that options name, and refuse unwritable paths and one file for two options.
-
-    Raises:
-        LayoutMapError: See `check_target`; or two options name one file.
-    """
+    """Return the files that options name, and refuse unwritable paths and one file for two options."""
     files = {option: path for option, path in options.items() if path is not None}
     for option, path in files.items():
         check_target(option, path)

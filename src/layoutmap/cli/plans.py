@@ -134,11 +134,7 @@ def make_single_plan(name: str, options: Any) -> Plan:
 
 
 def make_plans(names: Sequence[str], options: Any) -> list[Plan]:
-    """Return the plans of all models and files that a command names.
-
-    Raises:
-        LayoutMapError: A plan cannot be made, or all names are files and an option is for models.
-    """
+    """Return the plans of all models and files that a command names."""
     given = [f"--{name.replace('_', '-')}" for name in _OF_MODELS if getattr(options, name)]
     if given and all(map(_is_file, names)):
         raise LayoutMapError(
@@ -155,11 +151,7 @@ def make_plans(names: Sequence[str], options: Any) -> list[Plan]:
 
 
 def check_complete(plan: Plan, name: str, options: Any) -> Plan:
-    """Return the plan if it has all weights of its model or if `--partial` accepts it.
-
-    Raises:
-        LayoutMapError: The plan lacks weights, so every check of it would pass.
-    """
+    """Return the plan if it has all weights of its model or if `--partial` accepts it."""
     missing = find_missing_weights(plan)
     if missing is None or options.partial:
         return plan
@@ -181,11 +173,7 @@ def _is_file(name: str) -> bool:
 
 
 def read_plan(name: str) -> Plan:
-    """Return the plan in a JSON file.
-
-    Raises:
-        LayoutMapError: The file cannot be read, or has no plan.
-    """
+    """Return the plan in a JSON file."""
     text = _read_text(name)
     with _error_names_file(name):
         return Plan.from_json(text)
@@ -245,22 +233,14 @@ def plan_model(name: str, options: Any, layout_map: LayoutMap | None = None) -> 
 
 
 def read_rules(name: str, mesh: Mesh | None) -> LayoutMap:
-    """Return the rules of a file on `mesh`, or on the file's own mesh if `mesh` is None.
-
-    Raises:
-        LayoutMapError: The file cannot be read, or an entry is not a rule.
-    """
+    """Return the rules of a file on `mesh`, or on the file's own mesh if `mesh` is None."""
     text = _read_text(name)
     with _error_names_file(name):
         return LayoutMap.from_yaml(text, mesh)
 
 
 def count_rules(name: str) -> int:
-    """Check a rules file and return the number of its rules. Without a mesh in the file, any mesh is accepted.
-
-    Raises:
-        LayoutMapError: The file cannot be read, or an entry is not a rule.
-    """
+    """Check a rules file and return the number of its rules. Without a mesh in the file, any mesh is accepted."""
     text = _read_text(name)
     with _error_names_file(name):
         fields = from_yaml(text)
@@ -293,11 +273,7 @@ def _add_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[]
 
 
 def find_imported_library() -> str:
-    """Return the first model library that is imported.
-
-    Raises:
-        ScopeError: No library is imported.
-    """
+    """Return the first model library that is imported."""
     try:
         return get_imported_adapter().name
     except ScopeError as error:

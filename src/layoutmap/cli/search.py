@@ -108,11 +108,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_search_command(options: Any) -> int:
-    """Search a layout map and print it beside the built-in expert maps.
-
-    Raises:
-        LayoutMapError: No map fits, or an option is not as it should be.
-    """
+    """Search a layout map and print it beside the built-in expert maps."""
     from layoutmap.cost.layout_map_search import search  # late: it imports JAX
 
     files = check_targets({"--write": options.write, "--json": options.json, "--html": options.html})

@@ -33,11 +33,7 @@ def add_selftest_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_selftest_command(options: Any) -> int:
-    """Try laws until the time is over, print and write the results, and return the exit code.
-
-    Raises:
-        LayoutMapError: No law could be tried, or an option is not as it should be.
-    """
+    """Try laws until the time is over, print and write the results, and return the exit code."""
     targets = {"--report": options.report, "--json": options.json, "--write-machine": options.write_machine}
     files = output.check_targets(targets)
     if find_spec("hypothesis") is None:

@@ -45,10 +45,6 @@ def users_code(name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap
     """Run a user's code: allow imports from the current folder, and prevent it from ending the program.
 
     The code's output goes to stderr, so that stdout has only the plan. The current folder and stdout are restored.
-
-    Raises:
-        LayoutMapError: The code called `sys.exit`, or the backend of Keras is not installed.
-        UsersCodeError: The code raised an error that is not this library's.
     """
     choose_only_backend()
     folder = os.getcwd()
@@ -80,11 +76,7 @@ def users_code(name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap
 
 
 def parse_function_name(name: str) -> tuple[str, str]:
-    """Return the module and the function of `module:function`.
-
-    Raises:
-        LayoutMapError: The name has another form. For a path to a file, the error suggests the module's name.
-    """
+    """Return the module and the function of `module:function`."""
     module, sign, function = name.partition(":")
     if not sign and all(map(str.isidentifier, parts := name.split("."))) and len(parts) > 1:
         module, function = ".".join(parts[:-1]), parts[-1]
@@ -100,11 +92,7 @@ def parse_function_name(name: str) -> tuple[str, str]:
 
 
 def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
-    """Import a module and return one of its functions.
-
-    Raises:
-        LayoutMapError: There is no such module, it has no such function, or the function needs arguments.
-    """
+    """Import a module and return one of its functions."""
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -41,11 +41,7 @@ def lint(linted: Linted) -> Iterator[Problem]:
 
 
 def read_cost(data: dict[str, Any], rows: list[Any], mesh: Mesh) -> Cost:
-    """Read the cost of a step from a plan's file: its object, and the rows of its collectives.
-
-    Raises:
-        PlanError: A field is missing, wrong or not known.
-    """
+    """Read the cost of a step from a plan's file: its object, and the rows of its collectives."""
     step, machine, batch_dim, tried, untried = read_cost_fields(data, rows, mesh)
     return Cost(step, machine, batch_dim=batch_dim, tried=tried, untried=untried)
 

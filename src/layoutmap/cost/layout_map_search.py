@@ -25,8 +25,7 @@ from layoutmap.cost.plan_cost import choose_compiler, choose_target
 from layoutmap.cost.search.experts import ExpertMap, make_expert_map, make_expert_maps
 from layoutmap.cost.search.figure_cache import FigureCache
 from layoutmap.cost.search.finalists import choose_compiled, choose_fitting, extend_search
-from layoutmap.cost.search.loop import Candidate, Evaluate, Figures, Outcome
-from layoutmap.cost.search.loop import search_maps as find
+from layoutmap.cost.search.loop import Candidate, Evaluate, Figures, Outcome, search_maps
 from layoutmap.cost.search.options import Grid, list_grids, make_grid
 from layoutmap.cost.search.result_table import (
     HEAD,
@@ -265,7 +264,7 @@ def search(
 
     with _Progress(shown_as) as shown:
         try:
-            outcome = find(
+            outcome = search_maps(
                 model,
                 _list_expert_maps(model, meshes, start, kept),
                 cache_figures(evaluate),
@@ -299,7 +298,9 @@ def search(
                 grid = next(grid for grid in meshes if grid.mesh == first.layout_map.mesh)
                 start = make_expert_map("start", model, grid, first.layout_map)
                 most = min(_COMPILED, tries)
-                return find(model, [start], evaluate_compiled(first), limit=limit, most=most, seed=seed)
+                return search_maps(
+                    model, [start], evaluate_compiled(first), limit=limit, most=most, seed=seed
+                )
 
             outcome = extend_search(outcome, found, search_near)
         finally:
@@ -321,9 +322,7 @@ def search(
     return SearchResult(outcome, plan, evaluate.find_batch_dim(best.layout_map), target, recompute)
 
 
-_COMPILED = 8
-"""How many maps near the best one are compiled where the counts had chosen another one."""
-
+_COMPILED = 8  # how many maps near the best one are compiled where the counts had chosen another one
 _WIDEST = 32
 """The largest mesh dim over which layers are sharded, on machines whose fast network joins more devices."""
 

@@ -52,8 +52,9 @@ def check_gathered_weights(cost: Cost, linted: Linted) -> Iterator[Problem]:
     ]
     for cause, of_weight in _group_by_cause(cost, found):
         over = " and ".join(dict.fromkeys(dim for c in of_weight for dim in c.dims))
-        for path in _find_paths(linted, cause):
-            a = linted.plan[path]
+        plan = linted.plan  # a cause may have stars for numbers
+        for path in [cause] if cause in plan else [p for p in plan if replace_numbers(p) == cause]:
+            a = plan[path]
             yield Problem(
                 "gathered weight",
                 "warning",
@@ -64,12 +65,6 @@ def check_gathered_weights(cost: Cost, linted: Linted) -> Iterator[Problem]:
                 "lay out what its layer and the one before it output, so that each device computes with its part: "
                 f'layout_map.activations[r"..."] = ({batch!r}, ..., {over!r})',
             )
-
-
-def _find_paths(linted: Linted, cause: str) -> list[str]:
-    """Return the variables that match a cause, which may have stars for numbers."""
-    plan = linted.plan
-    return [cause] if cause in plan else [path for path in plan if replace_numbers(path) == cause]
 
 
 def check_summed_activations(cost: Cost, linted: Linted) -> Iterator[Problem]:

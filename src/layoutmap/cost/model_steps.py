@@ -34,11 +34,7 @@ _STEP_COUNTERS = {"jax": "layoutmap.cost.jax.lowered", "torch": "layoutmap.cost.
 
 
 def load_step_counter(name: str) -> Any:
-    """Return the class that counts a `TrainingStep` of a framework with its method `count`.
-
-    Raises:
-        EngineError: Steps of that framework cannot be counted.
-    """
+    """Return the class that counts a `TrainingStep` of a framework with its method `count`."""
     if name not in _STEP_COUNTERS:
         raise EngineError(
             f"the cost of a step cannot be counted on {name}",

@@ -31,8 +31,7 @@ from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import ElapsedTime
 
-_SHARE_OF_JAX = 0.75
-"""The part of a GPU's memory that JAX takes when it starts: 63.8 of 84.9 GB on an H100."""
+_SHARE_OF_JAX = 0.75  # the part of a GPU's memory that JAX takes when it starts: 63.8 of 84.9 GB on an H100
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +51,7 @@ class CostRequest:
 
 
 def request_cost(on: Any, mesh: Mesh, inputs: object, engine: str, options: Mapping[str, Any]) -> CostRequest:
-    """Check the arguments of `plan` for the cost of a step, before a model is made.
-
-    Raises:
-        LayoutMapError: There is no such machine or dim, it has another number of devices than the mesh, the inputs are
-            missing, or the engine counts no steps or has no such option.
-    """
+    """Check the arguments of `plan` for the cost of a step, before a model is made."""
     batch_dim, verify, remat = options["batch_dim"], options["verify"], options["remat"]
     machine = find_machine(on, mesh)
     check_dim("plan: batch_dim", batch_dim, mesh, "the batch is sharded over it")
@@ -88,11 +82,7 @@ def request_cost(on: Any, mesh: Mesh, inputs: object, engine: str, options: Mapp
 
 
 def choose_target(verify: bool | str | None, machine: Machine) -> str | None:
-    """Return the target that XLA compiles for, or None without `verify`.
-
-    Raises:
-        EngineError: XLA cannot compile for it, or its compiler is not installed.
-    """
+    """Return the target that XLA compiles for, or None without `verify`."""
     if not verify:
         return None
     from layoutmap.cost.jax.targets import find_target  # late: it imports JAX
@@ -203,7 +193,7 @@ class _ModelCounter:
     ):
         self._plan, self._context, self._request = plan, context, request
         self._made, self._given = (model, optimizer), inputs
-        self.step = self._step(inputs)
+        self.step = self._make_step(inputs)
         self._lowered: dict[Any, Any] = {}
         self.way = Way(
             context.layout_map,
@@ -215,14 +205,14 @@ class _ModelCounter:
             fuse_attention=request.fuse_attention,
         )
 
-    def _step(self, inputs: object) -> TrainingStep:
+    def _make_step(self, inputs: object) -> TrainingStep:
         model, optimizer = self._made
         return make_training_step(self._context, model, inputs, optimizer, self._request.loss)
 
     def prepare_count(self, way: Way) -> tuple[Any, list[Assignment], LayoutPolicy]:
         """Return the counter of a step for a way, and the layouts of its variables and activations."""
         same = way.inputs == self.way.inputs
-        step = self.step if same else self._step(_restore_structure(self._given, way.inputs))
+        step = self.step if same else self._make_step(_restore_structure(self._given, way.inputs))
         # Those of the plan, and slots of optimizers that models do not carry, which follow their weights.
         planned = {v.key: v for v in (*(a.variable for a in self._plan.assignments), *step.variables)}
         table = make_plan(
@@ -256,11 +246,7 @@ class _ModelCounter:
         return plan.add_cost(cost).set_limits(device_memory=self._request.device_memory)
 
     def count_way(self, way: Way) -> Cost:
-        """Return the cost of a step in a way.
-
-        Raises:
-            LayoutMapError: The model cannot be planned so.
-        """
+        """Return the cost of a step in a way."""
         lowered, placed, policy = self.prepare_count(way)
         found = self.attach_cost(self._plan, lowered.count(placed, policy), policy, None).cost
         assert isinstance(found, Cost)

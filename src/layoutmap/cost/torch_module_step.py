@@ -108,7 +108,7 @@ class _CountedStep:
             value.backward()
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
-                tracer.is_gradient(parameter.grad, name)
+                tracer.name_gradient(parameter.grad, name)
         if optimizer is not None:
             with tracer.open_update():
                 optimizer.step()

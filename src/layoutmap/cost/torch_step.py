@@ -69,11 +69,7 @@ class LoweredStep:
     def count(
         self, assignments: Sequence[Assignment], policy: LayoutPolicy, *, with_held: bool = False
     ) -> StepCost:
-        """Count the step's collectives, operations, and memory in given layouts. `with_held` is ignored.
-
-        Raises:
-            ScopeError: The module fails when it is called with such inputs, or this process has a process group.
-        """
+        """Count the step's collectives, operations, and memory in given layouts. `with_held` is ignored."""
         with ExitStack() as stack:
             stack.enter_context(_simulate_process_group(policy.mesh.size))
             groups = _list_groups(policy.mesh)  # with values: torch reads those of a device mesh
@@ -153,7 +149,7 @@ def _make_fake_dtensor(assignment: Assignment) -> object:
     )
 
 
-def _num_bytes(tensor: torch.Tensor) -> int:
+def _count_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
@@ -198,7 +194,7 @@ class _OperationCounter(TorchDispatchMode):
         self.layers.clear()
         self.kept, self.traffic, self.peak = self._held, 0, 0
 
-    def is_gradient(self, gradient: torch.Tensor, path: str) -> None:
+    def name_gradient(self, gradient: torch.Tensor, path: str) -> None:
         """Record the weight of a gradient as the cause of its collectives."""
         _, cause = self._storages.get(get_storage_key(get_local(gradient)), (0, None))
         if cause is not None:
@@ -228,7 +224,7 @@ class _OperationCounter(TorchDispatchMode):
             cause = self._add_collective(name, args, kwargs, inputs, cause)
             outputs = outputs or inputs[:1]
         elif func.namespace == "aten" and not can_return_view(func):  # a view moves no bytes
-            self.traffic += sum(map(_num_bytes, (*inputs, *outputs)))
+            self.traffic += sum(map(_count_bytes, (*inputs, *outputs)))
             if func.overloadpacket in flop_registry and inputs:
                 dtype = format_dtype(inputs[0].dtype)
                 number = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
@@ -258,7 +254,7 @@ class _OperationCounter(TorchDispatchMode):
             return [""]
         # The model's own code and the loss have no path, and take what the last layer has returned.
         cause = [cause[0] if cause else (self.layers and self.layers[-1]) or self.last_layer]
-        num_bytes = max(map(_num_bytes, inputs))
+        num_bytes = max(map(_count_bytes, inputs))
         if name == "all_gather_into_tensor":
             num_bytes *= size
         self._calls.append((kind, dims, num_bytes, cause, self._phase))

@@ -27,12 +27,10 @@ from layoutmap.testing.subjects import DEVICES_PER_PROCESS, get_subject, make_la
 
 CASES_PER_PROCESS = 20
 """The number of cases before a new process starts, since compiled programs fill the memory of a process."""
-CASE_SECONDS = 300.0
-"""The longest duration of a case."""
+CASE_SECONDS = 300.0  # the longest duration of a case
 TURN_SECONDS = 60.0
 """Most seconds that a subject runs ahead of others before its process ends. A new process imports a framework."""
-_GRACE_SECONDS = 5.0
-"""The time in which a process can end by itself, so that no other process waits for it."""
+_GRACE_SECONDS = 5.0  # the time in which a process can end by itself, so that no other process waits for it
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import EIGHT, Devices
 from layoutmap.testing.stack import Stack
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-"""The measured collectives."""
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")  # the measured collectives
 _ROUNDS, _CALLS = 5, 2
 _DTYPES = ("float32", "bfloat16", "float16")
 _SPEEDS = {"jax": "layoutmap.testing.jax_speeds", "torch": "layoutmap.testing.torch_speeds"}
@@ -45,9 +44,6 @@ def load_speeds(engine: str) -> Any:
     """Import the module that runs collectives, products, and copies of a framework.
 
     A collective takes the mesh, one of its dims, and the bytes of the tensor where it is largest, as `Machine.seconds`.
-
-    Raises:
-        EngineError: The framework has no such module.
     """
     if engine not in _SPEEDS:
         raise EngineError(

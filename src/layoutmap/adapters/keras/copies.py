@@ -25,9 +25,7 @@ from layoutmap.core.errors import LayoutMapWarning, ScopeError
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines.patches import Attribute, Closing, Patches
 
-_MARK = "layoutmap"
-"""The attribute of an HDF5 file that a model in layouts was saved to."""
-
+_MARK = "layoutmap"  # the attribute of an HDF5 file that a model in layouts was saved to
 _INNER = frozenset(("copy", "jax", "keras", "pickle", "tensorflow", "torch"))
 
 
@@ -49,7 +47,7 @@ def make_copy_wraps(
 
     @functools.wraps(plain_reduce)
     def reduce_ex(protocol: object) -> object:
-        _warn(
+        _warn_of_copy(
             f"{layer.name}: a pickle of it has no layouts",
             why="it holds values and a configuration, and may be read where other devices are",
             fix="read it in a scope, with layout_map.scope(): model = pickle.loads(..); "
@@ -60,7 +58,7 @@ def make_copy_wraps(
     @functools.wraps(plain_config)
     def get_config() -> object:
         if get_current_session() is None and find_frame(CLONING) is not None:
-            _warn(
+            _warn_of_copy(
                 "a model in layouts is cloned outside of a scope, and the clone has none",
                 why="clone_model makes new layers, which are plain where no scope is open",
                 fix="clone it in a scope: with layout_map.scope(): clone = keras.models.clone_model(model)",
@@ -95,7 +93,7 @@ def _wrap_store_get(plain: Callable[..., object]) -> Callable[..., object]:
         if not path and get_current_session() is None and _MARK in store.h5_file.attrs:
             loading = find_frame(LOADING, "load_model")
             if loading is not None:
-                _warn(
+                _warn_of_copy(
                     f"{loading.f_locals['filepath']}: a model in layouts was saved to it, "
                     "and is loaded outside of a scope",
                     why="a file has values and a configuration, and weights that are made outside are unsharded",
@@ -115,7 +113,7 @@ def warn_of_unsharded_layers(model: keras.Model, plain: list[keras.Layer]) -> No
     """Warn of a model that was made outside of the scope of some of its layers."""
     names = ", ".join(layer.name for layer in plain[:5])
     more = f" and {len(plain) - 5} more" if len(plain) > 5 else ""
-    _warn(
+    _warn_of_copy(
         f"{model.name}: layers of it have layouts, and it was made outside of their scope",
         facts={"without layouts": names + more},
         why="weights that are made outside are plain arrays, and its batches are not sharded over batch_dim",
@@ -133,5 +131,5 @@ def make_mixed_model_error(model: keras.Model, step: str) -> ScopeError:
     )
 
 
-def _warn(what: str, **parts: Any) -> None:
+def _warn_of_copy(what: str, **parts: Any) -> None:
     warnings.warn(LayoutMapWarning(what, **parts), stacklevel=find_user_stacklevel(_INNER))

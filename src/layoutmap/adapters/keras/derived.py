@@ -155,7 +155,9 @@ def _derive_from_einsum_dense(layer: keras.Layer) -> _Derived:
         rows, columns = tuple(range(split)), tuple(range(split, len(shape)))
         yield from _derive_quantized(layer, "kernel", shape, (columns, rows), columns)
     elif mode in ("int8", "int4"):
-        axes = _find_scale_axes(layer, len(shape))
+        # The scale's shape for a kernel of prime sizes tells which axes each of its axes has.
+        sizes = _PRIMES[: len(shape)]
+        axes = tuple((sizes.index(n),) if n in sizes else () for n in layer._get_kernel_scale_shape(sizes))
         columns = tuple(sorted(axis for of in axes for axis in of))
         rows = tuple(axis for axis in range(len(shape)) if axis not in columns)
         if mode == "int8":
@@ -164,13 +166,7 @@ def _derive_from_einsum_dense(layer: keras.Layer) -> _Derived:
             yield from _derive_quantized(layer, "kernel", shape, (rows, columns), columns)
 
 
-def _find_scale_axes(layer: keras.Layer, rank: int) -> Axes:
-    """Return the kernel axes in each axis of its scale, found by the scale's shape for prime sizes."""
-    sizes = _PRIMES[:rank]
-    return tuple((sizes.index(n),) if n in sizes else () for n in layer._get_kernel_scale_shape(sizes))
-
-
-_PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # sizes that tell an axis
+_PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
 
 
 def _derive_from_conv(layer: keras.Layer) -> _Derived:

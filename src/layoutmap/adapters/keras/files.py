@@ -36,7 +36,7 @@ class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
         return np.asarray(self._source[index]).view(self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        self.keep()
+        self.load_values()
         return self._source if dtype is None else self._source.astype(dtype)
 
     def __array_ufunc__(self, ufunc: object, method: str, *inputs: object, **kwargs: object) -> object:
@@ -62,7 +62,7 @@ class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
             raise AttributeError(name)
         return getattr(np.asarray(self), name)
 
-    def keep(self) -> None:
+    def load_values(self) -> None:
         """Read the whole array into memory once."""
         if not isinstance(self._source, np.ndarray):
             self._source = self[()]
@@ -98,20 +98,20 @@ class FileStore:
     @property
     def _keras_store(self) -> Any:
         """Store of Keras, which may now close one file to open another."""
-        self.keep()
+        self.load_referenced()
         return self._store
 
-    def keep(self) -> None:
+    def load_referenced(self) -> None:
         """Read the arrays that are still referenced, before the file is closed."""
         for given in self._given:
             array = given()
             if array is not None:
-                array.keep()
+                array.load_values()
         self._given.clear()
 
     def close(self) -> None:
         """Read the arrays that are still referenced, and close the files opened here."""
-        self.keep()
+        self.load_referenced()
         while self._opened:
             self._opened.popitem()[1].close()
 

@@ -24,7 +24,7 @@ from layoutmap.core.initializers import Initializer, Program
 def find_global_reason(initializer: object, global_init: Mapping[str, str]) -> str:
     """Return why a variable's global value must be computed on one device, or "" (see `Backend.global_init`)."""
     if not _is_keras_initializer(initializer):
-        return f"{_name(initializer)} is not one of Keras's own initializers, so it cannot be split"
+        return f"{_format_name(initializer)} is not one of Keras's own initializers, so it cannot be split"
     if isinstance(initializer, keras.initializers.Constant) and math.prod(np.shape(initializer.value)) == 1:
         return ""
     return global_init.get(type(initializer).__name__, "")
@@ -112,6 +112,6 @@ def _is_keras_initializer(initializer: object) -> bool:
     ).__module__.startswith("keras.src.initializers.")
 
 
-def _name(initializer: Any) -> str:
+def _format_name(initializer: Any) -> str:
     kind = initializer if hasattr(initializer, "__qualname__") else type(initializer)
     return f"{kind.__module__}.{kind.__qualname__}"

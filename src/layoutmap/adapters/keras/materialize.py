@@ -89,7 +89,7 @@ class Materializer:
         variable._layout = None
         with self._session.backend.leave_tracing():
             variable._deferred_initialize()
-        self._session.registry.forget(variable)
+        self._session.registry.remove_variable(variable)
 
     def assign(self, variable: keras.Variable, assignment: Assignment, value: object) -> None:
         """Store a value in a pending variable. Its initializer draws its seed but never runs."""

@@ -1,7 +1,33 @@
-"""Private names of Keras, except those of one backend, tested on Keras 3.15.
+"""The private names of Keras: every one that this package touches, but those of one backend only.
 
-All imports from `keras.src` are in this file, and `NAMES` and `ATTRIBUTES` are probed. Other modules of this folder use
-the attributes. Files in `backends` do the same for the names of one backend.
+Private names. All that is imported from `keras.src` is imported here and probed; the attributes
+are read and set by the other modules of this folder, and nowhere else. Those of one backend are listed in
+`backends`, in the same way.
+
+    keras.src.backend.common.variables.Variable     __init__, _value, _initializer, _layout, _dtype, _direct_assign,
+                                                    _deferred_initialize, _convert_to_tensor
+    keras.src.backend.common.variables              register_uninitialized_variable, read only
+    keras.src.backend.common.global_state           the "uninitialized_variables" list, "stateless_scope",
+                                                    "current_call_ctx" and its entry_layer
+    keras.src.backend.common                        stateless_scope.in_stateless_scope, .get_stateless_scope,
+                                                    symbolic_scope.in_symbolic_scope
+    keras.src.random.seed_generator                 GLOBAL_SEED_GENERATOR, global_seed_generator, draw_seed,
+                                                    the name of states
+    keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers,
+                                                    _trainable_variables, _non_trainable_variables, _tracker
+    keras.src.models                                functional.Functional, Sequential._functional, cloning
+    keras.src.layers.rnn.conv_lstm                  ConvLSTMCell
+    keras.src.layers.core, .convolutional           _kernel, _embeddings; EinsumDense._get_kernel_scale_shape
+    keras.src.trainers.trainer.Trainer              _compile_config.config, _symbolic_build
+    keras.src.ops                                   Function._nodes_by_depth, Node.arguments, KerasTensor._keras_history
+    keras.src.optimizers                            BaseOptimizer.__init__, _trainable_variables; Adafactor._r, _c
+    keras.src.saving.saving_lib                     H5IOStore, its get, h5_file, _h5_entry_group and
+                                                    _h5_entry_path; load_model and its filepath,
+                                                    safe_get_h5_dataset, safe_get_h5_group,
+                                                    get_attr_skipset
+    keras.src.utils                                 python_utils.is_default, naming.to_snake_case, and what its
+                                                    uniquify counts in global_state: "object_name_uids";
+                                                    traceback_utils, by _keras_call_info_injected on an error
 """
 
 from __future__ import annotations
@@ -52,11 +78,8 @@ _PENDING_LIST = "uninitialized_variables"
 _STATELESS = "stateless_scope"
 _CALL = "current_call_ctx"
 _LAYOUT = "_layout"
-CLONING = "keras.src.models.cloning"
-"""The module in which Keras clones models."""
-LOADING = "keras.src.saving.saving_lib"
-"""The module in which `load_model` reads a file."""
-
+CLONING = "keras.src.models.cloning"  # the module in which Keras clones models
+LOADING = "keras.src.saving.saving_lib"  # the module in which `load_model` reads a file
 Names = Sequence[tuple[Any, Sequence[str]]]
 NAMES: Names = (
     (CommonVariable, ("__init__", "_deferred_initialize", "value", "assign", "_convert_to_tensor")),
@@ -124,13 +147,11 @@ def _list_used_names(owner: type) -> Iterator[str]:
     """Yield the names that a class's original methods use, even if another library replaced a method."""
     for name, method in list(vars(owner).items()):
         code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-        if code is not None and code.co_filename != _find_file(owner.__module__):
+        if code is not None and code.co_filename != getattr(
+            sys.modules.get(owner.__module__), "__file__", None
+        ):
             code = _load_codes(owner.__module__).get(f"{owner.__qualname__}.{name}", code)
         yield from code.co_names if code is not None else ()
-
-
-def _find_file(module: str) -> str | None:
-    return getattr(sys.modules.get(module), "__file__", None)
 
 
 @functools.cache

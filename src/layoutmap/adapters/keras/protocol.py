@@ -30,11 +30,10 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.patches import Closing
 from layoutmap.engines.protocol import Engine
 
-Wraps = Mapping[str, Callable[..., object]]
-"""Methods to wrap on an instance, by name."""
+WrappedMethods = Mapping[str, Callable[..., object]]  # methods to wrap on an instance, by name
 
 
-class OnThread(threading.local):
+class ThreadState(threading.local):
     """The state of one scope's models on the present thread."""
 
     opened_at: int = 0  # frames of the thread when the scope was opened, from `count_user_frames`
@@ -57,7 +56,7 @@ class KerasSession(Protocol):  # a protocol, since the module of `Session` impor
     context: ScopeContext
     policy: LayoutPolicy
     backend: Backend
-    on_thread: OnThread
+    on_thread: ThreadState
     registry: Registry  # layers, optimizers, and variables of the scope
     # models outside all scopes that have layers of this one, and were checked
     outer_models: weakref.WeakSet[object]
@@ -147,16 +146,16 @@ class Backend(ABC):
         """Update the references of optimizers and layers to variables with replaced values."""
         return
 
-    def make_layer_wraps(self, layer: object, session: KerasSession) -> Wraps:
+    def make_layer_wraps(self, layer: object, session: KerasSession) -> WrappedMethods:
         """Return the methods to wrap on a layer or model so that it computes in its layouts."""
         return {}
 
     @staticmethod
     @abstractmethod
-    def make_training_wraps(model: object, session: KerasSession) -> Wraps:
+    def make_training_wraps(model: object, session: KerasSession) -> WrappedMethods:
         """Return the methods to wrap on a model so that `fit`, `evaluate`, and `predict` keep its layouts."""
 
-    def make_optimizer_wraps(self, optimizer: object, session: KerasSession) -> Wraps:
+    def make_optimizer_wraps(self, optimizer: object, session: KerasSession) -> WrappedMethods:
         """Return the methods to wrap on an optimizer so that it updates variables in their layouts."""
         return {}
 

@@ -27,8 +27,8 @@ def restore_on_error(layer: keras.Layer, session: KerasSession) -> Generator[Non
         yield
     except PlanError:
         for state in before:
-            for variable in state.put_back():
-                session.registry.forget(variable)
+            for variable in state.restore_values():
+                session.registry.remove_variable(variable)
         session.materialize()  # nothing is pending; the scope's plan is again that of the old variables
         raise
 
@@ -42,7 +42,7 @@ class _State:
         self._stores = [(s, list(s)) for s in (layer._trainable_variables, layer._non_trainable_variables)]
         self._trained = [(v, v.trainable) for _, variables in self._stores for v in variables]
 
-    def put_back(self) -> list[keras.Variable]:
+    def restore_values(self) -> list[keras.Variable]:
         """Undo the changes to the layer, and return the variables that it had gained."""
         layer, now = self._layer, dict(self._layer.__dict__)
         old = {id(variable) for variable, _ in self._trained}

@@ -47,12 +47,12 @@ class Registry:
         if not any(ref() is optimizer for ref in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
-    def release(self, thing: object) -> None:
+    def remove_owner(self, thing: object) -> None:
         """Remove a layer or an optimizer with its variables."""
         self._layers = [ref for ref in self._layers if ref() is not thing]
         self._optimizers = [ref for ref in self._optimizers if ref() is not thing]
         for variable in getattr(thing, "variables", ()):
-            self._forget(id(variable))
+            self._remove_record(id(variable))
 
     def layers(self) -> list[Any]:
         """Return the layers that still exist."""
@@ -83,9 +83,9 @@ class Registry:
         record = self._records.get(id(variable))
         return record.kind if record is not None else Kind.METRIC
 
-    def forget(self, variable: object) -> None:
-        """Forget a variable."""
-        self._forget(id(variable))
+    def remove_variable(self, variable: object) -> None:
+        """Remove a variable."""
+        self._remove_record(id(variable))
 
     def has_variable(self, variable: object) -> bool:
         """Return whether a variable was added."""
@@ -129,10 +129,10 @@ class Registry:
         record = self._records.get(key)
         if record is None or record.variable() is not variable:  # an interrupt can keep one that is dead
             self.version += 1
-            record = self._records[key] = _Record(weakref.ref(variable, lambda _: self._forget(key)))
+            record = self._records[key] = _Record(weakref.ref(variable, lambda _: self._remove_record(key)))
         return record
 
-    def _forget(self, key: int) -> None:
+    def _remove_record(self, key: int) -> None:
         record = self._records.pop(key, None)
         if record is not None:
             self._tagged.pop(id(record.tag), None)

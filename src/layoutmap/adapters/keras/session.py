@@ -42,7 +42,7 @@ from layoutmap.adapters.keras.names import is_noted, note_given
 from layoutmap.adapters.keras.path_lookup import PathLookup
 from layoutmap.adapters.keras.paths import find_variables
 from layoutmap.adapters.keras.pending import is_pending, make_pending
-from layoutmap.adapters.keras.protocol import Backend, KerasSession, OnThread
+from layoutmap.adapters.keras.protocol import Backend, KerasSession, ThreadState
 from layoutmap.adapters.keras.registry import Registry, Table
 from layoutmap.adapters.keras.training import adopt_for_training, complete
 from layoutmap.adapters.keras.untracked import find_loose_ids
@@ -67,7 +67,7 @@ class Session(KerasSession):
         self.context = context
         self.policy = context.policy
         self.backend = backend
-        self.on_thread = OnThread()
+        self.on_thread = ThreadState()
         self.gathering = 0
         self.load_watch = watch_loads()
         self.outer_models = weakref.WeakSet[object]()
@@ -236,9 +236,13 @@ class Session(KerasSession):
 
     def _materialize(self, waiting: list[object]) -> None:
         entries = describe_variables(self.registry)
-        assignments = self._assign(entries, complete=not self.list_unbuilt_layers())
+        assignments = self._assign_layouts(entries, complete=not self.list_unbuilt_layers())
         if not self.context.plan_only:
-            self._take_existing()
+            # Existing layers that are part of models built in this scope are sharded, too.
+            for layer in list(
+                find_existing_layers(self.registry.layers(), lambda layer: get_session(layer) is not None)
+            ):
+                self._take_layer(layer)
         self._version_planned = self.registry.version
         if self.context.plan_only:
             return
@@ -260,18 +264,12 @@ class Session(KerasSession):
                 self._materializer.initialize_unsharded(variable)
         self.backend.refresh_references(self.registry.optimizers(), self.registry.layers())
 
-    def _take_existing(self) -> None:
-        """Wrap existing layers that are part of models built in this scope, so that they are sharded too."""
-        layers = self.registry.layers()
-        for layer in list(find_existing_layers(layers, lambda layer: get_session(layer) is not None)):
-            self._take_layer(layer)
-
     def _take_layer(self, layer: object) -> None:
         self.note_layer(layer)
         if isinstance(layer, keras.Model):
             layer.train_function = layer.test_function = layer.predict_function = None
 
-    def _assign(self, entries: list[Entry], *, complete: bool) -> Sequence[Assignment]:
+    def _assign_layouts(self, entries: list[Entry], *, complete: bool) -> Sequence[Assignment]:
         return self.context.assign(
             [self._rename_as_first(e.spec) for e in entries],
             {e.spec.key: why for e in entries if (why := self._find_global_reason(e))},
@@ -362,7 +360,7 @@ class Session(KerasSession):
         with self.lock, self._leave_tracing():
             if self.registry.version != self._version_planned and not self._planned_ahead.is_current():
                 entries = describe_variables(self.registry)
-                found = self._assign(entries, complete=False)
+                found = self._assign_layouts(entries, complete=False)
                 pairs = zip(entries, found, strict=True)
                 self._planned_ahead.fill({id(e.variable): a for e, a in pairs})
 

@@ -29,7 +29,7 @@ def complete(model: Any, inputs: object) -> None:
     Without inputs, the model is not called, and may stay without weights.
     """
     if inputs is not None:
-        _call(model, keras.tree.map_structure(functools.partial(_make_symbol, inputs), inputs))
+        _call_with_symbols(model, keras.tree.map_structure(functools.partial(_make_symbol, inputs), inputs))
     optimizer = getattr(model, "optimizer", None)
     if (
         optimizer is not None
@@ -39,7 +39,7 @@ def complete(model: Any, inputs: object) -> None:
         optimizer.build(model.trainable_variables)
 
 
-def _call(model: keras.Model, symbols: object) -> None:
+def _call_with_symbols(model: keras.Model, symbols: object) -> None:
     """Call a model with symbols of its inputs."""
     try:
         model(symbols)

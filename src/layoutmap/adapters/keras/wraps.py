@@ -22,7 +22,6 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.activations import wrap_call_with_layouts
 from layoutmap.adapters.keras.call_stack import find_running_step
 from layoutmap.adapters.keras.copies import (
     make_copy_wraps,
@@ -33,7 +32,7 @@ from layoutmap.adapters.keras.copies import (
 from layoutmap.adapters.keras.existing_layers import make_existing_error
 from layoutmap.adapters.keras.loading import wrap_load_own_variables, wrap_load_weights
 from layoutmap.adapters.keras.paths import SESSION
-from layoutmap.adapters.keras.private import Functional, get_outermost_layer
+from layoutmap.adapters.keras.private import Functional, get_outermost_layer, in_symbolic_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.quantization import restore_on_error, unshard_weights
 from layoutmap.adapters.keras.training import wrap_fit
@@ -64,8 +63,10 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
     wraps["load_own_variables"] = wrap_load_own_variables(layer, session)
     wraps |= make_copy_wraps(layer, session)
     if session.policy.activations:
-        _put(layer, {name: wrap_call_with_layouts(layer, session, get_call(layer, name)) for name in CALLS})
-    _put(layer, wraps)
+        _set_methods(
+            layer, {name: _wrap_call_with_layouts(layer, session, get_call(layer, name)) for name in CALLS}
+        )
+    _set_methods(layer, wraps)
     wraps = {**session.backend.make_layer_wraps(layer, session)}
     save = wraps.get("save_own_variables") or layer.save_own_variables
     wraps["save_own_variables"] = wrap_save_own_variables(save, session)
@@ -74,7 +75,7 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
         wraps["load_weights"] = wrap_load_weights(layer, lambda: map(get_session, layer._flatten_layers()))
         wraps |= session.backend.make_training_wraps(layer, session)
         wraps["fit"] = wrap_fit(wraps.get("fit", layer.fit), session)
-    _put(layer, wraps)
+    _set_methods(layer, wraps)
 
 
 def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
@@ -92,13 +93,13 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
             "build": wrap_in_context(optimizer.build, session.defer),
             "load_own_variables": wrap_load_own_variables(optimizer, session),
         }
-        _put(optimizer, {**wraps, **session.backend.make_optimizer_wraps(optimizer, session)})
+        _set_methods(optimizer, {**wraps, **session.backend.make_optimizer_wraps(optimizer, session)})
         session.registry.add_optimizer(optimizer)
     if inner is not None and _start_wrapping(
         inner, session
     ):  # the inner optimizer updates the variables of the outer one
         wraps = {"load_own_variables": wrap_load_own_variables(inner, session)}
-        _put(inner, {**wraps, **session.backend.make_optimizer_wraps(inner, session)})
+        _set_methods(inner, {**wraps, **session.backend.make_optimizer_wraps(inner, session)})
     for each in getattr(optimizer, "optimizers", ()):  # a MultiOptimizer's, that may have been made outside
         wrap_optimizer(each, session)
 
@@ -150,11 +151,11 @@ def _unwrap(thing: object) -> None:
         else:
             own[name] = before
     if SESSION in own:
-        own[SESSION].registry.release(thing)
+        own[SESSION].registry.remove_owner(thing)
         del own[SESSION]
 
 
-def _put(thing: object, wraps: dict[str, Callable[..., object]]) -> None:
+def _set_methods(thing: object, wraps: dict[str, Callable[..., object]]) -> None:
     # Into __dict__, past Keras's __setattr__, which tracks what it is given.
     own = thing.__dict__
     before = own.setdefault(_BEFORE, {})
@@ -185,7 +186,9 @@ def _check_outer(outer: Any, session: KerasSession) -> None:
     """Warn once of unsharded layers beside sharded ones, or refuse a step that the backend cannot run with both."""
     refused = session.backend.single_scope_steps
     step = find_running_step(outer, refused) if refused else ""
-    if step and (not refused[step] or _has_mixed_layers(outer)):
+    trained = [layer for layer in outer._flatten_layers() if layer._trainable_variables and layer.trainable]
+    has_mixed_layers = len({get_session(layer) is None for layer in trained}) > 1
+    if step and (not refused[step] or has_mixed_layers):
         raise make_mixed_model_error(outer, step)
     if outer in session.outer_models:
         return
@@ -199,12 +202,6 @@ def _check_outer(outer: Any, session: KerasSession) -> None:
         ]
         if plain:
             warn_of_unsharded_layers(outer, plain)
-
-
-def _has_mixed_layers(outer: keras.Model) -> bool:
-    """Return whether a model trains both sharded and unsharded layers."""
-    layers = [layer for layer in outer._flatten_layers() if layer._trainable_variables and layer.trainable]
-    return len({get_session(layer) is None for layer in layers}) > 1
 
 
 def _wrap_compile(model: Any, session: KerasSession) -> Callable[..., object]:
@@ -223,3 +220,34 @@ def _wrap_compile(model: Any, session: KerasSession) -> Callable[..., object]:
         return result
 
     return compile
+
+
+def _wrap_call_with_layouts(
+    layer: object, session: KerasSession, plain: Callable[..., object]
+) -> Callable[..., object]:
+    """Return a layer's `call` or equivalent that returns arrays in the layouts of activation rules.
+
+    The layer's path is looked up when it is called, since it may not be known before.
+    """
+
+    @functools.wraps(plain)
+    def call(*args: object, **kwargs: object) -> object:
+        outputs = plain(*args, **kwargs)
+        # Keras finds out shapes with sizes that it makes up, and a plan has no arrays.
+        if in_symbolic_scope() or session.context.plan_only:
+            return outputs
+        path, layout = session.find_output_layout(layer)
+        if layout is None:
+            return outputs
+        flat = keras.tree.flatten(outputs)
+        arrays = [each for each in flat if keras.ops.is_tensor(each)]
+        shapes = [tuple(int(n) for n in array.shape) for array in arrays]
+        layouts = session.policy.choose_output_layouts(layout, shapes, path)
+        chosen = {id(array): each for array, each in zip(arrays, layouts, strict=True) if each is not None}
+        placed = [
+            session.backend.relayout_output(each, chosen[id(each)], session) if id(each) in chosen else each
+            for each in flat
+        ]
+        return keras.tree.pack_sequence_as(outputs, placed)
+
+    return call

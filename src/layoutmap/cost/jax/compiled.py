@@ -46,11 +46,7 @@ class CompiledStep:
 def compile_modules(
     modules: Sequence[bytes], num_devices: int, target: str, on_wait: Callable[[], object] = lambda: None
 ) -> list[CompiledStep]:
-    """Have XLA compile modules, each in a separate process that ends with this call.
-
-    Raises:
-        EngineError: There is no such target, its plugin is not installed, or XLA cannot compile one of them.
-    """
+    """Have XLA compile modules, each in a separate process that ends with this call."""
     chosen = find_target(target)
     answers = _run_processes(
         f"{__package__}.compiler",
@@ -71,11 +67,7 @@ def _read_answer(
 def partition_modules(
     modules: Sequence[bytes], num_devices: int, on_wait: Callable[[], object] = lambda: None
 ) -> list[str]:
-    """Return each module's text after XLA's partitioner, which runs in one process per module.
-
-    Raises:
-        EngineError: XLA cannot partition one of them.
-    """
+    """Return each module's text after XLA's partitioner, which runs in one process per module."""
     asked = [(module, (str(num_devices),)) for module in modules]
     return _run_processes(
         f"{__package__}.partitioner", asked, ENVIRONMENT, ("cpu", find_target("cpu")), on_wait

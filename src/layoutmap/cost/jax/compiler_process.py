@@ -19,13 +19,9 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-MODULE = "module"
-"""The file with the module, in the folder of the process."""
-
+MODULE = "module"  # the file with the module, in the folder of the process
 _ANSWER, _SAID = "answer", "said"
-NO_DEVICES = 3
-"""The exit status where not even the devices can be described."""
-
+NO_DEVICES = 3  # the exit status where not even the devices can be described
 _BETWEEN_SECONDS = 0.2
 _FIRST_SECONDS = 0.01
 _BETWEEN_PRINTS = 0.005

@@ -88,10 +88,9 @@ def _count_collectives(block: Block, causes: CauseFinder) -> Mapping[Collective,
     for op, times in iterate_executed(block):
         if op.name in COLLECTIVE_NAMES and op.dims:
             kind: Any = op.name
+            phase: Phase = "optimizer" if op.is_update else "backward" if op.is_backward else "forward"
             size = max(sum(value.num_bytes for value in values) for values in (op.operands, op.results))
-            found[Collective(kind, op.dims, 1, size, causes.find_cause(op), _get_phase(op), op.group)] += (
-                times
-            )
+            found[Collective(kind, op.dims, 1, size, causes.find_cause(op), phase, op.group)] += times
     return found
 
 
@@ -101,10 +100,6 @@ def iterate_executed(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
         yield op, times
         for inner in op.blocks:
             yield from iterate_executed(inner, times * op.trips)
-
-
-def _get_phase(op: Op) -> Phase:
-    return "optimizer" if op.is_update else "backward" if op.is_backward else "forward"
 
 
 _STEPS = 64

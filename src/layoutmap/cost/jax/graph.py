@@ -10,12 +10,8 @@ from typing import Any
 
 from layoutmap.core.variables import get_itemsize
 
-LAYER = "layer="
-"""The text before the path of a layer in the names of operations."""
-
-UPDATE = "layoutmap_update"
-"""Text in the names of the operations of an optimizer."""
-
+LAYER = "layer="  # the text before the path of a layer in the names of operations
+UPDATE = "layoutmap_update"  # text in the names of the operations of an optimizer
 FUSED = "layoutmap_fused"
 """Text in the names of the operations that one kernel computes, as attention without its scores in memory."""
 
@@ -87,8 +83,7 @@ class Block:
                 yield from block.walk()
 
 
-BARRIER = "optimization_barrier"
-"""The operation that returns each of several operands as it is."""
+BARRIER = "optimization_barrier"  # the operation that returns each of several operands as it is
 
 
 def get_operand(result: Value) -> Value:

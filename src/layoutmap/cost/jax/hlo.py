@@ -69,7 +69,7 @@ def parse_collectives(text: str) -> Mapping[CompiledCollective, int]:
     """Return the collectives of a compiled module, with the number of calls of each in a step."""
     bodies, entry = parse_computations(text)
     counts = Counter[CompiledCollective]()
-    _count_in_computation(bodies, entry, 1, counts, set(), _num_devices(text))
+    _count_in_computation(bodies, entry, 1, counts, set(), _count_devices(text))
     return counts
 
 
@@ -179,14 +179,13 @@ def convert_dtype_name(name: str) -> str:
     return f"{_KINDS[found[1]]}{found[2]}" + f"_{found[3]}" * bool(found[3])
 
 
-def _num_devices(text: str) -> int:
+def _count_devices(text: str) -> int:
     """Return how many devices run a module, as its first line says."""
     head, _, _ = text.partition("\n")
     return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head))
 
 
-_IOTA = r"\[([\d,]*)\](?:T\(([\d,]*)\))?"
-"""Numbers from 0 on, in a shape, with its axes in another order."""
+_IOTA = r"\[([\d,]*)\](?:T\(([\d,]*)\))?"  # numbers from 0 on, in a shape, with its axes in another order
 
 
 def find_first_group(rest: str, num_devices: int) -> np.ndarray:

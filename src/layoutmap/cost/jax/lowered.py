@@ -43,8 +43,7 @@ from layoutmap.engines.jax.corrections import lowered_without_devices
 from layoutmap.engines.jax.devices import make_partition_spec
 from layoutmap.engines.jax.programs import leave_program_context
 
-_KEPT = 2
-"""How many of equal blocks are always counted: the first and the last one."""
+_KEPT = 2  # how many of equal blocks are always counted: the first and the last one
 
 
 # Tracing all equal blocks is slow, so two and three are counted and the rest extrapolated (decisions/0156).
@@ -78,13 +77,7 @@ class LoweredStep:
         target: str | None = None,
         on_wait: Callable[[], object] = lambda: None,
     ) -> StepCost:
-        """Count a step in given layouts, in the module of the partitioner or of a target's compiler.
-
-        Raises:
-            EngineError: The compiler for the target is not installed, or fails.
-            LayoutError: A rule for activations does not fit what a layer returns.
-            ScopeError: The model fails while it is traced.
-        """
+        """Count a step in given layouts, in the module of the partitioner or of a target's compiler."""
         if target and find_target(target).chip:
             raise EngineError(
                 f"a step is not counted as XLA compiles it for {target!r}",

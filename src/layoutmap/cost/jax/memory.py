@@ -34,9 +34,7 @@ READ = frozenset(
 
 _SMALL = 4096  # bytes of a table with a number for each device
 
-_MULTIPLE = 8
-"""Of elements that a tensor core multiplies at once, in types of two bytes."""
-
+_MULTIPLE = 8  # of elements that a tensor core multiplies at once, in types of two bytes
 _PRODUCTS = frozenset(("dot_general", "convolution", "reduce", "scatter", "while", "custom_call"))
 """Operations that a gradient of a weight is made by."""
 
@@ -183,7 +181,8 @@ class BlockMemory:
         made: dict[int, list[Value]] = {}
         copies: dict[int, Value] = {}
         for number, op in enumerate(ops):
-            sources = self._find_sources(op)
+            roots = (root for value in op.operands for root in self.find_buffers(value))
+            sources = list({id(root): root for root in roots}.values())
             for result in op.results:
                 self._roots[id(result)] = self._find_storage(op, result, sources)
             for value in sources:
@@ -227,9 +226,6 @@ class BlockMemory:
             found[self._describe(value)] += value.num_bytes
         inside = max(op.blocks, key=lambda each: self.inner.get(id(each), 0), default=None)
         return found + self._held_inside[id(inside)] if inside is not None else found
-
-    def _find_sources(self, op: Op) -> list[Value]:
-        return list({id(root): root for value in op.operands for root in self.find_buffers(value)}.values())
 
     def _find_storage(self, op: Op, result: Value, sources: list[Value]) -> tuple[Value, ...]:
         if op.is_fused and op.name not in COLLECTIVE_NAMES:

@@ -66,13 +66,13 @@ class _Reader:
         """Return the operations of a computation. `inside` is the place of the operation that runs it."""
         ops: list[Op] = []
         arguments: dict[int, object] = {}
-        result = self._read(name, (), arguments, ops, inside)
+        result = self._read_computation(name, (), arguments, ops, inside)
         made = Op("return", _flatten_values(result), [], *inside)
         for value in made.operands:
             value.uses.append(made)
         return Block(_flatten_values([arguments[number] for number in sorted(arguments)]), [*ops, made])
 
-    def _read(
+    def _read_computation(
         self, name: str, given: Sequence[object], arguments: dict[int, object], ops: list[Op], inside: Place
     ) -> Any:
         values: dict[str, object] = {}
@@ -104,7 +104,7 @@ class _Reader:
             return given[0]
         place = _read_place(each, inside)
         if each.op in _CALLS:
-            return self._read(
+            return self._read_computation(
                 _read_attribute(each, r"(?:to_apply|calls)=%?([\w.\-]+)"), given, {}, ops, place
             )
         known = [numbers.get(name) for name in names]

@@ -123,11 +123,7 @@ def _is_installed(module: str) -> bool:
 
 
 def find_target(name: str) -> Target:
-    """Return the target with a name. Raise an error if its compiler is not installed.
-
-    Raises:
-        EngineError: There is no such target, or its compiler is not installed.
-    """
+    """Return the target with a name. Raise an error if its compiler is not installed."""
     if name not in TARGETS:
         raise EngineError(
             f"target {name!r} is not known",

@@ -98,9 +98,9 @@ def choose_fitting(
     """
     needed: list[Candidate] = []
     for best in (outcome.best, *outcome.others):
-        found = replace(
-            outcome, best=best, experts=tuple(_set_compiled_bytes(needed, each) for each in outcome.experts)
-        )
+        sizes = {each.cost: each.compiled_bytes for each in reversed(needed)}
+        experts = tuple(replace(each, compiled_bytes=sizes.get(each.cost)) for each in outcome.experts)
+        found = replace(outcome, best=best, experts=experts)
         try:
             made = verify(best)
             if made.peak_bytes <= limit:
@@ -121,9 +121,3 @@ def choose_fitting(
         why="XLA needs more than was counted",
         fix="search with a smaller memory=, so that what is found leaves more free",
     )
-
-
-def _set_compiled_bytes(compiled: list[Candidate], expert: Candidate) -> Candidate:
-    """Return an expert's map with XLA's memory for a map of the same cost, if one was compiled."""
-    found = (each.compiled_bytes for each in compiled if each.cost == expert.cost)
-    return replace(expert, compiled_bytes=next(found, None))

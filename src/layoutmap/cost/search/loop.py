@@ -166,19 +166,19 @@ class _Search:
             if most < 1:
                 break
             starts = [space.find_point(e.layouts, e.blocks) for e in mine]
-            point = find_minimum(space.sizes, self._score(space), starts, most=most, seed=seed)
+            point = find_minimum(space.sizes, self._make_score(space), starts, most=most, seed=seed)
             point = self._simplify_point(space, point)
-            ends.append((self._score(space)(point), space, point))
+            ends.append((self._make_score(space)(point), space, point))
         if ends:
             _, space, point = min(ends, key=lambda end: end[0])
             self._separate_groups(space, point, seed)
 
-    def _score(self, space: Space) -> Callable[[Point], Score]:
+    def _make_score(self, space: Space) -> Callable[[Point], Score]:
         return lambda point: self.evaluate_map(_FOUND, space.make_layout_map(point)).score
 
     def _simplify_point(self, space: Space, point: Point) -> Point:
         """Return the point with groups at their first choice, which needs no rule, where the cost does not rise."""
-        score = self._score(space)
+        score = self._make_score(space)
         for n, choice in enumerate(point):
             simpler = (*point[:n], 0, *point[n + 1 :])
             if choice and self.num_left and score(simpler) <= score(point):
@@ -193,7 +193,7 @@ class _Search:
             return
         start = untied.find_point(layouts, blocks)
         self._num_alike = len(self._known)
-        find_minimum(untied.sizes, self._score(untied), [start], most=self.num_left, seed=seed)
+        find_minimum(untied.sizes, self._make_score(untied), [start], most=self.num_left, seed=seed)
 
 
 def choose_candidate(tried: Sequence[Candidate]) -> Candidate | None:

@@ -68,11 +68,7 @@ class Grid:
 
 
 def make_grid(mesh: Mesh, batch_dim: BatchDim | None) -> Grid:
-    """Return the grid of a mesh with at most one dim of several devices besides those of the batch.
-
-    Raises:
-        MeshError: It has more.
-    """
+    """Return the grid of a mesh with at most one dim of several devices besides those of the batch."""
     batch_dims = list_batch_dims(batch_dim)
     others = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name not in batch_dims]
     if len(others) > 1:

@@ -101,8 +101,8 @@ def _find_mesh(native_mesh: NativeMesh) -> Mesh:
     return known or to_mesh(native_mesh)
 
 
-def note(array: T, layout: Layout) -> T:
-    """Note on a tensor or variable the layout that it was made in: two of ours may be one of DTensor's."""
+def mark_layout(array: T, layout: Layout) -> T:
+    """Record the layout in which a tensor or variable was made, since DTensor may have one for two of ours."""
     setattr(array, _MADE_IN, layout)
     return array
 
@@ -196,7 +196,7 @@ def from_blocks(shape: tuple[int, ...], layout: Layout, read: BlockReader, *, co
             with tf.device(device_of[place]):
                 made[place] = tf.constant(values)
     components = [made[place] for place in device_of]
-    return note(dtensor.pack(components, native), layout)
+    return mark_layout(dtensor.pack(components, native), layout)
 
 
 @contextmanager
@@ -233,7 +233,7 @@ def _replicate_if_refused(execute: Callable[..., Any]) -> Callable[..., Any]:
         def replicate(value: Any) -> object:
             if not isinstance(value, (tf.Tensor, np.ndarray)) or not _is_number(value.dtype):
                 return value
-            return move(tf.convert_to_tensor(value), Layout.replicated(mesh, len(value.shape)))
+            return move_tensor(tf.convert_to_tensor(value), Layout.replicated(mesh, len(value.shape)))
 
         return execute(*tf.nest.map_structure(replicate, list(args)))
 
@@ -262,7 +262,7 @@ def to_numpy(array: Array) -> NumpyArray:
     return assemble_blocks(iterate_shards(tensor), read_shape(tensor), tensor.dtype.as_numpy_dtype)
 
 
-def move(array: Array, layout: Layout) -> tf.Tensor:
+def move_tensor(array: Array, layout: Layout) -> tf.Tensor:
     """Return a tensor in another layout without changing a bit. Gradients pass through."""
     if not _is_number(array.dtype):
         raise make_no_numbers_error("TensorFlow", array.dtype.name)
@@ -273,18 +273,18 @@ def move(array: Array, layout: Layout) -> tf.Tensor:
         tensor = unwrap_variable(array)
         if tensor is array and present == layout:
             return tensor
-        return note(tf.identity(tensor) if tensor is array else tensor, layout)
+        return mark_layout(tf.identity(tensor) if tensor is array else tensor, layout)
 
     @tf.custom_gradient
     def move_values(tensor: tf.Tensor) -> Any:
         def move_gradient(upstream: tf.Tensor) -> tf.Tensor:
-            return tf.constant(to_numpy(upstream)) if present is None else move(upstream, present)
+            return tf.constant(to_numpy(upstream)) if present is None else move_tensor(upstream, present)
 
         return _move_values(tensor, layout), move_gradient
 
     if unwrap_variable(array).dtype.is_floating:
         with tf.device(None):
-            return note(move_values(unwrap_variable(array)), layout)
+            return mark_layout(move_values(unwrap_variable(array)), layout)
     return _move_values(unwrap_variable(array), layout)
 
 

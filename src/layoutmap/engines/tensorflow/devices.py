@@ -54,7 +54,7 @@ def _num_local(device_type: str) -> int:
     return sum(spec.task in (None, mine) for spec in devices)
 
 
-def simulate(number: int) -> None:
+def simulate_devices(number: int) -> None:
     """Make TensorFlow start with this number of simulated CPU devices (see `Engine.simulate`)."""
     try:
         tf.config.set_visible_devices([], "GPU")

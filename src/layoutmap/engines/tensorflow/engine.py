@@ -44,12 +44,17 @@ from layoutmap.engines.tensorflow.arrays import (
     get_layout,
     iterate_by_device,
     iterate_shards,
-    move,
+    move_tensor,
     read_shape,
     run_on,
     to_numpy,
 )
-from layoutmap.engines.tensorflow.devices import bind_mesh, list_device_names, make_native_specs, simulate
+from layoutmap.engines.tensorflow.devices import (
+    bind_mesh,
+    list_device_names,
+    make_native_specs,
+    simulate_devices,
+)
 from layoutmap.engines.tensorflow.pieces import PieceProgram
 from layoutmap.engines.tensorflow.processes import check_equal_everywhere, gather_values, share_seeds
 from layoutmap.engines.tensorflow.selfcheck import check_computing
@@ -75,7 +80,7 @@ class TensorFlowEngine:
     several_dims = False
     make_mover = None
     devices = staticmethod(list_device_names)
-    simulate = staticmethod(simulate)
+    simulate = staticmethod(simulate_devices)
     bind = staticmethod(bind_mesh)
     get_layout = staticmethod(get_layout)
     describe_placement = staticmethod(describe_placement)
@@ -156,7 +161,7 @@ class TensorFlowEngine:
         if isinstance(array, self.array_types):
             if array.shape.rank is not None:  # inside a tf.function it may be unknown
                 fit_layout(layout, tuple(array.shape))
-            return move(array, layout)
+            return move_tensor(array, layout)
         values = canonicalize(array)
         fit_layout(layout, values.shape)
         with tf.init_scope():

@@ -18,8 +18,8 @@ from layoutmap.engines.tensorflow.arrays import (
     default_mesh_lock,
     fit_layout,
     get_layout,
-    move,
-    note,
+    mark_layout,
+    move_tensor,
     relayout_in_trace,
     to_numpy,
 )
@@ -74,7 +74,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
                 if (
                     layout is not None and get_layout(initial_value) is not None
                 ):  # in run_on it is on the mesh
-                    initial_value = move(initial_value, convert_layout(layout))
+                    initial_value = move_tensor(initial_value, convert_layout(layout))
         if tf.is_symbolic_tensor(initial_value):
             raise EngineError(
                 "the first value of a DVariable is not computed yet",
@@ -114,10 +114,10 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         shape: Any = initial_value.shape
         native = fit_layout(used, tuple(shape), kwargs.get("name") or "DVariable")
         check_computing(native.mesh)
-        value = initial_value if present is not None else move(initial_value, used)
+        value = initial_value if present is not None else move_tensor(initial_value, used)
         with default_mesh_lock:
             super().__init__(value, *args, **kwargs)
-        note(self, used)
+        mark_layout(self, used)
 
     @property
     def layout(self) -> Layout:
@@ -197,7 +197,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
                 why="a variable keeps its shape, and nothing is repeated to fill it",
                 fix="assign a value of the variable's shape",
             )
-        return move(value, self._layout)
+        return move_tensor(value, self._layout)
 
     def __repr__(self) -> str:
         return f"<DVariable {self.name!r} shape={tuple(self.shape)} dtype={self.dtype.name} layout={self._layout}>"

@@ -42,8 +42,7 @@ _REFERENCE_FACTOR = 4
 DIVERGES = 1e3
 """A loss above which an infinite next step is no fault, since some drawn models diverge at the common learning rate."""
 _SEED = 0
-TOLERANCE = 1e-5
-"""The largest relative difference that counts as equal without an estimate of rounding."""
+TOLERANCE = 1e-5  # the largest relative difference that counts as equal without an estimate of rounding
 
 
 class NotApplicable(Exception):

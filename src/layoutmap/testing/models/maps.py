@@ -57,8 +57,7 @@ class Devices:
         return {f"batch={batch},model={model},x={x}": 1 for batch, model, x in grids}
 
 
-EIGHT = Devices()
-"""Eight simulated devices."""
+EIGHT = Devices()  # eight simulated devices
 
 
 @dataclass(frozen=True)

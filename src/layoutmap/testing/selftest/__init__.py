@@ -38,9 +38,6 @@ def run_selftest(options: Any) -> Report | None:
     """Try laws until the time is over or the user interrupts. Only process 0 returns a report.
 
     It runs on the user's machine, since wrong numbers depend on its releases and devices (why: decisions/0166).
-
-    Raises:
-        LayoutMapError: No law can be tried.
     """
     start = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends all processes, as Ctrl-C does

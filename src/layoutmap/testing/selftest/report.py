@@ -134,11 +134,7 @@ class Report:
         return f"{json.dumps(facts, indent=1)}\n"
 
     def to_machine_file(self) -> str:
-        """Return a machine file with the speeds of the first measured engine.
-
-        Raises:
-            LayoutMapError: No engine was measured.
-        """
+        """Return a machine file with the speeds of the first measured engine."""
         for speeds in self.speeds:
             if speeds.has_enough_figures:
                 devices, topology = (

@@ -23,7 +23,7 @@ from layoutmap.adapters.keras.backends.jax_steps import (
     read_state,
 )
 from layoutmap.adapters.keras.private import in_stateless_scope
-from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
+from layoutmap.adapters.keras.protocol import Backend, KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import make_for_training, record_gradients
 from layoutmap.adapters.keras.wraps import get_session
 from layoutmap.core.errors import ScopeError
@@ -72,10 +72,10 @@ class JaxBackend(Backend):
         variable._value = held
         # On the instance, as Keras has no place for it; a copy of the variable gets one that knows the copy.
         own = variable.__dict__
-        own["__array__"] = functools.partial(_as_array, variable)
+        own["__array__"] = functools.partial(_convert_to_array, variable)
         own.pop("_direct_assign", None)
         if session.context.across:
-            own["_direct_assign"] = functools.partial(_assign, variable)
+            own["_direct_assign"] = functools.partial(_assign_value, variable)
         return tag
 
     # `with_sharding_constraint` works with and without a trace, so no `Distribution` is needed (decisions/0007).
@@ -88,7 +88,7 @@ class JaxBackend(Backend):
         """Constrain an array in a trace to a layout, or redistribute it outside one."""
         return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 
-    def make_layer_wraps(self, layer: keras.Layer, session: KerasSession) -> Wraps:
+    def make_layer_wraps(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
         """Return a `_maybe_build` that refuses arrays on another mesh or on explicit axes."""
         build = layer._maybe_build
 
@@ -100,7 +100,7 @@ class JaxBackend(Backend):
         return {"_maybe_build": maybe_build}
 
     @staticmethod
-    def make_training_wraps(model: keras.Model, session: KerasSession) -> Wraps:
+    def make_training_wraps(model: keras.Model, session: KerasSession) -> WrappedMethods:
         """Return the methods to wrap on a model so that steps place batches and keep layouts."""
         wraps = make_training_wraps(model, session)
         if session.context.across:
@@ -156,14 +156,14 @@ def _check_set_mesh(layer: keras.Layer, given: object, session: KerasSession) ->
     )
 
 
-def _assign(variable: keras.Variable, value: object) -> None:
+def _assign_value(variable: keras.Variable, value: object) -> None:
     if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
         type(variable)._direct_assign(variable, value)
     else:  # each process takes its devices' shards of its own value; JAX would first send all of it around
         variable._value = get_engine("jax").relayout(value, variable.layout)
 
 
-def _as_array(variable: keras.Variable, dtype: Any = None, copy: bool | None = None) -> object:
+def _convert_to_array(variable: keras.Variable, dtype: Any = None, copy: bool | None = None) -> object:
     # JAX would keep what it has gathered, with the array: after a save the host would hold all of the model.
     known = variable.__dict__.get(GATHERED)
     return np.asarray(get_engine("jax").to_numpy(variable.value) if known is None else known, dtype=dtype)

@@ -26,9 +26,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.agreement import CallSchedule, check_alike, label_processes
 
-GATHERED = "_layoutmap_gathered"
-"""Where a variable has its value on the host while its model is saved."""
-
+GATHERED = "_layoutmap_gathered"  # where a variable has its value on the host while its model is saved
 _REPORTED = "_layoutmap_reported"
 _VERBS = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
@@ -52,20 +50,20 @@ class Rows:
         self._own = self._part_of[self._processes.index(jax.process_index())]
         self.placed: list[int] = []  # how many rows the batches of the present step have, of all processes
 
-    def place(self, batches: Iterator[object]) -> Generator[object]:
+    def place_batches(self, batches: Iterator[object]) -> Generator[object]:
         """Yield batches on the mesh, assembled from the rows of all processes."""
         for batch in batches:
-            self._check(batch)
+            self._check_batch(batch)
             yield keras.tree.map_structure(self._place_array, batch, none_is_leaf=True)
-        self._compare("no more batches", 0)
+        self._compare_batches("no more batches", 0)
 
-    def own(self, outputs: object) -> object:
+    def take_own_rows(self, outputs: object) -> object:
         """Return this process's rows of a model's outputs in numpy, and outputs without rows as they are."""
-        return keras.tree.map_structure(self._take_own_rows, outputs)
+        return keras.tree.map_structure(self._take_rows, outputs)
 
     # -- comparing
 
-    def _check(self, batch: object) -> None:
+    def _check_batch(self, batch: object) -> None:
         if any(isinstance(each, JAXSparse) for each in keras.tree.flatten(batch)):
             raise ScopeError(
                 f"{self._verb}: sparse batches are not divided between processes",
@@ -76,10 +74,12 @@ class Rows:
         brought = ", ".join(f"{a.dtype}{list(a.shape)}" if a.ndim else f"{a.dtype} {a}" for a in arrays)
         shared = len(self._parts) < len(self._processes) and self._context.options.check_batches
         # Shapes are compared each time: processes with other shapes, or no more batches, would wait forever.
-        self._compare(brought, compute_checksum(*arrays) if shared and self._schedule.count_call() else 0)
+        self._compare_batches(
+            brought, compute_checksum(*arrays) if shared and self._schedule.count_call() else 0
+        )
         self.placed.append(next((len(a) for a in arrays if a.ndim), 0) * len(self._parts))
 
-    def _compare(self, brought: str, own: int) -> None:
+    def _compare_batches(self, brought: str, own: int) -> None:
         texts, checksums = check_alike(f"{self._verb}: {brought}", self._context.gather, own)
         of: dict[int, set[int]] = {}
         for part, each in zip(self._part_of, checksums, strict=True):
@@ -133,7 +133,7 @@ class Rows:
 
     # -- reading
 
-    def _take_own_rows(self, output: jax.Array) -> object:
+    def _take_rows(self, output: jax.Array) -> object:
         rows, number = self.placed, sum(self.placed)
         if not np.ndim(output) or len(output) != number:
             return self._engine.to_numpy(output)

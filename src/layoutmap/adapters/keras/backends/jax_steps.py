@@ -2,6 +2,11 @@
 
 Keras passes the values of all variables to each step and gives their memory away; between two steps no variable has
 one. What fails there, be it the step, its data, a callback or an interrupt, would leave a model without weights.
+
+Private names of Keras, tested on Keras 3.15:
+
+    keras.Model                                     _get_jax_state, _purge_model_variables, _make_function,
+                                                    _jax_state, _jax_state_synced
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from jax.experimental.sparse import JAXSparse
 
 from layoutmap.adapters.fingerprints import hash_lowered
 from layoutmap.adapters.keras.backends.jax_processes import Rows, wrap_failure_report
-from layoutmap.adapters.keras.protocol import KerasSession, Wraps
+from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import check_same_batch, make_step_wraps
 from layoutmap.engines.agreement import CallSchedule, check_program
 from layoutmap.engines.patches import temporarily
@@ -31,10 +36,10 @@ _ENTRIES = ("fit", "evaluate", "predict", *(f"{step}_on_batch" for step in _STEP
 
 
 # A `Distribution` is global and refuses uneven batches, so methods are wrapped (decisions/0007).
-def make_training_wraps(model: keras.Model, session: KerasSession) -> Wraps:
+def make_training_wraps(model: keras.Model, session: KerasSession) -> WrappedMethods:
     """Return methods to wrap on a model: place batches, keep layouts, and restore values after a failed step."""
-    lent = _LastValues(model)
-    wraps: dict[str, Method] = {name: _wrap_entry(getattr(model, name), lent) for name in _ENTRIES}
+    last_values = _LastValues(model)
+    wraps: dict[str, Method] = {name: _wrap_entry(getattr(model, name), last_values) for name in _ENTRIES}
     if session.context.across:
         wraps |= {
             name: wrap_failure_report(wraps[name], session, name) for name in ("fit", "evaluate", "predict")
@@ -47,11 +52,11 @@ def make_training_wraps(model: keras.Model, session: KerasSession) -> Wraps:
         # After another `compile` it computes another loss, and `jax.jit` takes up what it has traced of a function.
         kept = getattr(model, f"{name}_step")
         with temporarily(model, f"{name}_step", functools.wraps(kept)(lambda *given: kept(*given))):
-            return _step(own(), session, name, schedule)
+            return _make_step(own(), session, name, schedule)
 
     wraps = make_step_wraps(model, session, schedule, step, wraps)
-    wraps["_get_jax_state"] = lent.wrap_get_state(model._get_jax_state)
-    wraps["_make_function"] = lent.wrap_make_function(model._make_function, session)
+    wraps["_get_jax_state"] = last_values.wrap_get_state(model._get_jax_state)
+    wraps["_make_function"] = last_values.wrap_make_function(model._make_function, session)
     return wraps
 
 
@@ -115,7 +120,7 @@ class _LastValues:
                 variable for group in _list_variable_groups(self._model, 4) for variable in group
             )
             state = plain(**groups)
-            self._note(state)
+            self._record_values(state)
             if purge_model_variables:
                 self._model._purge_model_variables(**groups)
             return state
@@ -132,18 +137,18 @@ class _LastValues:
 
             def run_and_note(state: State, data: object) -> object:
                 result, new = step(state, data)
-                self._note(new)
+                self._record_values(new)
                 return result, new
 
             return plain(run_and_note, *args, **kwargs)
 
         return make
 
-    def _note(self, state: State) -> None:
+    def _record_values(self, state: State) -> None:
         if self.depth:
             self._values = state
 
-    def put_back(self, error: BaseException) -> None:
+    def restore_values(self, error: BaseException) -> None:
         """Restore the last known value of each variable without a value."""
         lost = False
         for values, variables in zip(
@@ -194,22 +199,22 @@ def read_state(model: keras.Model) -> tuple[list[jax.Array], ...]:
     return tuple([variable.value for variable in group] for group in _list_variable_groups(model, 4))
 
 
-def _wrap_entry(plain: Method, lent: _LastValues) -> Method:
+def _wrap_entry(plain: Method, last_values: _LastValues) -> Method:
     """Return `fit` or a similar method that restores the model's weights after a failure."""
 
     @functools.wraps(plain)
     def call_entry(*args: object, **kwargs: object) -> object:
-        lent.depth += 1
+        last_values.depth += 1
         try:
             with leave_set_mesh():
                 return plain(*args, **kwargs)
         except BaseException as error:
-            lent.put_back(error)
+            last_values.restore_values(error)
             raise
         finally:
-            lent.depth -= 1
-            if not lent.depth:
-                lent.forget()
+            last_values.depth -= 1
+            if not last_values.depth:
+                last_values.forget()
 
     return call_entry
 
@@ -217,7 +222,7 @@ def _wrap_entry(plain: Method, lent: _LastValues) -> Method:
 # -- steps
 
 
-def _step(step: Method, session: KerasSession, name: str, schedule: CallSchedule) -> Method:
+def _make_step(step: Method, session: KerasSession, name: str, schedule: CallSchedule) -> Method:
     if session.context.across:
         return _make_multiprocess_step(step, Rows(session, name, schedule), name, session)
     return lambda state, data: step(state, (place_on_mesh(batch, session) for batch in data))
@@ -244,10 +249,10 @@ def _make_multiprocess_step(step: Method, rows: Rows, name: str, session: KerasS
     def run(state: State, data: Iterator[object]) -> object:
         rows.placed.clear()
         whole = session.on_thread.has_all_rows
-        outputs, new = step(state, _place_whole_batches(data, session) if whole else rows.place(data))
+        outputs, new = step(state, _place_whole_batches(data, session) if whole else rows.place_batches(data))
         if rows.on_cpus:  # There this step and the next comparison of batches could wait for each other.
             jax.block_until_ready((outputs, new))
-        return (rows.own(outputs), new) if name == "predict" else (outputs, new)
+        return (rows.take_own_rows(outputs), new) if name == "predict" else (outputs, new)
 
     return run
 
@@ -267,15 +272,17 @@ def _wrap_step(model: keras.Model, plain: Method, session: KerasSession) -> Meth
         result, new = plain(state, data)
         if session.context.across:  # each process is to find its rows, and all numbers, on its own devices
             by_rows = plain.__name__ == "predict_step"
-            result = keras.tree.map_structure(lambda array: _readable(array, session, by_rows), result)
+            result = keras.tree.map_structure(
+                lambda array: _make_addressable(array, session, by_rows), result
+            )
         if plain.__name__ == "predict_step":
-            return result, _pin(new, model.non_trainable_variables)
-        return result, tuple(map(_pin, new, _list_variable_groups(model, len(new))))
+            return result, _pin_values(new, model.non_trainable_variables)
+        return result, tuple(map(_pin_values, new, _list_variable_groups(model, len(new))))
 
     return step
 
 
-def _readable(array: object, session: KerasSession, by_rows: bool) -> object:
+def _make_addressable(array: object, session: KerasSession, by_rows: bool) -> object:
     if not isinstance(array, jax.Array):
         return array  # a number that a step of one's own returns
     layout = (
@@ -284,7 +291,7 @@ def _readable(array: object, session: KerasSession, by_rows: bool) -> object:
     return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 
 
-def _pin(values: Sequence[jax.Array], variables: Sequence[keras.Variable]) -> list[jax.Array]:
+def _pin_values(values: Sequence[jax.Array], variables: Sequence[keras.Variable]) -> list[jax.Array]:
     return list(map(pin_layout, values, variables))
 
 

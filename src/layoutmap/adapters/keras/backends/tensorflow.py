@@ -1,4 +1,13 @@
-"""Keras on TensorFlow: `Variable._value` is a `tf.Variable`, here one in a layout."""
+"""Keras on TensorFlow: `Variable._value` is a `tf.Variable`, here one in a layout.
+
+Private names of Keras that this backend uses, besides those that `private` lists, tested on Keras 3.15:
+
+    keras.src.backend.tensorflow.optimizer.TFOptimizer      _var_key
+    keras.src.optimizers.base_optimizer.BaseOptimizer       add_variable_from_reference, _trainable_variables,
+                                                            _trainable_variables_indices
+    keras.optimizers.MultiOptimizer                         _var_to_optimizer_idx
+    keras.Model                                             _call_has_training_arg
+"""
 
 from __future__ import annotations
 
@@ -13,15 +22,15 @@ import keras
 import tensorflow as tf
 
 from layoutmap.adapters.keras.backends.tensorflow_calls import (
-    as_read,
+    compute_on_mesh,
     is_building_eagerly,
     make_weight_reader,
-    on_mesh,
     place_on_mesh,
+    relayout_as_read,
     wrap_call,
 )
 from layoutmap.adapters.keras.backends.tensorflow_functions import REPLACED
-from layoutmap.adapters.keras.backends.tensorflow_gathering import Regathered
+from layoutmap.adapters.keras.backends.tensorflow_gathering import RegatheredFunction
 from layoutmap.adapters.keras.backends.tensorflow_optimizers import wrap_apply, wrap_assign, wrap_var_key
 from layoutmap.adapters.keras.backends.tensorflow_steps import DisabledGraphOptimizer, make_training_wraps
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
@@ -31,7 +40,7 @@ from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
     make_generate_refusal,
 )
 from layoutmap.adapters.keras.private import BaseOptimizer
-from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
+from layoutmap.adapters.keras.protocol import Backend, KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import (
     call_own_step,
     compute_loss,
@@ -104,11 +113,11 @@ class TensorFlowBackend(Backend):
         as_it_is = session.on_thread.is_exporting or session.on_thread.gathering
         return array if as_it_is else session.engine.relayout(array, layout)
 
-    def make_layer_wraps(self, layer: keras.Layer, session: KerasSession) -> Wraps:
+    def make_layer_wraps(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
         """Return methods to wrap on a layer so that eager calls with unsharded tensors run on the mesh."""
         wraps = {name: wrap_call(layer, session, name) for name in CALLS}
         # Of a kernel that is computed, as with LoRA.
-        wraps["save_own_variables"] = on_mesh(session)(layer.save_own_variables)
+        wraps["save_own_variables"] = compute_on_mesh(session)(layer.save_own_variables)
         if isinstance(layer, keras.Model):
             as_one_device = functools.partial(temporarily, session.on_thread, "is_exporting", True)
             wraps["export"] = wrap_in_context(layer.export, as_one_device)
@@ -116,7 +125,7 @@ class TensorFlowBackend(Backend):
                 wraps["make_generate_function"] = make_generate_refusal(layer)
         return wraps
 
-    def make_optimizer_wraps(self, optimizer: keras.Optimizer, session: KerasSession) -> Wraps:
+    def make_optimizer_wraps(self, optimizer: keras.Optimizer, session: KerasSession) -> WrappedMethods:
         """Return methods to wrap on an optimizer so that updates and slots are computed on the mesh."""
         add = functools.partial(BaseOptimizer.add_variable_from_reference, optimizer)
         assigns = ("assign", "assign_add", "assign_sub")
@@ -147,7 +156,7 @@ class TensorFlowBackend(Backend):
             gradients = [None if each is None else tf.convert_to_tensor(each) for each in found]
             if session is not None:
                 pairs = zip(gradients, held, strict=True)
-                gradients = [None if g is None else as_read(g, h, session) for g, h in pairs]
+                gradients = [None if g is None else relayout_as_read(g, h, session) for g, h in pairs]
             return losses, gradients
 
         compiled = functools.partial(tf.function, compute, autograph=False)
@@ -155,11 +164,11 @@ class TensorFlowBackend(Backend):
         with restored_state(model), explain_errors(what), contextlib.ExitStack() as stack:
             if session is not None:
                 stack.enter_context(DisabledGraphOptimizer(session))
-                stack.enter_context(on_mesh(session))
-            run = compiled() if session is None else Regathered(compiled, session, what)
+                stack.enter_context(compute_on_mesh(session))
+            run = compiled() if session is None else RegatheredFunction(compiled, session, what)
             losses, gradients = run(batch)
-        numbers = {name: _numpy(each, session) for name, each in losses.items()}
-        return numbers, [_numpy(gradient, session) for gradient in gradients]
+        numbers = {name: _convert_to_numpy(each, session) for name, each in losses.items()}
+        return numbers, [_convert_to_numpy(gradient, session) for gradient in gradients]
 
 
 def _compute_loss_gradients(model: keras.Model, held: list[tf.Variable], batch: Any) -> Found:
@@ -168,7 +177,7 @@ def _compute_loss_gradients(model: keras.Model, held: list[tf.Variable], batch: 
     return {"loss": loss}, tape.gradient(loss, held, unconnected_gradients=tf.UnconnectedGradients.ZERO)
 
 
-def _numpy(tensor: object, session: KerasSession | None) -> object:
+def _convert_to_numpy(tensor: object, session: KerasSession | None) -> object:
     if not isinstance(tensor, tf.Tensor):
         return tensor
     return tensor.numpy() if session is None else session.engine.to_numpy(tensor)

@@ -42,7 +42,7 @@ def wrap_call(layer: keras.Layer, session: KerasSession, name: str) -> Callable[
         here = session.on_thread
         if here.is_exporting or here.call_depth or in_stateless_scope():
             return plain(*args, **kwargs)
-        with temporarily(here, "call_depth", here.call_depth + 1), on_mesh(session):
+        with temporarily(here, "call_depth", here.call_depth + 1), compute_on_mesh(session):
             if not tf.executing_eagerly():
                 return plain(*args, **kwargs)
             session.refuse_in_a_plan(layer.name)
@@ -78,7 +78,7 @@ def _wrap_reading_call(layer: keras.Layer, session: KerasSession, name: str) -> 
 
 
 @contextmanager
-def on_mesh(session: KerasSession) -> Generator[None]:
+def compute_on_mesh(session: KerasSession) -> Generator[None]:
     """While open, in this thread, Keras computes as DTensor can."""
     with compute_for_mesh(functools.partial(replicate_tensor, session=session)):
         yield
@@ -161,7 +161,7 @@ def replicate_tensor(value: Any, session: KerasSession) -> Any:
     return session.engine.relayout(value, session.policy.replicated(len(value.shape)))
 
 
-def as_read(gradient: object, held: Any, session: KerasSession) -> Any:
+def relayout_as_read(gradient: object, held: Any, session: KerasSession) -> Any:
     """Return a gradient in the layout in which its weight took part in the computation."""
     return gradient if held.read_layout is None else session.engine.relayout(gradient, held.read_layout)
 

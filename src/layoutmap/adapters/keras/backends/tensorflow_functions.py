@@ -14,7 +14,17 @@ Functions of TensorFlow itself: arrays are joined along an axis that is counted 
 join sharded ones along a sharded axis, and does so wrongly if the axis is negative. What `tensorflow_products` and
 `tensorflow_windows` have is computed as they say.
 
-`REPLACED` lists all these functions. They are replaced while such a call runs, and put back after it.
+Private names of Keras that are replaced while such a call runs, and put back after it, tested on Keras 3.15:
+
+    keras.src.backend.tensorflow.random         dropout, uniform, normal, truncated_normal, randint
+    keras.src.backend.tensorflow.numpy          divide, eye
+    keras.src.backend.tensorflow.nn             conv, depthwise_conv, separable_conv, average_pool
+    keras.src.backend                           rnn, lstm, gru, convert_to_numpy
+    keras.src.backend.tensorflow.core           map, scan
+    tensorflow                                  concat, einsum, repeat, split, reverse, roll, TensorArray
+    tensorflow.linalg                           diag, diag_part
+    tensorflow.python.ops.array_ops             strided_slice
+    tensorflow.nn                               pool
 """
 
 from __future__ import annotations
@@ -41,9 +51,7 @@ from layoutmap.adapters.keras.backends.tensorflow_products import compute_einsum
 from layoutmap.adapters.keras.backends.tensorflow_windows import Plain
 from layoutmap.engines.patches import Attribute, Patches, temporarily
 
-Replicate = Callable[[object], Any]
-"""Returns a tensor in the layout in which every device holds all of it."""
-
+Replicate = Callable[[object], Any]  # returns a tensor in the layout in which every device holds all of it
 _RANDOM = ("uniform", "normal", "truncated_normal", "randint")
 _OF_ARRAYS = ("repeat", "reverse", "roll")
 _OF_DIAGONALS = ("diag", "diag_part")
@@ -60,7 +68,7 @@ REPLACED = [
     (array_ops, ("strided_slice",)),
     (tf.nn, ("pool",)),
 ]
-"""Modules and their replaced functions, among them private names of Keras, tested on Keras 3.15."""
+"""The modules and names above."""
 
 _current = threading.local()
 
@@ -88,6 +96,10 @@ def _replace_function(module: object, name: str, by: Plain) -> Attribute:
 
 def _replicate_random(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
     return replicate(plain(*args, **kwargs))
+
+
+def _unroll_loop(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
+    return plain(*args, **{**kwargs, "unroll": True})
 
 
 def _compute_dropout(
@@ -127,10 +139,6 @@ def _split(
 def _create_array(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
     with tf.init_scope():
         return plain(*args, **kwargs)
-
-
-def _unroll_loop(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
-    return plain(*args, **{**kwargs, "unroll": True})
 
 
 def _scan(

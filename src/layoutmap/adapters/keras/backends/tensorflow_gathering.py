@@ -35,7 +35,7 @@ class Gathering(IntEnum):
     ALL = 3
 
 
-_SAID: dict[int, str] = {
+_DESCRIPTIONS: dict[int, str] = {
     Gathering.BETWEEN_LAYERS: "what goes from layer to layer is sharded along the batch only",
     Gathering.WEIGHTS: "each layer gathers its weights, and what goes between them is sharded along the batch only",
     Gathering.ALL: "each device gathers all weights and the whole batch, and computes all of it",
@@ -43,7 +43,7 @@ _SAID: dict[int, str] = {
 _INNER = frozenset({"keras", "tensorflow"})
 
 
-class Regathered:
+class RegatheredFunction:
     """Function on the mesh that is compiled again with more gathered as long as DTensor refuses it.
 
     All that the scope's models compute later is gathered as far: they have the same layers.
@@ -90,7 +90,7 @@ class Regathered:
                 self._session.gathering = Gathering(self._session.gathering + 1)
                 continue
             if self._session.gathering != before:
-                _warn(self._what, place, self._session)
+                _warn_of_gathering(self._what, place, self._session)
             return result
 
     def _replicate_captures(self, function: Any) -> bool:
@@ -126,9 +126,9 @@ def _describe_layers(session: KerasSession) -> dict[str, str]:
     return said
 
 
-def _warn(what: str, place: dict[str, str], session: KerasSession) -> None:
+def _warn_of_gathering(what: str, place: dict[str, str], session: KerasSession) -> None:
     warning = LayoutMapWarning(
-        f"{what}: {_SAID[session.gathering]}",
+        f"{what}: {_DESCRIPTIONS[session.gathering]}",
         facts=place,
         why="DTensor has no right rule for that operation in the layouts of this map; weights and slots are "
         "stored as planned",

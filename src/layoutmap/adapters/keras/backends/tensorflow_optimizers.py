@@ -10,7 +10,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from layoutmap.adapters.keras.backends.tensorflow_calls import as_read, on_mesh, replicate_tensor
+from layoutmap.adapters.keras.backends.tensorflow_calls import (
+    compute_on_mesh,
+    relayout_as_read,
+    replicate_tensor,
+)
 from layoutmap.adapters.keras.pending import is_pending
 from layoutmap.adapters.keras.protocol import KerasSession
 
@@ -43,7 +47,7 @@ def wrap_apply(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..
             if tf.executing_eagerly():
                 stack.enter_context(session.lock)
                 stack.enter_context(session.engine.run_on(session.policy.mesh))
-            stack.enter_context(on_mesh(session))
+            stack.enter_context(compute_on_mesh(session))
             laid_out = [_place_gradient(g, v, session) for g, v in zip(grads, weights, strict=True)]
             return plain(laid_out, trainable_variables)
 
@@ -56,7 +60,7 @@ def _place_gradient(gradient: object, weight: keras.Variable | tf.Variable, sess
         return _replicate_rows(gradient, weight, session)
     held: Any = weight if isinstance(weight, tf.Variable) else weight.value
     # First as the layer has read the weight, so that the backward pass mirrors the forward pass.
-    gradient = session.engine.relayout(as_read(gradient, held, session), layout)
+    gradient = session.engine.relayout(relayout_as_read(gradient, held, session), layout)
     held.read_layout = None  # what updates it is in its own layout, and is not gathered for it
     return gradient
 

@@ -12,10 +12,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from layoutmap.adapters.keras.backends.tensorflow_calls import make_dense, on_mesh, place_on_mesh
-from layoutmap.adapters.keras.backends.tensorflow_gathering import Regathered, pin_layout
+from layoutmap.adapters.keras.backends.tensorflow_calls import compute_on_mesh, make_dense, place_on_mesh
+from layoutmap.adapters.keras.backends.tensorflow_gathering import RegatheredFunction, pin_layout
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import explain_errors
-from layoutmap.adapters.keras.protocol import KerasSession, Wraps
+from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import (
     build_for_step,
     make_for_training,
@@ -29,7 +29,7 @@ from layoutmap.engines.patches import Closing
 dtensor = tf.experimental.dtensor
 
 
-def make_training_wraps(model: Any, session: KerasSession) -> Wraps:
+def make_training_wraps(model: Any, session: KerasSession) -> WrappedMethods:
     """Return methods to wrap on a model so that its steps run compiled on the mesh."""
     schedule = CallSchedule()
 
@@ -63,7 +63,7 @@ class _MeshStep:
         self._name = name
         self._schedule = schedule
         self._known: set[object] = set()  # shapes and types of batches for which all is made and checked
-        self._compiled = Regathered(self._compile_step, session, f"{model.name}: the {name} step")
+        self._compiled = RegatheredFunction(self._compile_step, session, f"{model.name}: the {name} step")
 
     def _compile_step(self) -> Callable[..., object]:
         # DTensor may refuse the step, so it can be compiled again with more gathered (decisions/0010).
@@ -72,7 +72,7 @@ class _MeshStep:
 
     def _step(self, batch: object) -> object:
         # A function that computes a gradient runs after the call of its layer, as that of layers in float8.
-        with _pin_outputs(self._model, self._session), on_mesh(self._session):
+        with _pin_outputs(self._model, self._session), compute_on_mesh(self._session):
             return getattr(self._model, f"{self._name}_step")(batch)
 
     def run_on_iterator(self, iterator: Iterator[object]) -> object:

@@ -62,7 +62,8 @@ def find_unsupported(layer: Any, path: str, weights: list[str]) -> Iterator[Unsu
             fix="nothing has to be done; to compile faster, use shorter series, or run this model on another backend",
             severity="warning" if (steps or 0) > _MANY_STEPS else "note",
         )
-    if _uses_int8_product(layer):
+    is_int8 = isinstance(layer, (L.Dense, L.EinsumDense)) and layer.quantization_mode == "int8"
+    if is_int8 and getattr(layer, "inputs_quantizer", None) is not None:
         yield Unsupported(
             path,
             f"{kind} with inputs in int8 cannot run on TensorFlow's DTensor",
@@ -80,11 +81,6 @@ def find_unsupported(layer: Any, path: str, weights: list[str]) -> Iterator[Unsu
                 severity="note",
                 if_sharded=tuple(range(rows, 8)),
             )
-
-
-def _uses_int8_product(layer: keras.Layer) -> bool:
-    is_int8 = isinstance(layer, (L.Dense, L.EinsumDense)) and layer.quantization_mode == "int8"
-    return is_int8 and getattr(layer, "inputs_quantizer", None) is not None
 
 
 def make_generate_refusal(task: keras.Model) -> Callable[[], object]:
@@ -139,8 +135,7 @@ def _parse_message(message: str) -> tuple[str, list[object], list[object]]:
 
 
 _QUICKLY_READ = Patches([Attribute(error_interpolation, "parse_message", lambda _: _parse_message)])
-ERRORS = (error_interpolation, ("_ParseTag", "_TAG_REGEX", "parse_message"))
-"""The module and names above."""
+ERRORS = (error_interpolation, ("_ParseTag", "_TAG_REGEX", "parse_message"))  # the module and names above
 
 
 @contextmanager

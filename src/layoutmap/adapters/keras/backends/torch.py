@@ -28,7 +28,7 @@ from layoutmap.adapters.keras.backends.torch_private import NAMES, TorchLayer, k
 from layoutmap.adapters.keras.backends.torch_steps import make_export_refusal, make_training_wraps, wrap_apply
 from layoutmap.adapters.keras.paths import list_sublayers
 from layoutmap.adapters.keras.private import Names, in_symbolic_scope
-from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
+from layoutmap.adapters.keras.protocol import Backend, KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import (
     call_own_step,
     compute_loss,
@@ -107,8 +107,8 @@ class TorchBackend(Backend):
             held = torch.nn.Parameter(torch.as_tensor(_to_numpy(held)), requires_grad=held.requires_grad)
         # On the instance, as Keras has no place for it; a copy of the variable gets one that knows the copy.
         own = variable.__dict__
-        own["_direct_assign"] = functools.partial(_assign, variable)
-        own["__array__"] = functools.partial(_as_array, variable)
+        own["_direct_assign"] = functools.partial(_assign_value, variable)
+        own["__array__"] = functools.partial(_convert_to_array, variable)
         tag = object()
         variable._layout = tag
         variable._value = held
@@ -137,7 +137,7 @@ class TorchBackend(Backend):
                 fix="write the layer in Keras, or build the whole model in torch and use its adapter: library='torch'",
             )
 
-    def make_layer_wraps(self, layer: keras.Layer, session: KerasSession) -> Wraps:
+    def make_layer_wraps(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
         """Return methods to wrap on a layer so that a call with unsharded tensors runs on the mesh."""
         wraps = {
             **{name: wrap_call(layer, session, name) for name in CALLS},
@@ -148,7 +148,7 @@ class TorchBackend(Backend):
             wraps["export"] = make_export_refusal(layer)
         return wraps
 
-    def make_optimizer_wraps(self, optimizer: keras.Optimizer, session: KerasSession) -> Wraps:
+    def make_optimizer_wraps(self, optimizer: keras.Optimizer, session: KerasSession) -> WrappedMethods:
         """Return an `apply` that updates on the mesh, with each gradient in the layout of its weight."""
         return {"apply": wrap_apply(optimizer, session)}
 
@@ -218,7 +218,7 @@ def _is_kept_unsharded(assignment: Assignment) -> bool:
     return small and assignment.layout.is_fully_replicated()
 
 
-def _assign(variable: keras.Variable, value: object) -> None:
+def _assign_value(variable: keras.Variable, value: object) -> None:
     held = variable._value
     with torch.no_grad():
         if not isinstance(held, DTensor):
@@ -229,7 +229,7 @@ def _assign(variable: keras.Variable, value: object) -> None:
             held.copy_(new)
 
 
-def _as_array(variable: keras.Variable, dtype: Any = None, copy: bool | None = None) -> object:
+def _convert_to_array(variable: keras.Variable, dtype: Any = None, copy: bool | None = None) -> object:
     return np.asarray(_to_numpy(variable.value), dtype=dtype)
 
 

@@ -49,7 +49,7 @@ def _is_unsharded_array(value: object) -> bool:
 
 
 @contextmanager
-def on_mesh(session: KerasSession) -> Generator[None]:
+def compute_on_mesh(session: KerasSession) -> Generator[None]:
     """Compute with DTensors of the scope's mesh correctly until the block ends."""
     native = session.engine.native(session.policy.replicated(0), 0)[0]
     with simulation.simulate_mesh(native), enable_dtensor_ops(native):
@@ -63,7 +63,7 @@ def run_outer_call(session: KerasSession, values: object) -> Generator[None]:
     here.sums_up = not all(map(is_batch_divisible, keras.tree.flatten(values)))
     sums = SummingUp() if here.sums_up else nullcontext()
     # The session's lock first, as where weights are made: two threads would else wait for each other.
-    with temporarily(here, "call_depth", here.call_depth + 1), session.lock, on_mesh(session), sums:
+    with temporarily(here, "call_depth", here.call_depth + 1), session.lock, compute_on_mesh(session), sums:
         yield
 
 
@@ -154,7 +154,7 @@ def wrap_own_losses(method: Callable[..., object], session: KerasSession) -> Cal
     def compute_losses() -> object:
         if _is_running(session) or _has_no_values(session):
             return method()
-        with on_mesh(session):
+        with compute_on_mesh(session):
             return unshard_results(method())
 
     return compute_losses

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import keras
 import torch
 
 from layoutmap.adapters.keras.backends.torch_calls import (
-    on_mesh,
+    compute_on_mesh,
     place_on_mesh,
     run_outer_call,
     unshard_results,
 )
-from layoutmap.adapters.keras.protocol import KerasSession, Wraps
+from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import (
     build_for_step,
     check_same_batch,
@@ -29,7 +29,7 @@ from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch.dtensor_ops import same_draws
 
 
-def make_training_wraps(model: Any, session: KerasSession) -> Wraps:
+def make_training_wraps(model: Any, session: KerasSession) -> WrappedMethods:
     """Return methods to wrap on a model so that its steps place each batch and run on the mesh."""
     schedule = CallSchedule()
 
@@ -59,15 +59,12 @@ class _MeshStep:
         with temporarily(session.on_thread, "model_in_step", model):
             is_compared = check_same_batch(data, session, self._schedule)
             batches = [place_on_mesh(batch, session) for batch in data]
-            with self._match_draws() if is_compared else nullcontext(), run_outer_call(session, batches):
+            native = session.engine.native(session.policy.replicated(0), 0)[0]
+            draws = same_draws(native, session.context.gather) if is_compared else nullcontext()
+            with draws, run_outer_call(session, batches):
                 results = self._step(batches)
         with torch.no_grad():
             return unshard_results(results)
-
-    def _match_draws(self) -> AbstractContextManager[None]:
-        session = self._session
-        native = session.engine.native(session.policy.replicated(0), 0)
-        return same_draws(native[0], session.context.gather)
 
 
 def _refuse_compiling(model: keras.Model) -> None:
@@ -104,7 +101,7 @@ def wrap_apply(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..
         if not optimizer.built:
             with session.defer():
                 optimizer.build(weights)
-        with on_mesh(session):
+        with compute_on_mesh(session):
             laid_out = [_place_gradient(g, v, session) for g, v in zip(grads, weights, strict=True)]
             return apply_plain(laid_out, trainable_variables and weights)
 

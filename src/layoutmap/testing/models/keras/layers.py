@@ -149,8 +149,7 @@ def _draw_reshape(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
 
 
 _ANY, _PLACES = range(1, 5), range(2, 5)
-ATTENTION = ("MultiHeadAttention", "GroupQueryAttention")
-"""Layers that take a query and a value."""
+ATTENTION = ("MultiHeadAttention", "GroupQueryAttention")  # layers that take a query and a value
 RECURRENT = ("LSTM", "GRU", "SimpleRNN", "Bidirectional")
 KINDS: dict[str, tuple[Collection[int], int, DrawOptions]] = {
     # kind: (accepted ranks, weight, function that draws options). A `*` stands for the number of place axes.
