@@ -25,6 +25,8 @@ HERE = os.environ.get("LAYOUTMAP_TEST_PROCESS") or "jax"
 LIBRARIES = {each.library for each in SUBJECTS.values() if each.engine == HERE}
 SMALL = {"keras": 105, "torch": 103, "nnx": 117, "pytree": 117}
 """Seeds of small models."""
+# Each test compiles a model anew: in `make test` one engine is enough.
+pytestmark = [pytest.mark.long] if HERE != "jax" else []
 IN_BFLOAT16 = [
     pytest.param(library, precision, id=f"{library} in {precision}")
     for library in sorted(LIBRARIES)

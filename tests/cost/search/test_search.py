@@ -301,12 +301,12 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.chdir(tmp_path)
     arguments = ("searched:make", "--inputs", "float32[32,64]", "--library", "keras")
-    assert 0 == main(["search", *arguments, "--on", "h100:4", "--tries", "6", "--write", "rules.yaml"])
+    assert 0 == main(["search", *arguments, "--on", "h100:4", "--tries", "3", "--write", "rules.yaml"])
     out = capsys.readouterr().out
     assert "Best: " in out
     assert (tmp_path / "rules.yaml").read_text() in out
     assert 0 == main(["plan", *arguments, "--rules", "rules.yaml", "--strict"])
-    assert 2 == main(["search", *arguments, "--on", "h100:4", "--memory", "1KiB", "--tries", "6"])
+    assert 2 == main(["search", *arguments, "--on", "h100:4", "--memory", "1KiB", "--tries", "3"])
     assert "no layout map fits the memory" in capsys.readouterr().err
     sys.modules.pop("searched", None)
 
@@ -314,7 +314,7 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
 def test_a_search_says_how_far_it_is_where_there_is_no_terminal(capsys, monkeypatch):
     """How many maps were tried and the best of them, on lines that a log keeps."""
     monkeypatch.setattr(progress, "_LOG_SECONDS", 0)
-    found = lm.search(pair, INPUTS, "h100:8", tries=6, verify=False)
+    found = lm.search(pair, INPUTS, "h100:8", tries=3, verify=False)
     lines = capsys.readouterr().err.splitlines()
 
     assert found.num_tried == len(lines)
@@ -322,7 +322,7 @@ def test_a_search_says_how_far_it_is_where_there_is_no_terminal(capsys, monkeypa
     assert (
         ""
         == (
-            lm.search(pair, INPUTS, "h100:8", tries=6, verify=False, progress=False),
+            lm.search(pair, INPUTS, "h100:8", tries=3, verify=False, progress=False),
             capsys.readouterr().err,
         )[1]
     )
@@ -338,8 +338,8 @@ def test_an_interrupt_after_the_last_map_loses_nothing(monkeypatch):
         return plan(*args)
 
     monkeypatch.setattr(layout_map_search._MapEvaluator, "plan", interrupted)
-    found = lm.search(pair, INPUTS, "h100:8", tries=6, verify=False)
+    found = lm.search(pair, INPUTS, "h100:8", tries=3, verify=False)
     assert (False, True) == (found.is_complete, found.num_tried > 1)
     left += [KeyboardInterrupt] * 2
     with pytest.raises(KeyboardInterrupt):
-        lm.search(pair, INPUTS, "h100:8", tries=6, verify=False)
+        lm.search(pair, INPUTS, "h100:8", tries=3, verify=False)
