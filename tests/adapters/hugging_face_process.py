@@ -66,9 +66,8 @@ def use_tools(folder):
     model.save_pretrained(folder / "saved")
     grown = num_bytes("VmHWM") - before
     print(f"saved: {grown >> 20} MiB", flush=True)
-    assert (
-        grown < of_file // 8
-    )  # the file has four bytes an element, what is saved two: no weight is gathered
+    # The file has four bytes an element, what is saved two: no weight is gathered
+    assert grown < of_file // 8
     saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.bfloat16)
     assert_alike(saved, plain, 0)
 

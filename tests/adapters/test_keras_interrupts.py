@@ -91,9 +91,8 @@ def check(step):
     layout_map = make_map()
     keras.utils.set_random_seed(3)
     expected = values_of(make_layer().kernel)
-    in_a_scope(
-        layout_map
-    )  # imports the adapters: Python's import system does not survive an interrupt in a finalizer
+    # Imports the adapters: Python's import system does not survive an interrupt in a finalizer
+    in_a_scope(layout_map)
     left, lines = sweep(lambda: in_a_scope(layout_map), step)
     assert [] == left
     assert lines > 100

@@ -60,9 +60,8 @@ REASONS_LONG = {
 }
 VIEWED = "parts: one is given a view"
 NUMBERS = ("mse_loss ('batch',)",)
-PARTS = (
-    4  # of models, and of what DTensor alone gets wrong: each is four processes, which take longer to begin
-)
+# Of models, and of what DTensor alone gets wrong: each is four processes, which take longer to begin
+PARTS = 4
 
 
 def run(folder, *cases):
@@ -100,10 +99,7 @@ def test_a_part_that_is_given_a_view_trains_as_on_one_device(told_in_all):
 
 
 def test_weights_are_gathered_outside_of_the_graph(told):
-    """Once for the model, and for each of three blocks once forwards and once backwards, as it is without a graph.
-
-    For one graph all are gathered together, once forwards and once backwards.
-    """
+    """Once for the model, and for each of three blocks once forwards and once backwards, as it is without a graph."""
     assert [1 + 2 * 3] * 4 == [each["each block"]["gathers"] for each in told]
     assert [1 + 1] * 4 == [each["torch.compile(model)"]["gathers"] for each in told]
 
@@ -111,11 +107,7 @@ def test_weights_are_gathered_outside_of_the_graph(told):
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_compiled_model_trains_as_on_one_device(tmp_path, part):
-    """Models, BatchNorm, models of transformers and their layers, and code of inductor's too.
-
-    Twelve equal blocks take two graphs; blocks with a number as an attribute are not equal, and each has its own. What
-    draws by tiles trains as it does without a graph.
-    """
+    """Models, BatchNorm, models of transformers and their layers, and code of inductor's too."""
     cases = list(RECORDED_LONG)[part::PARTS]
     told = run(tmp_path, *cases)
     for case in cases:

@@ -117,10 +117,7 @@ def test_a_quantized_model_has_kernels_of_int8():
 @pytest.mark.long
 @pytest.mark.skipif(HERE != "jax", reason="its model is one of flax.nnx")
 def test_a_model_that_diverges_is_no_fault():
-    """Its weights go to 1e15 in three steps, and one rounding moves them as far as layouts do.
-
-    Compared with itself it leaves out the elements that the pair does: by its own gradients all would be only rounding.
-    """
+    """Its weights go to 1e15 in three steps, and one rounding moves them as far as layouts do."""
     trial = Trial(draw_case("nnx", 20261402021).to_precision("bfloat16"))
 
     assert any(not row.agrees for row in trial.rows)

@@ -108,9 +108,8 @@ def test_what_xla_compiles_decides_whether_a_map_fits():
         )
         return keras.Sequential([keras.Input((16, 512)), *layers])
 
-    limit = (
-        75_000_000  # XLA for CPUs multiplies in float32: it has 80 MB for the best map, and 69 for the next
-    )
+    # XLA for CPUs multiplies in float32: it has 80 MB for the best map, and 69 for the next
+    limit = 75_000_000
     inputs = jax.ShapeDtypeStruct((256, 16, 512), "float32")
     options = {"optimizer": "adam", "tries": 7, "library": "keras"}
     verified = lm.search(wide, inputs, "h100:8", memory=limit, verify="cpu", **options)
