@@ -37,14 +37,7 @@ class ProcessError(Exception):
 
 @functools.cache
 def processes_of(path: Path) -> tuple[str, ...]:
-    """The test processes that run a file.
-
-    A test file says so with `PROCESSES = ("jax", "tensorflow")`, or else by what it imports, at any depth. The doctests
-    of the source run by its folders.
-
-    Raises:
-        ProcessError: It imports frameworks of two processes, or names one that does not exist.
-    """
+    """The test processes that run a file."""
     if PACKAGE in path.parents:
         return (_process_of_source(path.relative_to(PACKAGE).with_suffix("").parts) or "jax",)
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -110,10 +103,7 @@ def _process_imported(target: str) -> str | None:
 
 
 def is_collected(path: Path) -> bool:
-    """Return whether pytest collects something from a file: it is one of the tests, or source with doctests.
-
-    Source without doctests is left alone, since pytest would import it: `testing.torch_speeds` loads torch beside JAX.
-    """
+    """Return whether pytest collects something from a file: it is one of the tests, or source with doctests."""
     if path.suffix != ".py" or PACKAGE not in path.parents:
         return path.suffix == ".py" and is_test(path)
     return ">>>" in path.read_text(encoding="utf-8")

@@ -39,9 +39,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     mine = _claimed(items)
     item = next(mine, None)
     while item is not None:
-        following = next(
-            mine, None
-        )  # what pytest asks for: it tells which fixtures the next test still needs
+        # What pytest asks for: it tells which fixtures the next test still needs
+        following = next(mine, None)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if session.shouldfail:
             raise session.Failed(session.shouldfail)

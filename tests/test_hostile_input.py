@@ -24,9 +24,8 @@ from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
 MANY = int(os.environ.get("LAYOUTMAP_FUZZ_EXAMPLES", "1000"))
-SECONDS = float(
-    os.environ.get("LAYOUTMAP_FUZZ_SECONDS", "10")
-)  # of one example; most need a thousandth of it
+# Of one example; most need a thousandth of it
+SECONDS = float(os.environ.get("LAYOUTMAP_FUZZ_SECONDS", "10"))
 VARIABLES = [VariableSpec("d1.kernel", (8, 6), "float32"), VariableSpec("blocks.0.up.bias", (5,), "bfloat16")]
 VALUES = (  # noqa: SIM905 - a list of quoted texts would be harder to read
     "null true 0 -1 1.5 1e400 NaN 010 1:20 1_0 9999999999999999999999 [] {} [[]] '' \\ud800 \N{NULL} << *a &a &a[*a] "

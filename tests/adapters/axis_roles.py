@@ -16,10 +16,7 @@ def only(array, axis, i):
 
 
 def assert_right(roles, values, output):
-    """Slices along an axis that is put out fill slices of the output; those along one that is summed over add up.
-
-    `output` computes with weights by name, and with `values` for those that it is not given, but for the bias.
-    """
+    """Slices along an axis that is put out fill slices of the output; those along one that is summed over add up."""
     zero = {name: np.zeros_like(value) for name, value in values.items()}
     without_bias = {"bias": zero["bias"]} if "bias" in values else {}
 

@@ -47,10 +47,7 @@ def run(cases: Mapping[str, Callable[[], Any]], number: int, folder: Path, only:
 
 
 def outcomes(results: Sequence[tuple[Mapping[str, Any], Any]]) -> dict[str, str]:
-    """What each case ended in: the first line of the error that both processes raise, or that what they hold agrees.
-
-    Anything else, as an error in one of them only, is reported in full.
-    """
+    """What each case ended in: the first line of the error that both processes raise, or that what they hold agrees."""
     told = [each for each, _ in results]
     return {name: _outcome([each[name] for each in told]) for name in told[0]}
 

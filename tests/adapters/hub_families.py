@@ -256,9 +256,8 @@ def stable_diffusion():
         image_shape=(16, 16, 3),
         **texts,
     )
-    backbone.configure_scheduler(
-        4
-    )  # or else each call makes it for a number of steps, which JAX compiles for one only
+    # Or else each call makes it for a number of steps, which JAX compiles for one only
+    backbone.configure_scheduler(4)
     return backbone
 
 

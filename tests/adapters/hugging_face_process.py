@@ -1,11 +1,15 @@
 """One of several processes with tools of Hugging Face; run by test_torch_hugging_face.py."""
 
+import json
+import os
 import sys
 from pathlib import Path
 
+import hugging_face_training_process
 import peft
 import pytest
 import safetensors.torch
+import save_pretrained_process
 import torch
 import torch.distributed as dist
 import transformers
@@ -43,8 +47,7 @@ def load(folder):
     return model, num_bytes("VmHWM") - before
 
 
-def main(folder):
-    dist.init_process_group("gloo")
+def use_tools(folder):
     if dist.get_rank() == 0:
         config = transformers.LlamaConfig(**WIDE, num_attention_heads=8, num_key_value_heads=8)
         transformers.LlamaForCausalLM(config).save_pretrained(folder / "wide")
@@ -63,9 +66,8 @@ def main(folder):
     model.save_pretrained(folder / "saved")
     grown = num_bytes("VmHWM") - before
     print(f"saved: {grown >> 20} MiB", flush=True)
-    assert (
-        grown < of_file // 8
-    )  # the file has four bytes an element, what is saved two: no weight is gathered
+    # The file has four bytes an element, what is saved two: no weight is gathered
+    assert grown < of_file // 8
     saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.bfloat16)
     assert_alike(saved, plain, 0)
 
@@ -80,9 +82,29 @@ def main(folder):
     adapted = peft.get_peft_model(small, peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(LayoutMapError, match=r"lora_A\.default\.weight: the processes have different values"):
         train(adapted)
-    print("all is well", flush=True)
-    dist.destroy_process_group()
+
+
+WORK = {
+    "tools": use_tools,
+    "saved": save_pretrained_process.main,
+    "killed": save_pretrained_process.die_in_a_save,
+    "trained": hugging_face_training_process.main,
+}
+
+
+def main(work):
+    """Do one piece of work after the other: each is its name, its folder and other arguments."""
+    is_alone = os.environ["WORLD_SIZE"] == "1"
+    if not is_alone:
+        dist.init_process_group("gloo")
+    for name, folder, *arguments in work:
+        WORK[name](Path(folder), *arguments)
+        if not is_alone:
+            dist.barrier()
+        print(f"{name}: all is well", flush=True)
+    if not is_alone:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(json.loads(sys.argv[1]))

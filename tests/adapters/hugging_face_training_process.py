@@ -1,15 +1,12 @@
-"""One of several processes that train by Trainer or accelerate, or one alone; run by test_torch_hugging_face.py."""
+"""How one of several processes, or one alone, trains by Trainer or accelerate; run by hugging_face_process.py."""
 
 import json
 import os
-import sys
 import warnings
-from pathlib import Path
 
 import accelerate
 import peft
 import torch
-import torch.distributed as dist
 import transformers
 from hugging_face_models import make_llama, value_of
 from torch.nn import functional as F
@@ -120,19 +117,9 @@ CASES = {
 def main(folder, resume, *cases):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if PROCESSES > 1:
-        dist.init_process_group("gloo")
     for case in cases:
         losses, model = CASES[case](folder / case, resume)
         weights = {name: value_of(weight) for name, weight in model.named_parameters()}
         if FIRST:
             torch.save(weights, folder / f"{case}.pt")
             (folder / f"{case}.json").write_text(json.dumps(losses))
-    print("all is well", flush=True)
-    if PROCESSES > 1:
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,9 +1,7 @@
-"""One of two processes that save a model of transformers in layouts; run by test_torch_hugging_face.py."""
+"""How two processes save a model of transformers in layouts; run by hugging_face_process.py."""
 
 import os
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -42,7 +40,6 @@ def listed(folder):
 
 
 def main(folder):
-    dist.init_process_group("gloo")
     first = dist.get_rank() == 0
     model = make_map("model=2").build(make_llama, library="torch")
     model.save_pretrained(folder / "several", max_shard_size="20KB")
@@ -99,18 +96,10 @@ def main(folder):
     with pytest.raises(CheckpointError, match=r"it is a file|cannot save"):
         model.save_pretrained(folder / "several" / "config.json")
     assert isinstance(lm.dtensor.fetch_layout(model.lm_head.weight), lm.Layout)
-    print("all is well", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-def killed(folder):
+def die_in_a_save(folder):
     """Die as the first shard is to be written."""
-    dist.init_process_group("gloo")
     model = make_map("model=2").build(make_llama, library="torch")
     os.pwrite = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     model.save_pretrained(folder / "several")
-
-
-if __name__ == "__main__":
-    {"killed": killed, "whole": main}[sys.argv[2]](Path(sys.argv[1]))

@@ -48,9 +48,8 @@ def layout_map():
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings(
-    "ignore:Your input ran out of data:UserWarning"
-)  # Keras does not ask for its length
+# Keras does not ask for its length
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_fit_takes_it_as_on_one_device(kind):
     """`fit` and `evaluate` of all three kinds give the losses of one device."""

@@ -30,9 +30,8 @@ class Plain(nnx.Module):
     """Names no mesh dim."""
 
     def __init__(self, rngs):
-        self.up = nnx.Linear(
-            16, 256, rngs=rngs
-        )  # kernels of more elements than what is computed on one device
+        # Kernels of more elements than what is computed on one device
+        self.up = nnx.Linear(16, 256, rngs=rngs)
         self.down = nnx.Linear(256, 16, rngs=rngs)
 
     def __call__(self, x):
@@ -63,9 +62,8 @@ class Explicit(Plain):
     """Names the sharding of each product, as code for explicit axes does."""
 
     def __call__(self, x):
-        spec = jax.typeof(
-            self.up.kernel[...]
-        ).sharding.spec  # part of the type, once the kernel is in its layout
+        # Part of the type, once the kernel is in its layout
+        spec = jax.typeof(self.up.kernel[...]).sharding.spec
         assert not is_traced(x) or 1 == jax.sharding.get_abstract_mesh().size or P(None, "model") == spec
         return self.down(
             nnx.relu(self.up(x, out_sharding=P("batch", "model"))), out_sharding=P("batch", None)

@@ -95,10 +95,7 @@ def test_a_clone_is_laid_out_in_a_scope_and_warned_of_outside(model, layout_map)
     "save", [lambda m, path: m.save(path), keras.saving.save_model], ids=["save", "save_model"]
 )
 def test_a_file_that_is_loaded_outside_is_warned_of(save, layout_map, tmp_path):
-    """One warning at the user's line for a file of a model in layouts, wherever the file is moved to; the fixes end it.
-
-    To load weights, or the file of a plain model, is not warned of.
-    """
+    """One warning at the user's line for a file of a model in layouts, wherever the file is moved; the fixes end it."""
     model, path, moved = layout_map.build(make_model), tmp_path / "own.keras", tmp_path / "moved.keras"
     save(model, path)
     path.rename(moved)

@@ -13,7 +13,7 @@ import layoutmap as lm
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
-pytestmark = [OF_MAPS, OF_ARRAYS]
+pytestmark = [OF_MAPS, OF_ARRAYS, pytest.mark.one_backend]
 
 
 def test_data_may_come_from_a_generator_or_a_dataset():

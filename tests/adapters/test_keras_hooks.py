@@ -82,10 +82,7 @@ def changed(before):
 
 
 def test_a_scope_changes_what_is_listed_and_leaves_no_trace(tmp_path):
-    """Inside a scope exactly the listed hooks are there; after it, whatever happened, every module is as before.
-
-    While a model that was saved to a file lives, the one that recognizes such files stays.
-    """
+    """Inside a scope exactly the listed hooks are there; after it, whatever happened, every module is as before."""
     path = str(tmp_path / "m.keras")
     use(make_model(), path)  # what Keras loads and keeps on its first use
     before = keras_now()
@@ -231,9 +228,8 @@ def test_the_list_says_all_that_is_probed():
     probed_names = [n for _, names in (*probed(), *private.ATTRIBUTES) for n in names if n.startswith("_")]
     named = [*probed_names, *(name for _, name in imported())]
 
-    assert {"__getitem__"} == {
-        name for name in named if not any(name in text for text in lists)
-    }  # Python's own
+    # Python's own
+    assert {"__getitem__"} == {name for name in named if not any(name in text for text in lists)}
 
 
 def test_a_newer_keras_warns_once(monkeypatch):
@@ -247,8 +243,7 @@ def test_a_newer_keras_warns_once(monkeypatch):
                 pass
     warn_if_untested.cache_clear()
     said = [(str(each.message).splitlines()[0], each.filename) for each in caught]
-    said = [
-        each for each in said if "saw no layer" not in each[0]
-    ]  # of tf_keras, which another test may import
+    # Of tf_keras, which another test may import
+    said = [each for each in said if "saw no layer" not in each[0]]
 
     assert [("keras 99.0.0 is not a release that layoutmap was tested with", __file__)] == said

@@ -82,10 +82,7 @@ if ON_JAX:
 
     @pytest.fixture
     def quick_steps(monkeypatch):
-        """XLA partitions a step as always, and leaves out what makes it fast: that takes most of the time.
-
-        First values are made before that: without optimizations XLA rounds them in another way in another program.
-        """
+        """XLA partitions a step as always, and leaves out what makes it fast: that takes most of the time."""
         plain = KerasAdapter.forward
 
         def forward(self, model, batch):

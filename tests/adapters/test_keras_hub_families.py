@@ -21,10 +21,7 @@ MESH = "batch=2,model=4"
 
 
 def planned(name):
-    """What makes a family, rules that shard it, and its plan under them: each rule shards at least one weight.
-
-    Of the first plan it was not known yet what the rules are; the other two have one fingerprint.
-    """
+    """What makes a family, rules that shard it, and its plan under them: each rule shards at least one weight."""
 
     def make():
         return hub_families.make(name)

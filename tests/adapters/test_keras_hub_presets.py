@@ -125,10 +125,7 @@ else:
     @pytest.mark.long
     @pytest.mark.parametrize("when", ["in", "after"])
     def test_a_task_in_int8_generates_the_tokens_of_one_device(when, presets, tmp_path):
-        """Quantized in the scope or after it: the integers, their scales and the tokens are those of one device.
-
-        Saved as a preset, it comes back the same.
-        """
+        """Quantized in the scope or after it: the integers, their scales and the tokens are those of one device."""
 
         def quantize(task):
             task.quantize("int8")

@@ -81,7 +81,7 @@ def sweep(function, step=1):
     return left, at
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.long), 13])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.long), 41])
 def test_an_interrupt_at_any_line_leaves_keras_plain(step):
     """Wherever a scope is interrupted, Keras's classes are plain, no scope is open, and the next one works."""
     run_alone(__file__, step)
@@ -91,9 +91,8 @@ def check(step):
     layout_map = make_map()
     keras.utils.set_random_seed(3)
     expected = values_of(make_layer().kernel)
-    in_a_scope(
-        layout_map
-    )  # imports the adapters: Python's import system does not survive an interrupt in a finalizer
+    # Imports the adapters: Python's import system does not survive an interrupt in a finalizer
+    in_a_scope(layout_map)
     left, lines = sweep(lambda: in_a_scope(layout_map), step)
     assert [] == left
     assert lines > 100

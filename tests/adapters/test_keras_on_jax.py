@@ -189,9 +189,8 @@ def test_weights_that_a_failed_step_has_taken_are_named_as_lost(tmp_path):
             )
 
     x, y = (array[:8] for array in batch("sequential"))
-    one_device = lm.LayoutMap(
-        lm.create_mesh("batch=1")
-    )  # of several, those that go on wait for the one that failed
+    # Of several, those that go on wait for the one that failed
+    one_device = lm.LayoutMap(lm.create_mesh("batch=1"))
     with one_device.scope(batch_dim="batch"):
         model = mlp()
         model.add(Failing())

@@ -16,9 +16,8 @@ L = keras.layers
 ops = keras.ops
 pytestmark = [
     OF_ARRAYS,
-    pytest.mark.filterwarnings(
-        "ignore:layout map:layoutmap.core.errors.LayoutMapWarning"
-    ),  # the rules of other models
+    # The rules of other models
+    pytest.mark.filterwarnings("ignore:layout map:layoutmap.core.errors.LayoutMapWarning"),
 ]
 
 

@@ -57,9 +57,8 @@ def drawn(seed):
     rows = [choose.choice([2, 4]) for _ in range(choose.choice([0, 0, 1, 2]))]
     has_rows = [bool(rows) and (not number or choose.random() < 0.4) for number in range(len(terms))]
     equation = ",".join("..." * has + term for has, term in zip(has_rows, terms, strict=True))
-    if (
-        rows or choose.random() < 0.75
-    ):  # TensorFlow does not know the axes of the result by itself with an ellipsis
+    # TensorFlow does not know the axes of the result by itself with an ellipsis
+    if rows or choose.random() < 0.75:
         equation += f"->{'...' * bool(rows)}{''.join(choose.sample(out, len(out)))}"
     shapes = [
         rows * has + [sizes[label] for label in term] for has, term in zip(has_rows, terms, strict=True)

@@ -216,9 +216,8 @@ def in_float8(layer):
 
 
 @pytest.mark.every_backend
-@pytest.mark.filterwarnings(
-    "ignore:Found a non-scalar tensor with numel=1"
-)  # torch, of the histories of float8
+# Torch, of the histories of float8
+@pytest.mark.filterwarnings("ignore:Found a non-scalar tensor with numel=1")
 @pytest.mark.parametrize("change", [with_lora, in_four_bits, in_eight_bits, in_float8])
 @pytest.mark.parametrize("file", ["model.h5", "model.keras", "model.weights.h5"])
 def test_a_kernel_that_is_computed_is_saved(file, change, tmp_path):

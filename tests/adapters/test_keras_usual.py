@@ -32,10 +32,7 @@ SERIES = RANDOM.normal(size=(8, 3, 8)).astype("float32")
 
 
 def thing(name):
-    """Register what is done, by the name that it has in the table; it returns numbers to compare.
-
-    Until it yields it is in the scope, then outside of it, then in it again.
-    """
+    """Register what is done, by the name that it has in the table; it returns numbers to compare."""
 
     def register(function):
         THINGS[name] = function
@@ -62,11 +59,7 @@ def ready(model, optimizer="sgd", loss="mse", **options):
 
 
 def trained(model, x=X, y=Y, **options):
-    """What `fit` reports in two epochs, with a last batch that does not divide, and the weights.
-
-    With several outputs pass batches of one size: plain Keras on TensorFlow averages the loss of one output over
-    batches as if all had as many rows.
-    """
+    """What `fit` reports in two epochs, with a last batch that does not divide, and the weights."""
     options = {"batch_size": 4, "epochs": 2, "verbose": 0, "shuffle": False} | options
     return model.fit(x, y, **options).history | weights(model)
 

@@ -108,10 +108,7 @@ def all_layouts(*modules):
 
 
 def test_a_step_changes_modules_in_place_and_moves_nothing():
-    """Modules and optimizers are changed in place, to the numbers of one device, each Variable where it was.
-
-    Under `nnx.jit` the same step moves Variables.
-    """
+    """Modules and optimizers are changed in place, to the numbers of one device, each Variable where it was."""
     mesh, tx = lm.create_mesh(MESH), optax.sgd(1e-1, momentum=0.9)
     plain = net()
     plain_optimizer = nnx.Optimizer(plain, tx, wrt=nnx.Param)

@@ -41,9 +41,8 @@ def test_options_that_a_library_has():
 def test_editors_know_the_options():
     """The options by name are those of every scope and of torch, each with its type; another one is no option."""
     every = {field.name: field.type for field in fields(ScopeOptions) if field.name != "own"}
-    source = (
-        frameworks.ROOT / "src/layoutmap/adapters/torch/options.py"
-    )  # read, since torch is not in this process
+    # Read, since torch is not in this process
+    source = frameworks.ROOT / "src/layoutmap/adapters/torch/options.py"
     (torchs,) = (n for n in ast.parse(source.read_text()).body if getattr(n, "name", "") == "TorchOptions")
     own = {n.target.id: ast.unparse(n.annotation) for n in torchs.body if isinstance(n, ast.AnnAssign)}
     known = {name: each.__forward_arg__ for name, each in OptionsByName.__annotations__.items()}

@@ -25,7 +25,6 @@ WORKER = Path(__file__).with_name("torch_compile_process.py")
 RECORDED = {
     "each block": 2,
     "torch.compile(model)": 1,
-    "parts: one gathers inside of another": 2,
 }
 RECORDED_LONG = {
     "each block, model=4": 2,
@@ -39,6 +38,7 @@ RECORDED_LONG = {
     "torch.compile(model) in parts": 2,
     "torch.compile(block)": 3,
     "by inductor": 2,
+    "parts: one gathers inside of another": 2,
     **dict.fromkeys(("by tiles, aot_eager", "by tiles, inductor"), 2),
     **dict.fromkeys(("llama", "mixtral", "vit", "bert"), 2),
     **dict.fromkeys(("all of llama", "all of mixtral", "all of vit", "all of bert"), 1),
@@ -46,23 +46,22 @@ RECORDED_LONG = {
 REASONS = {
     "sets a scale": "",
     "counts its calls": "its forward changes calls",
+}
+REASONS_LONG = {
     "assigns a buffer": "its forward changes mean",
     "reads a value": "recording it failed",
     # From torch 2.14 on it is part of the graph.
     "has a checkpoint": "an activation checkpoint in it computes once more"
     if is_before("torch", "2.14")
     else "",
-}
-REASONS_LONG = {
     "keeps a tensor": "its forward changes kept",
     "reads a tensor of its file": "a tensor of shape (8,) is no argument",
     "takes an object": "an argument is a set",
 }
 VIEWED = "parts: one is given a view"
 NUMBERS = ("mse_loss ('batch',)",)
-PARTS = (
-    4  # of models, and of what DTensor alone gets wrong: each is four processes, which take longer to begin
-)
+# Of models, and of what DTensor alone gets wrong: each is four processes, which take longer to begin
+PARTS = 4
 
 
 def run(folder, *cases):
@@ -74,7 +73,7 @@ def run(folder, *cases):
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("compile"), *RECORDED, *REASONS, VIEWED, *NUMBERS, "one graph")
+    return run(tmp_path_factory.mktemp("compile"), *RECORDED, *REASONS, *NUMBERS, "one graph")
 
 
 def assert_recorded(told, case, num_graphs):
@@ -91,18 +90,16 @@ def test_a_compiled_model_trains_as_on_one_device(told, case):
     assert_recorded(told, case, RECORDED[case])
 
 
-def test_a_part_that_is_given_a_view_trains_as_on_one_device(told):
+@pytest.mark.long
+def test_a_part_that_is_given_a_view_trains_as_on_one_device(told_in_all):
     """Along one axis of two that are sharded its shards are strided, which torch takes for another order of them."""
-    for each in told:
+    for each in told_in_all:
         assert each[VIEWED]["losses"] < 1e-5
         assert each[VIEWED]["values"] < 1e-5
 
 
 def test_weights_are_gathered_outside_of_the_graph(told):
-    """Once for the model, and for each of three blocks once forwards and once backwards, as it is without a graph.
-
-    For one graph all are gathered together, once forwards and once backwards.
-    """
+    """Once for the model, and for each of three blocks once forwards and once backwards, as it is without a graph."""
     assert [1 + 2 * 3] * 4 == [each["each block"]["gathers"] for each in told]
     assert [1 + 1] * 4 == [each["torch.compile(model)"]["gathers"] for each in told]
 
@@ -110,11 +107,7 @@ def test_weights_are_gathered_outside_of_the_graph(told):
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_compiled_model_trains_as_on_one_device(tmp_path, part):
-    """Models, BatchNorm, models of transformers and their layers, and code of inductor's too.
-
-    Twelve equal blocks take two graphs; blocks with a number as an attribute are not equal, and each has its own. What
-    draws by tiles trains as it does without a graph.
-    """
+    """Models, BatchNorm, models of transformers and their layers, and code of inductor's too."""
     cases = list(RECORDED_LONG)[part::PARTS]
     told = run(tmp_path, *cases)
     for case in cases:
@@ -123,7 +116,7 @@ def test_any_compiled_model_trains_as_on_one_device(tmp_path, part):
 
 @pytest.fixture(scope="module")
 def told_in_all(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("compile"), *REASONS_LONG, "a function that calls it")
+    return run(tmp_path_factory.mktemp("compile"), *REASONS_LONG, VIEWED, "a function that calls it")
 
 
 @pytest.mark.long

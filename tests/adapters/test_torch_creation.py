@@ -112,10 +112,7 @@ def rewritten():
 
 
 class TestFirstValues:
-    """What a plain program draws, whatever it does to build a model.
-
-    Modules of all kinds are those of `engines/torch/test_tape`, and those of drawn models.
-    """
+    """What a plain program draws, whatever it does to build a model."""
 
     def test_they_are_those_of_the_plain_model(self):
         """Copies, conversions and reads inside of a scope give the plain model's values."""

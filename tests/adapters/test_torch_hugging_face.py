@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 
 import layoutmap as lm
 
-WORKERS = ("hugging_face_process", "save_pretrained_process")
+WORKER = Path(__file__).with_name("hugging_face_process.py")
+TRAINED = ("adamw", "sgd", "loop")
+TRAINED_LONG = ("bf16", "lora", "module", "resumed")
 # PEFT asks transformers for a name that it has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -231,18 +233,13 @@ def test_accelerate_trains_as_on_one_device(tmp_path, accumulation):
     assert models[0].state_dict().keys() == safetensors.torch.load_file(file).keys()
 
 
-def in_two_processes(worker, *arguments):
-    return in_processes(2, worker, *arguments)
-
-
-def in_processes(size, worker, *arguments):
+def in_processes(size, *work):
     """What came of several processes, with the environment that torchrun sets, or of one."""
     (port,) = several_processes.free_ports(1)
     all_of_them = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    file = Path(__file__).with_name(f"{worker}.py")
     return forked.wait_for_all(
         [
-            forked.start(file, [*map(str, arguments)], all_of_them | {"RANK": str(number)})
+            forked.start(WORKER, [json.dumps(work, default=str)], all_of_them | {"RANK": str(number)})
             for number in range(size)
         ]
     )
@@ -251,33 +248,33 @@ def in_processes(size, worker, *arguments):
 @pytest.mark.long
 def test_a_killed_save_leaves_nothing_to_the_next(tmp_path):
     """Its hidden folder is there until the next save to the same place, which finds nobody who writes it."""
-    assert all(each.returncode for each in in_two_processes("save_pretrained_process", tmp_path, "killed"))
+    assert all(each.returncode for each in in_processes(2, ("killed", tmp_path)))
     (left,) = tmp_path.iterdir()
     assert re.fullmatch(r"\.several\.[0-9a-f]{16}", left.name)
-    assert_well(in_two_processes("save_pretrained_process", tmp_path, "whole"))
+    assert_well(in_processes(2, ("saved", tmp_path)), "saved")
 
     assert not left.exists()
 
 
-@pytest.mark.parametrize("worker", WORKERS)
-def test_two_processes(worker, tmp_path):
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A folder, and what came of two processes that did all their work in it."""
+    folder = tmp_path_factory.mktemp("two")
+    for name in ("tools", "saved", "2"):
+        (folder / name).mkdir()
+    work = *((name, folder / name) for name in ("tools", "saved")), ("trained", folder / "2", "", *TRAINED)
+    return folder, in_processes(2, *work)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("work", ["tools", "saved"])
+def test_two_processes(two, work):
     """Two read what each needs of a checkpoint, write what each has of one, and refuse to train or save a part."""
-    assert_well(in_two_processes(worker, tmp_path, "whole"))
+    assert_well(two[1], work)
 
 
-TRAINED = ("adamw", "sgd", "loop")
-TRAINED_LONG = ("bf16", "lora", "module", "resumed")
-
-
-def assert_trains_as_one_process(folder, size, cases):
+def assert_trained_as_one_process(folder, size, cases):
     """Trainer and accelerate in several processes give the losses and weights, and their files, of one."""
-    worker, several = "hugging_face_training_process", folder / str(size)
-    for each, where in ((1, folder / "1"), (size, several)):
-        where.mkdir(exist_ok=True)
-        resume = folder / "1" / "resumed" / "checkpoint-3"
-        if "resumed" in cases and each == 1:
-            assert_well(in_processes(1, worker, where, "", "resumed"))
-        assert_well(in_processes(each, worker, where, resume, *cases))
     for case in cases:
         atol = 2e-2 if case == "bf16" else 1e-5
         found = [json.loads((folder / each / f"{case}.json").read_text()) for each in ("1", str(size))]
@@ -292,18 +289,28 @@ def assert_trains_as_one_process(folder, size, cases):
         assert files[0] == {each for each in files[1] if not re.match(r"random_states_[1-9]", each)}
 
 
-def test_trainer_and_accelerate_in_two_processes(tmp_path):
+def test_trainer_and_accelerate_in_two_processes(two):
     """They train a sharded model as one process trains the unsharded one."""
-    assert_trains_as_one_process(tmp_path, 2, TRAINED)
+    folder, ended = two
+    assert_well(ended, "trained")
+    (folder / "1").mkdir()
+    assert_well(in_processes(1, ("trained", folder / "1", "", *TRAINED)), "trained")
+    assert_trained_as_one_process(folder, 2, TRAINED)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [2, 4])
 def test_any_trainer_in_several_processes(tmp_path, size):
     """Also with mixed precision, LoRA, modules of a program, and from a checkpoint of one process."""
-    assert_trains_as_one_process(tmp_path, size, TRAINED_LONG)
+    resume = tmp_path / "1" / "resumed" / "checkpoint-3"
+    for each in (1, size):
+        (tmp_path / str(each)).mkdir()
+        if each == 1:
+            assert_well(in_processes(1, ("trained", tmp_path / "1", "", "resumed")), "trained")
+        assert_well(in_processes(each, ("trained", tmp_path / str(each), resume, *TRAINED_LONG)), "trained")
+    assert_trained_as_one_process(tmp_path, size, TRAINED_LONG)
 
 
-def assert_well(ended):
+def assert_well(ended, work):
     for each in ended:
-        assert (0, True) == (each.returncode, "all is well" in each.stdout), each.stderr[-4000:]
+        assert (0, True) == (each.returncode, f"{work}: all is well" in each.stdout), each.stderr[-4000:]

@@ -58,9 +58,8 @@ def test_the_size_of_a_head_is_known_for_what_attention_modules_hold():
     assert found["layers.0.input_layernorm.weight"] is None
 
 
-TABLE = {
-    ("replicated table", "bert.embeddings.word_embeddings")
-}  # which the plan that is written for BERT leaves whole
+# Which the plan that is written for BERT leaves whole
+TABLE = {("replicated table", "bert.embeddings.word_embeddings")}
 KEYS = {("heads", "self_attn.k_proj"), ("heads", "self_attn.v_proj")}
 
 

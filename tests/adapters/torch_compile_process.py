@@ -348,9 +348,8 @@ def main():
     number, folder, port, *cases = int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
     warnings.simplefilter("ignore", lm.LayoutMapWarning)
     warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # inductor's own imports
-    warnings.filterwarnings(
-        "ignore", "The .grad attribute"
-    )  # Dynamo asks for that of any tensor, and hides it
+    # Dynamo asks for that of any tensor, and hides it
+    warnings.filterwarnings("ignore", "The .grad attribute")
     os.environ |= {"RANK": str(number), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(1)

@@ -22,9 +22,8 @@ def main():
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
         }
-    found = gradient_hook_cases.left_by_failed_passes(
-        int(size)
-    )  # first: hooks of programs keep their weights
+    # First: hooks of programs keep their weights
+    found = gradient_hook_cases.left_by_failed_passes(int(size))
     found += gradient_hook_cases.wrong_programs(range(int(first), int(last)), int(size))
     (folder / f"{number}.json").write_text(json.dumps(found))
     if size != "1":

@@ -97,11 +97,7 @@ def places(found: Any, begin: Place = ()) -> Iterator[Place]:
 
 
 def forged(found: Any, seed: int) -> tuple[str, Any]:
-    """A manifest with one to three changes, and what they are.
-
-    A value is replaced by another one, or by that of another place; or a part is left out, is there twice, or is
-    wrapped in a list; or a number is a little larger or smaller, or a text a little longer.
-    """
+    """A manifest with one to three changes, and what they are."""
     rng = random.Random(seed)
     result, said = copy.deepcopy(found), list[str]()
     for _ in range(rng.choice((1, 1, 2, 3))):

@@ -293,10 +293,7 @@ def test_a_flipped_bit_in_the_manifest_is_found(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_in_a_data_file_is_found(tmp_path: Path) -> None:
-    """Whichever byte of a data file has a flipped bit, it is found and its file named; and no wrong value is ever read.
-
-    A header is for other readers: `problems` finds what is wrong with it, and values are read right without it.
-    """
+    """Whichever byte of a data file has a flipped bit, it is found and its file named; no wrong value is read."""
     values = {"w": np.arange(6, dtype=np.float32), "b": np.arange(3, dtype=np.int8)}
     save(tmp_path, 1, values)
     file = tmp_path / "step-1" / DATA
@@ -322,10 +319,7 @@ def test_a_flipped_bit_in_a_data_file_is_found(tmp_path: Path) -> None:
 
 
 def test_a_deleted_step_is_gone_at_once(tmp_path: Path) -> None:
-    """What is deleted is not a step any more, though its files may still be there; to delete it again is no error.
-
-    Two managers of one directory both delete what neither of them keeps.
-    """
+    """What is deleted is not a step any more, though its files may still be there; to delete it again is no error."""
     save(tmp_path, 1, OLD)
     save(tmp_path, 2, NEW)
     for _ in range(2):

@@ -8,6 +8,7 @@ import pytest
 from checkpoint.damaged import attack
 
 PROCESSES = ("jax", "torch")
+pytestmark = pytest.mark.one_backend
 
 
 def test_a_damaged_step_is_refused_or_has_its_values(tmp_path: Path) -> None:

@@ -22,9 +22,8 @@ from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.name_tables import read_names
 
 pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore::layoutmap.LayoutMapWarning"
-    ),  # a rule for the other kind of Gemma's attention
+    # A rule for the other kind of Gemma's attention
+    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:tunix"),
     pytest.mark.filterwarnings("ignore:'sharding' is deprecated:DeprecationWarning"),
 ]

@@ -17,10 +17,7 @@ WORKER = Path(__file__).with_name("keras_saving_process.py")
 
 @pytest.mark.one_backend
 def test_two_processes_of_keras_go_on_where_they_have_saved(tmp_path: Path) -> None:
-    """The losses after a load are those of the run that went on, bit for bit in the same layouts, in both processes.
-
-    In other layouts, and in a plain model of each process, they are those but for rounding.
-    """
+    """The losses after a load are those of the run that went on, bit for bit in the same layouts, in both processes."""
     port, other = several_processes.free_ports(2)
     flags = xla_settings(1)
     flags |= {"DTENSOR_JOBS": f"127.0.0.1:{port},127.0.0.1:{other}", "DTENSOR_JOB_NAME": "worker"}

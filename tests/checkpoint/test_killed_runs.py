@@ -8,6 +8,7 @@ import pytest
 from checkpoint.killed_runs import kill_runs
 
 PROCESSES = ("jax", "torch")
+pytestmark = pytest.mark.one_backend
 
 
 @pytest.mark.parametrize("count", [1, 2])

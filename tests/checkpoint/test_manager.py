@@ -261,10 +261,7 @@ def saved_to_50(directory: Path) -> None:
 def test_a_run_goes_back_and_on_from_there(
     tmp_path: Path, later: Any, before: list[int], steps: list[int], after: list[int]
 ) -> None:
-    """Later steps are deleted, or stay until their number is saved; retention and the next run follow the new line.
-
-    The last step is that which was saved last, whatever its number, and `layoutmap.load` takes it, too.
-    """
+    """Later steps are deleted, or stay until their number is saved; retention and the next run follow the new line."""
     saved_to_50(tmp_path)
     with lm.CheckpointManager(tmp_path, keep_last=3, wait=True) as manager:
         model = manager.load(model_of(0), step=30, later=later)

@@ -25,10 +25,7 @@ POLICIES = st.builds(
 def test_the_last_and_the_best_are_kept_and_nothing_else(
     policy: Retention, steps: list[int], data: st.DataObject
 ) -> None:
-    """However steps come, the last saved, the last by number and the best are there, and no others.
-
-    What is not finite is no best: a loss of -inf is that of a run that has failed.
-    """
+    """However steps come, the last saved, the last by number and the best are there, and no others."""
     there: dict[int, dict[str, float]] = {}
     for step in steps:
         value = data.draw(st.none() | st.sampled_from((0.0, 1.0, 2.0, math.inf, -math.inf, math.nan)))

@@ -124,10 +124,7 @@ def slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, objec
     few(itertools.product(OPTIMIZERS, (False, True)), ("adamw", False), ("lbfgs", True), ("adafactor", True)),
 )
 def test_training_goes_on_bit_for_bit(tmp_path: Path, name: str, is_laid_out: bool) -> None:
-    """What is loaded into a new model and a new optimizer trains on as if never interrupted, with any optimizer.
-
-    In layouts its losses are those of one device, also with LBFGS, which keeps gradients of all weights in lists.
-    """
+    """What is loaded into a new model and a new optimizer trains on as if never interrupted, with any optimizer."""
     layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), RULES)
     how = {"layout_map": layout_map, "batch_dim": "batch", "library": "torch"}
     model, optimizer = made(0, name)

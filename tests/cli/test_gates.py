@@ -80,10 +80,7 @@ def golden(folder, layout_map, make, **options):
 @QUIET
 @given(seed=st.sampled_from(list(SEEDS)))
 def test_no_gate_passes_on_a_model_without_its_weights(seed, gate, tmp_path):
-    """A drawn model that makes its weights at its first call ends each gate with 2: no word on stdout, and no file.
-
-    The others, and this one with `--inputs`, are planned; nothing is said of rules before.
-    """
+    """A drawn model that makes its weights at its first call ends each gate with 2: no word on stdout, and no file."""
     case = draw(seed)
     layout_map = case.layout_map
     layout_map["never"] = (None,)

@@ -41,9 +41,8 @@ COMMANDS = {
     "checkpoint": ("checkpoint", "describe", "nothing"),
     "search": ("search", "net:make", "--on", "h100:8", "--inputs", "float32[8,16]", "--tries", "20"),
 }
-HEEDED = (
-    "layoutmap.cli.output"  # imported after the handler is installed; before, Python and `layoutmap` start
-)
+# Imported after the handler is installed; before, Python and `layoutmap` start
+HEEDED = "layoutmap.cli.output"
 
 
 def lines_of(err: str) -> list[str]:

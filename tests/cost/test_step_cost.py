@@ -502,9 +502,8 @@ def test_one_array_is_no_batch_for_a_loss_with_targets():
     with pytest.raises(lm.ScopeError, match="no targets for the loss"):
         lm.check_parity(make, plain, x, library="jax")
     step = lm.lower_step(make, plain, inputs=(x, x), library="jax")
-    assert 2 * 2 * 128 * 64 * 64 == sum(
-        step.count(plain).flops.values()
-    )  # the output, and the weight's gradient
+    # The output, and the weight's gradient
+    assert 2 * 2 * 128 * 64 * 64 == sum(step.count(plain).flops.values())
 
 
 def test_a_model_that_cannot_be_traced_says_so():

@@ -28,11 +28,7 @@ def check(found):
 
 
 def test_a_step_in_two_dims_is_counted_as_it_runs():
-    """Calls by kind; gradients are named for weights; no process group is left, and a simulation begins after it.
-
-    Advice where it does not fit needs what it says, attention that is one operation is said to be so, and what only the
-    loss needs is of the layer that has returned it.
-    """
+    """Calls by kind; gradients are named for weights; no process group is left, and a simulation begins after it."""
     found = run("both")
 
     check(found)

@@ -6,9 +6,8 @@ from inspecting.scaled_models import STAGES, ScaledModel
 
 PROCESSES = ("jax",)
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
-SEEDS = [
-    seed for seed in range(78) if seed != 41
-]  # the plain model of 41 diverges to infinity in three steps
+# The plain model of 41 diverges to infinity in three steps
+SEEDS = [seed for seed in range(78) if seed != 41]
 FAULTS = [(2, "output"), (4, "gradient"), (4, "step")]
 """Seeds of models and faults that were not found while a value below 1 was compared with 1."""
 
@@ -25,7 +24,7 @@ def test_numbers_of_any_size_agree(seed):
     ("seed", "fault"),
     few(
         [*FAULTS, *((seed, list(STAGES)[seed % len(STAGES)]) for seed in SEEDS if seed not in (2, 4))],
-        *FAULTS,
+        FAULTS[0],
     ),
 )
 def test_a_wrong_number_of_any_size_is_found(seed, fault):

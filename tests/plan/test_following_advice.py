@@ -67,9 +67,8 @@ def read_finding(problem, plan: Plan) -> dict[str, Layout]:
     return {problem.subject: read_layout(re.search(r"\(([^()]*)\)$", problem.fix)[1])}
 
 
-@settings(
-    max_examples=max(1, settings().max_examples // 5), phases=[Phase.generate]
-)  # shrinking takes minutes
+# Shrinking takes minutes
+@settings(max_examples=max(1, settings().max_examples // 5), phases=[Phase.generate])
 @given(st.data())
 def test_all_advice_leads_to_a_plan_without_problems(data):
     """Each piece is followed on its own, as the user finds it, and none leads back."""

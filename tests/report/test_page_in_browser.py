@@ -582,10 +582,7 @@ def gates(draw):
 @settings(max_examples=examples(25))
 @given(gates())
 def test_the_page_and_the_exit_code_say_one_thing(browser, open_page, folder, drawn):
-    """The page's first line is the terminal's first and last one and that of the JSON; it is red where the code is 1.
-
-    Without --partial a plan that lacks weights ends with 2, nothing is printed, and no page and no JSON is written.
-    """
+    """The page's first line is the terminal's first and last one, and the JSON's; it is red where the code is 1."""
     plan, options = drawn
     page, again = folder / "page.html", folder / "again.json"
     (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")

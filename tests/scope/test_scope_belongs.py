@@ -217,9 +217,8 @@ def test_a_generator_that_is_closed_late_ends_its_own_scope(library):
 
     x, y = (lm.Layout(specs, MESH).sharding_specs for specs in (X, Y))
     assert [y, y, None] == [specs_of(each) for each in (before, after, last)]
-    assert library == "torch" or x == specs_of(
-        inner
-    )  # a scope that ends with an exception leaves torch no values
+    # A scope that ends with an exception leaves torch no values
+    assert library == "torch" or x == specs_of(inner)
     assert get_current_session() is None
 
 

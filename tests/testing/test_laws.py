@@ -7,6 +7,7 @@ import os
 from datetime import date
 
 import pytest
+from cases import few
 
 from layoutmap.testing.arrays import try_arrays
 from layoutmap.testing.laws import LAWS, PRECISIONS
@@ -19,7 +20,9 @@ DAY = int(os.environ.get("LAYOUTMAP_DRAWN", date.today().strftime("%Y%m%d")))
 HERE = [
     name for name, each in SUBJECTS.items() if each.engine == os.environ.get("LAYOUTMAP_TEST_PROCESS", "jax")
 ]
-TOGETHER = [name for name in HERE if SUBJECTS[name].num_processes > 1]
+TOGETHER = [name for name in SUBJECTS if SUBJECTS[name].num_processes > 1]
+TODAY = TOGETHER[DAY % len(TOGETHER)]
+"""The library of this day, of those of all engines: `make test` starts its processes alone."""
 # `make fuzz`, `make test-all` and tests/testing/test_precisions.py try those in other precisions.
 IN_FLOAT32 = [law for law in LAWS if law not in PRECISIONS]
 PARTS, OF_PART = 8, 15
@@ -56,12 +59,10 @@ def test_the_laws_hold_on_a_case_of_this_day(subject):
     assert {} == unheld(subject, DAY * 1000, 1, IN_FLOAT32)
 
 
-def test_the_laws_hold_on_a_case_of_this_day_in_processes():
-    """So does one that processes make and train together, of another library each day.
-
-    torch's fully_shard gathers there and nowhere else.
-    """
-    assert {} == unheld(TOGETHER[DAY % len(TOGETHER)], DAY * 1000, 1, IN_FLOAT32)
+@pytest.mark.parametrize("subject", few([name for name in TOGETHER if name in HERE], *({TODAY} & {*HERE})))
+def test_the_laws_hold_on_a_case_of_this_day_in_processes(subject):
+    """So does one that processes make and train together; torch's fully_shard gathers there and nowhere else."""
+    assert {} == unheld(subject, DAY * 1000, 1, IN_FLOAT32)
 
 
 @pytest.mark.long

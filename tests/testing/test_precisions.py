@@ -25,6 +25,8 @@ HERE = os.environ.get("LAYOUTMAP_TEST_PROCESS") or "jax"
 LIBRARIES = {each.library for each in SUBJECTS.values() if each.engine == HERE}
 SMALL = {"keras": 105, "torch": 103, "nnx": 117, "pytree": 117}
 """Seeds of small models."""
+# Each test compiles a model anew: in `make test` one engine is enough.
+pytestmark = [pytest.mark.long] if HERE != "jax" else []
 IN_BFLOAT16 = [
     pytest.param(library, precision, id=f"{library} in {precision}")
     for library in sorted(LIBRARIES)
@@ -115,10 +117,7 @@ def test_a_quantized_model_has_kernels_of_int8():
 @pytest.mark.long
 @pytest.mark.skipif(HERE != "jax", reason="its model is one of flax.nnx")
 def test_a_model_that_diverges_is_no_fault():
-    """Its weights go to 1e15 in three steps, and one rounding moves them as far as layouts do.
-
-    Compared with itself it leaves out the elements that the pair does: by its own gradients all would be only rounding.
-    """
+    """Its weights go to 1e15 in three steps, and one rounding moves them as far as layouts do."""
     trial = Trial(draw_case("nnx", 20261402021).to_precision("bfloat16"))
 
     assert any(not row.agrees for row in trial.rows)

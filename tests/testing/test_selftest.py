@@ -236,9 +236,8 @@ def test_a_step_is_measured_beside_what_was_counted(whole):
     assert {"created_bytes": None, "step_bytes": None} == {
         name: number for name, number in measured.items() if "bytes" in name
     }
-    assert (
-        4 * 128 * 128 * 4 // 2 == counted["created_bytes"] < counted["step_bytes"]
-    )  # four layers, sharded by x
+    # Four layers, sharded by x
+    assert 4 * 128 * 128 * 4 // 2 == counted["created_bytes"] < counted["step_bytes"]
     assert 0 < counted["step"] < measured["step"]
     assert 2 == said.count("not reported")
 
@@ -501,10 +500,7 @@ def test_names_are_left_out(tmp_path):
 
 @pytest.mark.skipif(HERE != "jax", reason="one process is enough: no framework is asked")
 def test_devices_that_others_use_are_refused(tmp_path):
-    """Where NVIDIA's tool names a process that computes, nothing starts: exit code 2, with what uses how much.
-
-    Each of several processes asks, and one that another of them has started does not count.
-    """
+    """Where NVIDIA's tool names a process that computes, nothing starts: exit code 2, with what uses how much."""
     tool = tmp_path / "nvidia-smi"
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(SOURCE)}
     asked = [sys.executable, "-m", "layoutmap", "selftest", "--engine", HERE, "--minutes", "0"]

@@ -182,9 +182,8 @@ def test_activations_are_recomputed_only_where_that_helps():
     ]
     outcomes = [needed, faster, *others]
     assert [True, True, False, False] == [o.best.recomputes for o in outcomes]
-    assert (
-        needed.num_tried <= len(needed.experts) + 40
-    )  # memory lacks by far: only experts' maps are tried without
+    # Memory lacks by far: only experts' maps are tried without
+    assert needed.num_tried <= len(needed.experts) + 40
     texts = [explain_recomputing(o, "h.{0..1}", "How.").partition("without that ")[2] for o in outcomes]
     assert ["no map fits", "the best map", "", ""] == [
         " ".join(text.split()[:3]).rstrip(",") for text in texts

@@ -108,9 +108,8 @@ def test_what_xla_compiles_decides_whether_a_map_fits():
         )
         return keras.Sequential([keras.Input((16, 512)), *layers])
 
-    limit = (
-        75_000_000  # XLA for CPUs multiplies in float32: it has 80 MB for the best map, and 69 for the next
-    )
+    # XLA for CPUs multiplies in float32: it has 80 MB for the best map, and 69 for the next
+    limit = 75_000_000
     inputs = jax.ShapeDtypeStruct((256, 16, 512), "float32")
     options = {"optimizer": "adam", "tries": 7, "library": "keras"}
     verified = lm.search(wide, inputs, "h100:8", memory=limit, verify="cpu", **options)
@@ -301,12 +300,12 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.chdir(tmp_path)
     arguments = ("searched:make", "--inputs", "float32[32,64]", "--library", "keras")
-    assert 0 == main(["search", *arguments, "--on", "h100:4", "--tries", "6", "--write", "rules.yaml"])
+    assert 0 == main(["search", *arguments, "--on", "h100:4", "--tries", "3", "--write", "rules.yaml"])
     out = capsys.readouterr().out
     assert "Best: " in out
     assert (tmp_path / "rules.yaml").read_text() in out
     assert 0 == main(["plan", *arguments, "--rules", "rules.yaml", "--strict"])
-    assert 2 == main(["search", *arguments, "--on", "h100:4", "--memory", "1KiB", "--tries", "6"])
+    assert 2 == main(["search", *arguments, "--on", "h100:4", "--memory", "1KiB", "--tries", "3"])
     assert "no layout map fits the memory" in capsys.readouterr().err
     sys.modules.pop("searched", None)
 
@@ -314,7 +313,7 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
 def test_a_search_says_how_far_it_is_where_there_is_no_terminal(capsys, monkeypatch):
     """How many maps were tried and the best of them, on lines that a log keeps."""
     monkeypatch.setattr(progress, "_LOG_SECONDS", 0)
-    found = lm.search(pair, INPUTS, "h100:8", tries=6, verify=False)
+    found = lm.search(pair, INPUTS, "h100:8", tries=3, verify=False)
     lines = capsys.readouterr().err.splitlines()
 
     assert found.num_tried == len(lines)
@@ -322,7 +321,7 @@ def test_a_search_says_how_far_it_is_where_there_is_no_terminal(capsys, monkeypa
     assert (
         ""
         == (
-            lm.search(pair, INPUTS, "h100:8", tries=6, verify=False, progress=False),
+            lm.search(pair, INPUTS, "h100:8", tries=3, verify=False, progress=False),
             capsys.readouterr().err,
         )[1]
     )
@@ -338,8 +337,8 @@ def test_an_interrupt_after_the_last_map_loses_nothing(monkeypatch):
         return plan(*args)
 
     monkeypatch.setattr(layout_map_search._MapEvaluator, "plan", interrupted)
-    found = lm.search(pair, INPUTS, "h100:8", tries=6, verify=False)
+    found = lm.search(pair, INPUTS, "h100:8", tries=3, verify=False)
     assert (False, True) == (found.is_complete, found.num_tried > 1)
     left += [KeyboardInterrupt] * 2
     with pytest.raises(KeyboardInterrupt):
-        lm.search(pair, INPUTS, "h100:8", tries=6, verify=False)
+        lm.search(pair, INPUTS, "h100:8", tries=3, verify=False)

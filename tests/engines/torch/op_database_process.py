@@ -240,9 +240,8 @@ def verdicts(name, op, num_samples, num_layouts):
                     again = outcome(op, sample, layouts, False, variant)
                 except Exception:
                     continue
-                if difference(
-                    expected, again, layouts
-                ):  # of plain tensors: it reads memory that has no values
+                # Of plain tensors: it reads memory that has no values
+                if difference(expected, again, layouts):
                     continue
                 from_the_end = trial % 2 == 1
                 yield (

@@ -30,10 +30,7 @@ def is_private(name):
 
 
 def private_names(tree):
-    """The names that begin with one underscore and are imported from torch, or read from something else than self.
-
-    What is imported from a private module has that module's name in front.
-    """
+    """The names that begin with one underscore and are imported from torch, or read from something else than self."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             inside = any(map(is_private, node.module.split(".")))

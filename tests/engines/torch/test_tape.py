@@ -121,9 +121,8 @@ class Drawn(nn.Module):
         self.register_buffer(
             "seeded", torch.normal(0.0, 2.0, (30, 30), generator=torch.Generator().manual_seed(3))
         )
-        self.register_buffer(
-            "fused", torch.native_dropout(torch.rand(20, 20), 0.5, True)[0]
-        )  # has no generator
+        # Has no generator
+        self.register_buffer("fused", torch.native_dropout(torch.rand(20, 20), 0.5, True)[0])
         self.register_buffer("last", torch.rand(20, 20))  # the generator is where it should be
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from cases import few
 
 from layoutmap.engines.tested import is_before
 from layoutmap.testing.faults import FAULTS
@@ -43,7 +42,6 @@ CORRECTIONS = {
     )
 }
 PROBES = {fault.title: fault for fault in FAULTS["torch"]()}
-SLOW = {"Group norm", "Attention", "Multi-head attention", "Recurrent layers", "Changes of shape"}
 
 ONE_AFTER_THE_OTHER = """
 import contextlib, io, json, sys, traceback
@@ -67,7 +65,7 @@ def is_right(program):
     return forked.run(program).stdout == "right: 1.0\n"
 
 
-@pytest.mark.parametrize("name", few(PROBES, *(name for name in PROBES if name not in SLOW)))
+@pytest.mark.parametrize("name", PROBES)
 def test_a_correction_is_needed(name):
     """DTensor does wrongly what a correction says, on each version of torch before the one that is right."""
     module, issue, _, release, _ = CORRECTIONS[name]
