@@ -94,7 +94,12 @@ def _make_plan(model: object, optimizer: object, batch_dim: BatchDim | None, acr
         for each, place in zip(stored, places, strict=True)
     ]
     assignments = [
-        Assignment(each.variable, each.layout, Match(each.variable.path, None, otherwise=AS_FOUND))
+        Assignment(
+            each.variable,
+            each.layout,
+            Match(each.variable.path, None, otherwise=AS_FOUND),
+            is_padded=bool(each.layout.find_uneven_axes(each.variable.shape)),
+        )
         for each in held
         if each.layout is not None
     ]
