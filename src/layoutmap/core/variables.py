@@ -67,6 +67,7 @@ class VariableSpec:
         name: What its library calls it, for rules over such names: `keras:dense/kernel`; empty if there are none. It
             is no part of the plan's value: where a rule asks for it, it is an alias.
         memory: The kind of memory that holds it, as `"pinned_host"`; empty: that of the devices.
+        no_padding: Why its library cannot store it padded; empty if it can. It is no part of the plan's value.
 
     Example:
         >>> VariableSpec("d1.kernel", (512, 1024), "float32").global_bytes
@@ -86,6 +87,7 @@ class VariableSpec:
     trainable: bool = True
     name: str = field(default="", compare=False, repr=False)
     memory: str = ""
+    no_padding: str = field(default="", compare=False, repr=False)
 
     @property
     def is_trained(self) -> bool:

@@ -217,7 +217,7 @@ def _find_problems(held: StoredVariable, mesh: Mesh) -> Iterator[Problem]:
             facts = tuple((name, str(value)) for name, value in error.facts.items())
             what = f"{path}: axis {axis} is sharded unevenly"
             why = f"{error.why}: some devices hold more than others"
-            yield Problem("uneven", "warning", path, what, facts, why, error.fix)
+            yield Problem("uneven", "note", path, what, facts, why)
 
 
 def _get_sharding(layout: Layout) -> tuple[Mesh, list[list[str]]]:
