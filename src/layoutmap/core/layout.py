@@ -303,6 +303,7 @@ class Layout:
             (slice(3, 5, None), slice(0, 4, None))
         """
         shape = self.shard_shape(global_shape)
+        # Shards of ceil(n / shards) elements are those of torch.chunk and DTensor (decisions/0231).
         parts = zip(self.locate_shard(device_index), shape, check_shape(global_shape), strict=True)
         return tuple(slice(min(i * part, n or 0), min((i + 1) * part, n or 0)) for i, part, n in parts)
 

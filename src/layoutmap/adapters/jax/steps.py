@@ -471,7 +471,7 @@ class JitStep:
             {n: of_changed[n].shape for n in padded_results[1]},
         )
 
-        # XLA partitions arrays of any shape, but JAX passes only even shards to a program and back (0230).
+        # XLA partitions arrays of any shape, but JAX passes only even shards to a program and back (decisions/0230).
         def run_padded(*stored: Any) -> tuple[list[Any], dict[int, object]]:
             leaves = (unpad(each, padded[n]) if n in padded else each for n, each in enumerate(stored))
             results = run(*leaves)

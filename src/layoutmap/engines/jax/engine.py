@@ -29,6 +29,7 @@ from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.uneven import add_sharding_dim, fit_layout
 from layoutmap.core.variables import Assignment
 from layoutmap.engines.agreement import check_computed
 from layoutmap.engines.checks import (
@@ -127,6 +128,8 @@ class JaxEngine:
                     program = self._get_program(assignment, initializer, seeds.get(key), sharding)
                     if isinstance(program, ShardedProgram):
                         array = wait_on_cpu(program(seeds[key]))
+                        if assignment.is_padded:
+                            array = _move_padded(array, assignment.padded_shape, sharding)
                     else:
                         values = _compute_global_value(
                             assignment, initializer, seeds.get(key), across=bool(devices)
@@ -299,7 +302,9 @@ class JaxEngine:
             )
         (aval,) = closed.out_avals
         check_initial_value(variable, aval.shape, aval.dtype.name)  # type: ignore[attr-defined]
-        program = find_global_reason(closed) or ShardedProgram(closed, sharding, assignment.padded_shape)
+        if assignment.is_padded:
+            sharding = self._layouts.make_sharding(_make_even_layout(assignment.layout, variable.shape))
+        program = find_global_reason(closed) or ShardedProgram(closed, sharding)
         with self._lock:
             return remember(self._programs, key, program)
 
@@ -310,9 +315,21 @@ def engine() -> JaxEngine:
     return JaxEngine()
 
 
+# XLA rounds otherwise where it fuses operations with padding, so another program pads (decisions/0230).
+def _make_even_layout(layout: Layout, shape: Shape) -> Layout:
+    """Return an even layout, with the dims of uneven axes on other axes where these divide."""
+    even = fit_layout(layout, shape, "replicate")
+    for axis in layout.find_uneven_axes(shape):
+        for dim in layout.list_mesh_dims(axis):
+            even = add_sharding_dim(even, shape, dim)
+    return even
+
+
 def _move_padded(array: Array, padded: Shape, sharding: NamedSharding) -> Array:
     """Return an array in a sharding, with the padding that this needs."""
     stored, shape = unwrap(array), array.shape
+    if isinstance(stored, jax.Array) and (stored.shape, stored.sharding) == (padded, sharding):
+        return array
     if isinstance(stored, jax.Array) and stored.sharding.device_set == sharding.device_set:
         with leave_program_context():
             return wrap(wait_on_cpu(change_padding(stored, shape, padded, sharding)), shape)

@@ -1,7 +1,7 @@
 """Arrays with axes that do not divide: stored padded with zeros, and read with their own shape.
 
 JAX refuses uneven shards at the boundary of a program and accepts them inside. A program therefore takes padded arrays,
-slices them, and pads its results, so that XLA partitions arrays of the logical shape (0230).
+slices them, and pads its results, so that XLA partitions arrays of the logical shape (decisions/0230).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Shape = tuple[int, ...]
 T = TypeVar("T")
 
 
-# JAX traces a pytree node leaf by leaf, and an optimizer would see its padding, so this is an opaque leaf (0230).
+# JAX traces pytree nodes, and an optimizer would see padding, so this is an opaque leaf (decisions/0230).
 class PaddedArray:
     """Array that is stored padded. `jax.numpy` and numpy read it with its own shape.
 
@@ -53,6 +53,7 @@ class PaddedArray:
     __hash__ = None  # type: ignore[assignment]
     __array_priority__ = 100
     committed = True
+    is_padded = True
     _committed = (
         False  # so that jnp.zeros_like makes no array of this shape in this sharding, which JAX refuses
     )

@@ -26,8 +26,6 @@ from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Va
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.engines.jax.ambient import leave_ambient_mesh, use_auto_axes
-from layoutmap.engines.jax.padded import Shape, pad, unpad, wrap
-from layoutmap.engines.protocol import Array
 
 _MAX_CONSTANT_SIZE = 1024
 
@@ -150,10 +148,9 @@ class ShardedProgram:
     Args:
         closed: What `trace` gave; `find_global_reason` must have nothing against it.
         sharding: The sharding of the result.
-        padded: The shape of the result with padding; `None`: there is none.
     """
 
-    def __init__(self, closed: ClosedJaxpr, sharding: NamedSharding, padded: Shape | None = None):
+    def __init__(self, closed: ClosedJaxpr, sharding: NamedSharding):
         self._closed = closed
         self._sharding = sharding
         # The program names no shardings, so it is computed under auto axes, whatever the axes of the result are.
@@ -170,12 +167,7 @@ class ShardedProgram:
                 groups.append([])
         groups = [group for group in groups if group]
         needs = [_find_inputs(group) for group in groups]
-        shape: Shape = self._result.aval.shape  # type: ignore[attr-defined]
-        self._shape, padded = shape, padded or shape
-
-        def pad_values(values: Sequence[Array]) -> list[Array]:
-            return [pad(each, padded) if _is_plain(each) and each.shape == shape else each for each in values]
-
+        shape = self._result.aval.shape
         steps: list[_Segment] = []
         for i, group in enumerate(groups):
             later: set[Var] = set().union(*needs[i + 1 :])
@@ -184,12 +176,11 @@ class ShardedProgram:
             if gives:
                 last = tuple(var for var in needs[i] if var not in wanted)
                 out = [_choose_sharding(var.aval, shape, sharding) for var in gives]
-                run = _compile(group, needs[i], gives, out, pad_values)
-                steps.append(_Segment(run, tuple(needs[i]), gives, last))
+                steps.append(_Segment(_compile(group, needs[i], gives, out), tuple(needs[i]), gives, last))
         self._steps = steps
-        self._place = jax.jit(lambda x: pad_values([x])[0], out_shardings=sharding)
+        self._place = jax.jit(lambda x: x, out_shardings=sharding)
 
-    def __call__(self, seed: object) -> Array:
+    def __call__(self, seed: object) -> jax.Array:
         """Return the value for a seed. Each device computes only its shard."""
         values = self._list_first_values(jax.tree.leaves(seed))
         for step in self._steps:
@@ -204,8 +195,7 @@ class ShardedProgram:
             made = self._place(
                 self._result.val if isinstance(self._result, Literal) else values[self._result]
             )
-        made = made if made.sharding == self._sharding else jax.device_put(made, self._sharding)
-        return wrap(made, self._shape)
+        return made if made.sharding == self._sharding else jax.device_put(made, self._sharding)
 
     def _list_first_values(self, seed: Sequence[jax.Array]) -> dict[Var, Any]:
         """Return the values that the first step may use."""
@@ -253,30 +243,14 @@ def _find_inputs(group: Sequence[JaxprEqn]) -> list[Var]:
 
 
 def _compile(
-    group: Sequence[JaxprEqn],
-    takes: Sequence[Var],
-    gives: Sequence[Var],
-    out_shardings: object,
-    pad_values: Callable[[Sequence[Array]], list[Array]],
+    group: Sequence[JaxprEqn], takes: Sequence[Var], gives: Sequence[Var], out_shardings: object
 ) -> Callable[..., Sequence[jax.Array]]:
-    closed = make_closed_jaxpr(group, takes, gives)
-    function = jaxpr_as_fun(closed)
-
-    # Arrays between two programs must divide, so those of the result's shape are padded there (0230).
-    def run(*stored: Array) -> list[Array]:
-        pairs = zip(stored, closed.in_avals, strict=True)
-        return pad_values(function(*(unpad(each, aval.shape) for each, aval in pairs)))  # type: ignore[attr-defined]
-
-    return jax.jit(run, out_shardings=out_shardings)
-
-
-def _is_plain(value: Array) -> bool:
-    return not jnp.issubdtype(value.dtype, jax.dtypes.extended)
+    return jax.jit(jaxpr_as_fun(make_closed_jaxpr(group, takes, gives)), out_shardings=out_shardings)
 
 
 def _choose_sharding(aval: Any, result_shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
     """Return the sharding of a value between two steps: the result's, over all devices, or replicated if small."""
-    plain = _is_plain(aval)
+    plain = not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     if plain and aval.shape == result_shape:
         return sharding
     mesh, specs = sharding.mesh, [None] * len(aval.shape)
