@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import numpy as np
@@ -325,7 +326,7 @@ there is no shard (1,)
   fix     give one number for each axis; the last shard is (1, 0)""",
     ),
     "an axis that does not divide": (
-        lambda: Layout([None, "model"], MESH).shard_shape((512, 1365)),
+        lambda: Layout([None, "model"], MESH).check_fits((512, 1365)),
         """\
 layout: axis 1 cannot be split evenly
   shape   (512, 1365)
@@ -390,10 +391,32 @@ def test_an_axis_that_does_not_divide_is_named(layout: Layout, data: st.DataObje
     shape[axis] += data.draw(st.integers(1, layout.num_shards(axis) - 1))
 
     with pytest.raises(LayoutError) as raised:
-        layout.shard_shape(shape)
+        layout.check_fits(tuple(shape))
 
     assert (axis,) == layout.find_uneven_axes(shape)
     assert f"layout: axis {axis} cannot be split evenly" == raised.value.what
     padded = int(raised.value.fix.split(",")[0].rsplit(" ", 1)[1])
     assert 0 == padded % layout.num_shards(axis)
     assert 0 < padded - shape[axis] < layout.num_shards(axis)
+
+
+@given(strategies.layouts(), st.data())
+def test_uneven_shards_are_chunks_of_equal_size_but_the_last(layout: Layout, data: st.DataObject):
+    """Shards are consecutive and cover an axis once; one that is not full is the last with elements."""
+    shape = tuple(data.draw(st.integers(0, 24)) for _ in range(layout.rank))
+    largest, padded = layout.shard_shape(shape), layout.pad_shape(shape)
+    values = np.arange(math.prod(shape)).reshape(shape)
+    counts = np.zeros(shape, int)
+
+    for device in range(layout.mesh.size):
+        index = layout.shard_slices(shape, device)
+        counts[index] += 1
+        for axis, (at, part) in enumerate(zip(layout.locate_shard(device), index, strict=True)):
+            chunks = np.split(np.arange(shape[axis]), range(largest[axis], shape[axis], largest[axis] or 1))
+            expected = chunks[at] if at < len(chunks) else chunks[0][:0]
+            assert [*expected] == [*range(part.start, part.stop)]
+    copies = layout.mesh.size // layout.num_distinct_shards
+    assert (values.size == 0) or (counts == copies).all()
+    for size, whole, part, count in zip(shape, padded, largest, layout.shard_counts, strict=True):
+        assert whole == part * count
+        assert 0 <= whole - size < count

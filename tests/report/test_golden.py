@@ -104,7 +104,7 @@ error: odd: axis 1 cannot be split evenly
   layout  (unsharded, model)     rule 9  odd
   mesh    batch=2, model=4
   why     6 is not a multiple of 4
-  fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or set uneven="shrink"
+  fix     set uneven="pad", which costs 32 B per device, or uneven="shrink"
 
 warning: tokens: its paths get different layouts
   tokens  (unsharded, model)  rule 2  tokens
@@ -264,7 +264,7 @@ odd
                  layout  (unsharded, model)     rule 9  odd
                  mesh    batch=2, model=4
                  why     6 is not a multiple of 4
-                 fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or set uneven="shrink"
+                 fix     set uneven="pad", which costs 32 B per device, or uneven="shrink"
   change it    a rule that is the path itself wins over all others: change rule 9
 """,
     "norm.moving_mean": r"""

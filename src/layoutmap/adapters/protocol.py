@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from layoutmap.adapters.options import ScopeOptions, check_names
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.initializers import Initializer
+from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.unsupported import Unsupported
@@ -162,8 +163,9 @@ class Session(Protocol):
 class Building(Protocol):
     """Adapter that can plan, build, and shard the models of one library.
 
-    Nine methods are to be written; two have a default, which is for a library whose models cannot be built unseen and
-    that has no options of its own. `Training`, `Keeping` and `Inspecting` are more that an adapter may know.
+    Nine methods are to be written; three have a default, which is for a library whose models cannot be built unseen,
+    cannot be padded, and that has no options of its own. `Training`, `Keeping` and `Inspecting` are more that an
+    adapter may know.
     """
 
     name: str
@@ -222,6 +224,10 @@ class Building(Protocol):
             library: The library that the scope was opened for.
         """
         return nullcontext()
+
+    def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
+        """Return why a variable cannot be stored in a layout with padding, or an empty text if it can."""
+        return f"{self.name} models are not padded"
 
     def read_own_options(self, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> Any:
         """Return the scope options that only this library has, as one value for `ScopeOptions.own`.

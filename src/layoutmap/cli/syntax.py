@@ -8,6 +8,7 @@ _RULE = re.compile(
     r"""layout_map(\.activations)?\[r?(["'])(.+?)\2\](?: = \(([^()]*)\))?"""
 )  # whose, quote, pattern, specs
 _OPTION = re.compile(r"""(?:layout_map\.)?\b(rest|uneven) ?= ?"(\w+)\"""")
+_POLICIES = re.compile(r"""\buneven=\("(\w+)", "(\w+)"\)""")
 _RAW = re.compile(r"""\br"([^"]+)\"""")
 
 
@@ -20,7 +21,8 @@ def translate_to_yaml(text: str) -> str:
         >>> print(translate_to_yaml('say layout_map.rest = "replicated"'))
         say rest: replicated
     """
-    return _RAW.sub(r"'\1'", _OPTION.sub(r"\1: \2", _RULE.sub(_format_rule, text)))
+    text = _OPTION.sub(r"\1: \2", _POLICIES.sub(r"uneven: [\1, \2]", _RULE.sub(_format_rule, text)))
+    return _RAW.sub(r"'\1'", text)
 
 
 def _format_rule(found: re.Match[str]) -> str:

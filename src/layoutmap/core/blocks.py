@@ -48,7 +48,7 @@ def find_distinct_shards(
         devices: The devices' places in the order of the mesh.
 
     Raises:
-        LayoutError: The rank differs, or an axis cannot be split evenly.
+        LayoutError: The rank differs.
         MeshError: There is no such device.
 
     Example:

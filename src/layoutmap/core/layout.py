@@ -242,18 +242,19 @@ class Layout:
         return index
 
     def local_shape_from_global_shape(self, global_shape: Sequence[int | None]) -> tuple[int | None, ...]:
-        """Return the shape of a shard.
+        """Return the shape of the largest shard, which is that of each shard where all axes divide.
 
         Args:
             global_shape: The global shape; `None` or -1 stands for an unknown size and stays.
 
         Raises:
-            LayoutError: The rank differs, an axis cannot be split evenly, or a size is below -1.
+            LayoutError: The rank differs, or a size is below -1.
         """
         shape = check_shape(global_shape)
-        self.check_fits(shape)
+        self.check_rank(shape)
         return tuple(
-            n if n is None or n < 0 else n // count for n, count in zip(shape, self.shard_counts, strict=True)
+            n if n is None or n < 0 else -(-n // count)
+            for n, count in zip(shape, self.shard_counts, strict=True)
         )
 
     def global_shape_from_local_shape(self, local_shape: Sequence[int | None]) -> tuple[int | None, ...]:
@@ -269,10 +270,10 @@ class Layout:
         )
 
     def shard_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a shard of a tensor with a fully known shape.
+        """Return the shape of the largest shard of a tensor with a fully known shape.
 
         Raises:
-            LayoutError: The rank differs, an axis cannot be split evenly, or a size is unknown.
+            LayoutError: The rank differs, or a size is unknown.
         """
         shape = self.local_shape_from_global_shape(global_shape)
         if any(n is None or n < 0 for n in shape):
@@ -287,21 +288,37 @@ class Layout:
     def shard_slices(self, global_shape: Sequence[int], device_index: int) -> tuple[slice, ...]:
         """Return the part of a tensor that one device stores, as slices with both ends.
 
+        Along an axis that does not divide, the last shards have fewer elements or none.
+
         Args:
             global_shape: The global shape.
             device_index: The device's place in the mesh order.
 
         Raises:
-            LayoutError: The rank differs, or an axis cannot be split evenly.
+            LayoutError: The rank differs.
             MeshError: There is no such device.
 
         Example:
-            >>> Layout(["x", None], Mesh(None, "x=2")).shard_slices((6, 4), device_index=1)
-            (slice(3, 6, None), slice(0, 4, None))
+            >>> Layout(["x", None], Mesh(None, "x=2")).shard_slices((5, 4), device_index=1)
+            (slice(3, 5, None), slice(0, 4, None))
         """
         shape = self.shard_shape(global_shape)
-        offset = self.locate_shard(device_index)
-        return tuple(slice(i * n, (i + 1) * n) for i, n in zip(offset, shape, strict=True))
+        # Shards of ceil(n / shards) elements are those of torch.chunk and DTensor (decisions/0231).
+        parts = zip(self.locate_shard(device_index), shape, check_shape(global_shape), strict=True)
+        return tuple(slice(min(i * part, n or 0), min((i + 1) * part, n or 0)) for i, part, n in parts)
+
+    def pad_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
+        """Return a shape with each axis rounded up to a multiple of its shards.
+
+        Raises:
+            LayoutError: The rank differs, or a size is unknown.
+
+        Example:
+            >>> Layout(["x", None], Mesh(None, "x=4")).pad_shape((13, 3))
+            (16, 3)
+        """
+        sizes = zip(self.shard_shape(global_shape), self.shard_counts, strict=True)
+        return tuple(part * count for part, count in sizes)
 
     def find_uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:
         """Return the axes of a shape of this rank that the layout cannot split evenly."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 from layoutmap.core.errors import RuleError, shorten_repr
 from layoutmap.core.layout import Layout
-from layoutmap.core.uneven import Uneven
+from layoutmap.core.uneven import UnevenSetting, format_uneven
 
 Rest = Literal["replicated"]
 """The layout that a map gives variables that no rule matches."""
@@ -52,7 +52,7 @@ class Rule:
     number: int
     pattern: str
     layout: Layout
-    uneven: Uneven = "error"
+    uneven: UnevenSetting = "error"
     reason: str = field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -112,4 +112,4 @@ def suggest_rule_change(rule: Rule, paths: Sequence[str]) -> str:
 
 def format_rule_layout(rule: Rule) -> str:
     """Return a rule's layout as text, with its `uneven` setting unless that is "error"."""
-    return str(rule.layout) + (f'  uneven="{rule.uneven}"' if rule.uneven != "error" else "")
+    return str(rule.layout) + (f"  {format_uneven(rule.uneven)}" if rule.uneven != "error" else "")

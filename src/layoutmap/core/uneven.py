@@ -5,6 +5,9 @@ A rule says what is to happen to an axis whose size is no multiple of the number
     "error"      nothing is made; the plan says what to fix
     "replicate"  that axis is left unsharded
     "shrink"     it is sharded over as many of its mesh dims as divide it
+    "pad"        its last shards hold fewer elements or none, and are padded where the framework needs equal shards
+
+A tuple such as `("pad", "shrink")` names the next policy for variables that cannot be padded.
 
 A derived variable (a LoRA factor, the scale of a quantized kernel, a slot of an optimizer) is laid out as its parent,
 axis for axis, by what each of its axes means.
@@ -21,37 +24,69 @@ from layoutmap.core.arguments import check_shape
 from layoutmap.core.errors import RuleError, shorten_repr
 from layoutmap.core.layout import Layout
 
-Uneven = Literal["error", "replicate", "shrink"]
-"""The policy for an axis that does not divide."""
+Uneven = Literal["error", "replicate", "shrink", "pad"]
+"""A policy for an axis that does not divide."""
+
+UnevenSetting = Uneven | tuple[Uneven, ...]
+"""A policy, or several: each after `"pad"` is for variables that cannot be padded."""
 
 Axes = tuple[tuple[int, ...], ...]
 """For each axis of a derived variable the axes of its parent that it is made of, major to minor; `()`: of none."""
 
 
-def check_uneven(value: object, where: str) -> Uneven:
+def check_uneven(value: object, where: str) -> UnevenSetting:
     """Return an `uneven` setting, after a check.
 
     Raises:
         RuleError: It is none.
     """
-    for known in get_args(Uneven):
-        if value == known:
-            return known
+    known: tuple[Uneven, ...] = get_args(Uneven)
+    listed: list[tuple[Uneven, ...]] = [("pad", other) for other in known if other != "pad"]
+    for setting in (*known, *listed):
+        if value == setting or value == [*setting]:
+            return setting
     raise RuleError(
         f"{where}: uneven={shorten_repr(value)}",
         why="it says what happens to an axis that does not divide",
-        fix=f"use one of {', '.join(map(repr, get_args(Uneven)))}",
+        fix=f"use one of {', '.join(map(repr, known))}, or ('pad', 'shrink') where not all variables can be padded",
     )
 
 
+def choose_policy(setting: UnevenSetting, *, can_pad: bool) -> Uneven:
+    """Return the first policy of a setting that can be used.
+
+    Example:
+        >>> choose_policy(("pad", "shrink"), can_pad=False), choose_policy("pad", can_pad=False)
+        ('shrink', 'error')
+    """
+    policies = _list_policies(setting)
+    usable: list[Uneven] = [policy for policy in policies if can_pad or policy != "pad"]
+    return usable[0] if usable else "error"
+
+
+def format_uneven(setting: UnevenSetting) -> str:
+    """Return a setting as it is written in a call.
+
+    Example:
+        >>> format_uneven("pad"), format_uneven(("pad", "shrink"))
+        ('uneven="pad"', 'uneven=("pad", "shrink")')
+    """
+    listed = ", ".join(f'"{policy}"' for policy in _list_policies(setting))
+    return f"uneven={listed}" if isinstance(setting, str) else f"uneven=({listed})"
+
+
+def _list_policies(setting: UnevenSetting) -> tuple[Uneven, ...]:
+    return (setting,) if isinstance(setting, str) else setting
+
+
 def fit_layout(layout: Layout, shape: Sequence[int], uneven: Uneven) -> Layout:
-    """Return the layout that a tensor gets from a rule, with the `uneven` setting applied.
+    """Return the layout that a tensor gets from a rule, with a policy applied.
 
     Args:
         layout: The rule's layout.
         shape: The tensor's shape. One of another rank keeps the layout, and with it the error.
         uneven: What happens to an axis that does not divide. With `"shrink"` the subset of the axis's dims with the
-            most shards is taken; of two with as many, that with the more major dims.
+            most shards is taken; of two with as many, that with the more major dims. With `"pad"` it stays.
 
     Example:
         >>> from layoutmap import Mesh
@@ -59,7 +94,7 @@ def fit_layout(layout: Layout, shape: Sequence[int], uneven: Uneven) -> Layout:
         >>> print(fit_layout(layout, (16, 8), "shrink"), fit_layout(layout, (16, 8), "replicate"))
         (model, unsharded) (unsharded, unsharded)
     """
-    if uneven == "error" or layout.rank != len(shape):
+    if uneven in ("error", "pad") or layout.rank != len(shape):
         return layout
     bad = layout.find_uneven_axes(shape)
     if not bad:

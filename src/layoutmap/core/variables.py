@@ -67,6 +67,7 @@ class VariableSpec:
         name: What its library calls it, for rules over such names: `keras:dense/kernel`; empty if there are none. It
             is no part of the plan's value: where a rule asks for it, it is an alias.
         memory: The kind of memory that holds it, as `"pinned_host"`; empty: that of the devices.
+        no_padding: Why its library cannot store it padded; empty if it can. It is no part of the plan's value.
 
     Example:
         >>> VariableSpec("d1.kernel", (512, 1024), "float32").global_bytes
@@ -86,6 +87,7 @@ class VariableSpec:
     trainable: bool = True
     name: str = field(default="", compare=False, repr=False)
     memory: str = ""
+    no_padding: str = field(default="", compare=False, repr=False)
 
     @property
     def is_trained(self) -> bool:
@@ -135,28 +137,46 @@ class Assignment:
         match: What the layout map said of its path; `None` where it was not asked (slots, metrics).
         global_init: Why one device must compute its global first value before it is sharded; empty if it
             need not.
+        is_padded: Whether axes that do not divide are padded.
     """
 
     variable: VariableSpec
     layout: Layout
     match: Match | None = None
     global_init: str = ""
+    is_padded: bool = False
 
     @cached_property
     def fits(self) -> bool:
-        """Whether the variable can have this layout: its rank is right, and every axis is split evenly."""
+        """Whether the variable can have this layout: its rank is right, and every axis is split evenly or padded."""
         shape = self.variable.shape
-        return self.layout.rank == len(shape) and not self.layout.find_uneven_axes(shape)
+        return self.layout.rank == len(shape) and (self.is_padded or not self.layout.find_uneven_axes(shape))
+
+    def check_fits(self) -> None:
+        """Raise a `LayoutError` if the variable cannot have this layout."""
+        variable = self.variable
+        check = self.layout.check_rank if self.is_padded else self.layout.check_fits
+        check(variable.shape, variable.path)
 
     @cached_property
     def shard_shape(self) -> tuple[int, ...]:
-        """The shape of the piece that one device holds."""
+        """The shape of the piece that one device holds, with its padding."""
         return self.layout.shard_shape(self.variable.shape)
 
     @cached_property
     def shard_bytes(self) -> int:
         """Size in bytes of the piece that one device holds."""
         return math.ceil(math.prod(self.shard_shape) * get_itemsize(self.variable.dtype))
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """The global shape with its padding."""
+        return self.layout.pad_shape(self.variable.shape)
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes that equal shards take on each device beyond its part of the variable."""
+        return self.shard_bytes - self.variable.global_bytes // self.layout.num_distinct_shards
 
     @property
     def device_bytes(self) -> int:

@@ -94,7 +94,12 @@ def _make_plan(model: object, optimizer: object, batch_dim: BatchDim | None, acr
         for each, place in zip(stored, places, strict=True)
     ]
     assignments = [
-        Assignment(each.variable, each.layout, Match(each.variable.path, None, otherwise=AS_FOUND))
+        Assignment(
+            each.variable,
+            each.layout,
+            Match(each.variable.path, None, otherwise=AS_FOUND),
+            is_padded=bool(each.layout.find_uneven_axes(each.variable.shape)),
+        )
         for each in held
         if each.layout is not None
     ]
@@ -212,7 +217,8 @@ def _find_problems(held: StoredVariable, mesh: Mesh) -> Iterator[Problem]:
             facts = tuple((name, str(value)) for name, value in error.facts.items())
             what = f"{path}: axis {axis} is sharded unevenly"
             why = f"{error.why}: some devices hold more than others"
-            yield Problem("uneven", "warning", path, what, facts, why, error.fix)
+            severity = "note" if getattr(held.array, "is_padded", False) else "warning"
+            yield Problem("uneven", severity, path, what, facts, why, error.fix)
 
 
 def _get_sharding(layout: Layout) -> tuple[Mesh, list[list[str]]]:
@@ -250,10 +256,13 @@ def _add_rules(found: Plan, planned: PlanTable) -> Plan:
     assignments.sort(key=lambda a: order.get(a.variable.path, len(order)))
     models = {a.variable.model for a in assignments if a.variable.path in known}
     kept = [p for p in planned.problems if not p.model or p.model in models]
+    # A scope has padded these, which its own notes say.
+    padded = {a.variable.path for a in assignments if a.is_padded}
+    kept += [p for p in found.problems if p.kind != "uneven" or p.subject not in padded]
     return replace(
         found,
         assignments=tuple(assignments),
-        problems=sort_problems([*kept, *found.problems, *moved]),
+        problems=sort_problems([*kept, *moved]),
         activations=planned.activations,
         free_activations=planned.free_activations,
     )

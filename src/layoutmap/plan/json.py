@@ -36,7 +36,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import replace_unsharded
-from layoutmap.core.uneven import Uneven
+from layoutmap.core.uneven import UnevenSetting
 from layoutmap.core.variables import Assignment, Kind, Use, VariableSpec, get_itemsize
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.json_fields import (
@@ -58,7 +58,7 @@ from layoutmap.plan.verdict import judge_plan
 FORMAT = "layoutmap plan"
 VERSION = 3
 _OTHERWISE = Match("", None).otherwise
-_ERROR: Uneven = "error"  # what a rule says of an axis that does not divide, if it says nothing
+_ERROR: UnevenSetting = "error"  # what a rule says of an axis that does not divide, if it says nothing
 _DTYPE = re.compile(r"[a-z]{3}[a-z0-9_]*(<[a-z0-9_]+>)?")  # of keys of JAX, too: key<fry>
 _ROLE = re.compile(r"(in|out)\.[0-9]+|rows|")  # of an axis: see `Use`
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates; no encoding can write it
@@ -213,6 +213,8 @@ def _convert_variable(assignment: Assignment) -> dict[str, Any]:
         written |= {name: value for name, value in match.items() if name not in written}
     if assignment.global_init:
         written["global_init"] = assignment.global_init
+    if assignment.is_padded:
+        written["padded"] = True
     return written
 
 
@@ -261,14 +263,14 @@ class _Rule(PlanRow):
     number: Count
     pattern: str
     layout: _Specs
-    uneven: Uneven = _ERROR
+    uneven: UnevenSetting = _ERROR
 
 
 class _Match(PlanObject):
     path: str
     rule: tuple[Count, str] | msgspec.UnsetType | None = msgspec.UNSET
     asked: _Specs | None = None
-    uneven: Uneven = _ERROR
+    uneven: UnevenSetting = _ERROR
     others: tuple[_Rule, ...] = ()
     near_misses: tuple[str, ...] = ()
     otherwise: str = _OTHERWISE
@@ -293,6 +295,7 @@ class _Variable(_Match, kw_only=True):
     trainable: bool = True
     memory: str = ""
     global_init: str = ""
+    padded: bool = False
 
 
 class _Problem(PlanObject, kw_only=True):
@@ -397,7 +400,7 @@ def _read_variable(item: _Variable, place: str, mesh: Mesh) -> Assignment:
         item.asked or item.others or item.near_misses or (item.uneven, item.otherwise) != (_ERROR, _OTHERWISE)
     ):
         raise make_file_error(f"{place} has no 'rule'", "it has what a rule asked for")
-    return Assignment(variable, layout, match, item.global_init)
+    return Assignment(variable, layout, match, item.global_init, item.padded)
 
 
 def _read_activation(item: _Activation, place: str, mesh: Mesh) -> Match:

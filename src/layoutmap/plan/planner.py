@@ -7,7 +7,7 @@ share it: what `layoutmap.plan` prints is what a scope then does. Problems are w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from layoutmap.core.errors import PlanError
@@ -15,7 +15,14 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.match import AS_REST, Match, Rule
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import split_at_numbers
-from layoutmap.core.uneven import Uneven, add_sharding_dim, derive_layout, fit_layout, keep_largest_dims
+from layoutmap.core.uneven import (
+    UnevenSetting,
+    add_sharding_dim,
+    choose_policy,
+    derive_layout,
+    fit_layout,
+    keep_largest_dims,
+)
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
 from layoutmap.plan.problems import Problem, sort_problems
@@ -43,6 +50,11 @@ from layoutmap.rules.rule_set import RuleSet
 
 _MATCHED = (Kind.WEIGHT, Kind.STATE, Kind.RNG)
 
+_PAD_OR_SHRINK: UnevenSetting = ("pad", "shrink")
+
+ExplainFn = Callable[[VariableSpec, Layout], str]
+"""Says why a variable cannot be padded in a layout, or returns an empty text if it can."""
+
 
 def make_table(
     variables: Sequence[VariableSpec],
@@ -56,6 +68,7 @@ def make_table(
     given: Mapping[tuple[str, str], Layout] | None = None,
     zero_dim: str | None = None,
     several_dims: bool = True,
+    explain_no_padding: ExplainFn = lambda variable, layout: "",
 ) -> PlanTable:
     """Match every variable with the rules, and collect every problem, without changing any argument.
 
@@ -70,6 +83,7 @@ def make_table(
         given: The layouts of variables that have one already, by `key`; the rules are not asked for these.
         zero_dim: The mesh dim over which slots are sharded further than their weights; `None`: they are not.
         several_dims: Whether the engine can shard an axis over several mesh dims; else the largest of them is taken.
+        explain_no_padding: Says why a variable cannot be padded, or returns an empty text if it can.
 
     Raises:
         PlanError: The layout map has no mesh, so nothing can be laid out.
@@ -81,7 +95,9 @@ def make_table(
             why="it was made without one and has no rule",
             fix='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
         )
-    planning = _Planning(variables, layout_map, mesh, global_init or {}, given or {}, zero_dim)
+    planning = _Planning(
+        variables, layout_map, mesh, global_init or {}, given or {}, zero_dim, explain_no_padding
+    )
     assignments = planning.assignments()
     problems = planning.problems
     if zero_dim is not None:
@@ -121,6 +137,7 @@ class _Planning:
         global_init: Mapping[tuple[str, str], str],
         given: Mapping[tuple[str, str], Layout],
         zero_dim: str | None,
+        explain_no_padding: ExplainFn,
     ) -> None:
         self.has_named = any(is_keras_rule(rule.pattern) for rule in layout_map.rules)
         self.variables = [_add_name_alias(v) for v in variables] if self.has_named else variables
@@ -129,6 +146,7 @@ class _Planning:
         self.global_init = global_init
         self.given = given
         self.zero_dim = zero_dim
+        self.explain_no_padding = explain_no_padding
         self.several_models = has_several_models(variables)
         self.problems: list[Problem] = []
         self.won: dict[int, int] = dict.fromkeys(range(1, len(layout_map) + 1), 0)
@@ -148,9 +166,15 @@ class _Planning:
         key = variable.key
         if key not in self._done:
             asked, match, uneven = self._find_layout(variable)
-            layout = fit_layout(asked, variable.shape, uneven)
-            assignment = Assignment(variable, layout, match, self.global_init.get(key, ""))
-            self._add(variable, find_variable_problems(assignment, asked))
+            is_uneven = asked.rank == len(variable.shape) and bool(asked.find_uneven_axes(variable.shape))
+            # An array that exists in uneven shards needs no answer: its engine has padded it.
+            is_given = key in self.given
+            why_not = self.explain_no_padding(variable, asked) if is_uneven and not is_given else ""
+            policy = choose_policy(uneven, can_pad=not why_not)
+            layout = fit_layout(asked, variable.shape, policy)
+            is_padded = is_uneven and policy == "pad"
+            assignment = Assignment(variable, layout, match, self.global_init.get(key, ""), is_padded)
+            self._add(variable, find_variable_problems(assignment, asked, why_not) if not is_given else ())
             if self.zero_dim is not None and is_sharded_by_zero(variable):
                 assignment = replace(
                     assignment, layout=add_sharding_dim(layout, variable.shape, self.zero_dim)
@@ -160,14 +184,14 @@ class _Planning:
                 self._count(match.rule, match.others, variable.path)
         return self._done[key]
 
-    def _find_layout(self, variable: VariableSpec) -> tuple[Layout, Match | None, Uneven]:
+    def _find_layout(self, variable: VariableSpec) -> tuple[Layout, Match | None, UnevenSetting]:
         """Return a variable's wanted layout, the match (None if no rule was tried), and the `uneven` setting."""
         if variable.key in self.given:
-            return self.given[variable.key], None, "error"
+            return self.given[variable.key], None, "pad"
         if variable.follows:
             match = self._match_own_rules(variable)
             if match is None:
-                return self._inherit_layout(variable), None, "error" if variable.axes is None else "shrink"
+                return self._inherit_layout(variable)
         else:
             match = self._match_rules(variable) if variable.kind in _MATCHED else None
         rule = match and match.rule
@@ -175,7 +199,7 @@ class _Planning:
             return self._get_replicated_layout(len(variable.shape)), match, "error"
         layout = pad_layout(rule, len(variable.rule_shape if variable.is_packed else variable.shape))
         if variable.is_packed and layout.rank == len(variable.rule_shape):
-            return derive_layout(layout, variable.axes or ()), match, "shrink"
+            return derive_layout(layout, variable.axes or ()), match, _derive_setting(rule.uneven)
         return layout, match, rule.uneven
 
     def _get_replicated_layout(self, rank: int) -> Layout:
@@ -224,21 +248,27 @@ class _Planning:
         first, *others = sorted(found, key=lambda r: (r.pattern not in paths, r.number))
         return Match(variable.path, first, tuple(others))
 
-    def _inherit_layout(self, variable: VariableSpec) -> Layout:
-        """Return the layout that a derived variable takes from its parent."""
+    def _inherit_layout(self, variable: VariableSpec) -> tuple[Layout, None, UnevenSetting]:
+        """Return the layout that a derived variable takes from its parent, no match, and the `uneven` setting."""
         parent = self._by_path.get((variable.model, variable.parent or ""))
         replicated = self._get_replicated_layout(len(variable.shape))
         if parent is not None and not parent.is_packed:
-            layout, shape = self._assign(parent).layout, parent.shape
+            assignment = self._assign(parent)
+            layout, shape = assignment.layout, parent.shape
+            uneven = _PAD_OR_SHRINK if assignment.is_padded else "shrink"
         else:  # it has made way for those that are derived from it, a packed form of it among them
             rule = next(iter(self._find_parent_rules(variable)), None)
             if rule is None:
-                return replicated
+                return replicated, None, "error"
             self._count(rule, (), variable.path)
             layout, shape = pad_layout(rule, len(variable.rule_shape)), variable.rule_shape
+            uneven = _derive_setting(rule.uneven)
         if variable.axes is None:
-            return layout if shape == variable.shape else replicated
-        return derive_layout(layout, variable.axes) if layout.rank == len(variable.rule_shape) else replicated
+            uneven = "error" if uneven == "shrink" else uneven  # the parent's problem is reported there
+            return (layout if shape == variable.shape else replicated), None, uneven
+        if layout.rank != len(variable.rule_shape):
+            return replicated, None, "error"
+        return derive_layout(layout, variable.axes), None, uneven
 
     def _find_parent_rules(self, variable: VariableSpec) -> list[Rule]:
         """Return the rules that match the parent's path, and its Keras name if it has one."""
@@ -255,6 +285,11 @@ class _Planning:
         self.won[rule.number] += 1
         for other in others:
             self.beaten.setdefault(other.number, (rule, path))
+
+
+def _derive_setting(setting: UnevenSetting) -> UnevenSetting:
+    """Return the setting for the variables that are derived from one with this setting."""
+    return _PAD_OR_SHRINK if choose_policy(setting, can_pad=True) == "pad" else "shrink"
 
 
 def _add_name_alias(variable: VariableSpec) -> VariableSpec:

@@ -61,7 +61,8 @@ def _get_specs(assignment: Assignment) -> Specs:
 
 
 def _make_map(plan: PlanTable, rules: dict[str, Specs]) -> RuleSet:
-    return RuleSet(plan.mesh, rules, rest="replicated")
+    uneven = "pad" if any(a.is_padded for a in plan.assignments) else "error"
+    return RuleSet(plan.mesh, rules, uneven=uneven, rest="replicated")
 
 
 def _find_mismatches(plan: PlanTable, rules: dict[str, Specs]) -> Iterator[Assignment]:

@@ -10,7 +10,8 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.paths import format_path_pattern
 from layoutmap.core.specs import BatchDim, format_batch_dim, list_batch_dims
-from layoutmap.core.uneven import keep_largest_dims
+from layoutmap.core.text_table import format_bytes
+from layoutmap.core.uneven import format_uneven, keep_largest_dims
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
 from layoutmap.plan.problems import Problem, Severity
@@ -52,12 +53,13 @@ def find_tied(variable: VariableSpec, rule: Rule, winners: Mapping[str, Rule], n
     )
 
 
-def find_variable_problems(assignment: Assignment, asked: Layout) -> Iterator[Problem]:
+def find_variable_problems(assignment: Assignment, asked: Layout, why_not: str = "") -> Iterator[Problem]:
     """Yield the problems of a variable: uneven axes, no matching rule, an initial value that is made unsharded.
 
     Args:
         assignment: The variable and its layout.
         asked: The layout that its rule asks for.
+        why_not: Why it cannot be padded; empty if it can.
     """
     variable, layout, match = assignment.variable, assignment.layout, assignment.match
     is_its_parents = variable.follows and match is None and layout == asked
@@ -69,11 +71,12 @@ def find_variable_problems(assignment: Assignment, asked: Layout) -> Iterator[Pr
         return
     for axis in () if is_its_parents else asked.find_uneven_axes(variable.shape):
         error = asked.make_uneven_error(variable.shape, axis, variable.path)
-        if layout == asked:
-            problem = _describe_layout_error("uneven", "error", error, assignment)
-            yield replace(problem, fix=f'{problem.fix}, or set uneven="shrink"')
+        if assignment.is_padded:
+            yield _describe_padding(error, assignment, axis)
+        elif layout == asked:
+            yield _describe_uneven_axis(error, assignment, axis, why_not)
         else:
-            yield _describe_replacement(error, assignment, axis)
+            yield _describe_replacement(error, assignment, axis, why_not)
     yield from find_slot_problems(variable)
     if match is not None and not (match.rule or match.is_rest) and variable.kind in _NEED_A_RULE:
         near = ", ".join(match.near_misses)
@@ -129,7 +132,27 @@ def _describe_layout_error(
     return Problem(kind, severity, path, error.what, tuple(facts.items()), error.why, error.fix)
 
 
-def _describe_replacement(error: LayoutError, assignment: Assignment, axis: int) -> Problem:
+def _describe_uneven_axis(error: LayoutError, assignment: Assignment, axis: int, why_not: str) -> Problem:
+    """Return the error of an axis that does not divide."""
+    problem = _describe_layout_error("uneven", "error", error, assignment)
+    if why_not:
+        pads = assignment.match and assignment.match.rule and assignment.match.rule.uneven != "error"
+        why = f"{problem.why}, and {why_not}" if pads else problem.why
+        return replace(problem, why=why, fix=f'{problem.fix}, or set uneven="shrink"')
+    cost = format_bytes(replace(assignment, is_padded=True).padding_bytes)
+    return replace(problem, fix=f'set uneven="pad", which costs {cost} per device, or uneven="shrink"')
+
+
+def _describe_padding(error: LayoutError, assignment: Assignment, axis: int) -> Problem:
+    """Return the note of an axis that is padded."""
+    size, padded = (shape[axis] for shape in (assignment.variable.shape, assignment.padded_shape))
+    cost = format_bytes(assignment.padding_bytes)
+    problem = _describe_layout_error("uneven", "note", error, assignment)
+    what = f"{problem.subject}: axis {axis} is padded from {size} to {padded}, {cost} per device"
+    return replace(problem, what=what, fix="")
+
+
+def _describe_replacement(error: LayoutError, assignment: Assignment, axis: int, why_not: str) -> Problem:
     """Return the note of an axis that does not divide, so that other dims shard it."""
     dims = assignment.layout.list_mesh_dims(axis)
     taken = f"sharded over {', '.join(dims)} only" if dims else "replicated"
@@ -138,7 +161,9 @@ def _describe_replacement(error: LayoutError, assignment: Assignment, axis: int)
     if assignment.variable.is_packed:
         reason = "it is sharded as its rule shards the weight that it replaces, as far as that divides it"
     elif rule is not None:
-        reason = f'rule {rule.number} has uneven="{rule.uneven}"'
+        reason = f"rule {rule.number} has {format_uneven(rule.uneven)}"
+        if not isinstance(rule.uneven, str):
+            reason += f", and {why_not}"
     else:
         reason = f"it follows {assignment.variable.parent} as far as that divides it"
     return replace(

@@ -11,7 +11,7 @@ from layoutmap.core.errors import MeshError, RuleError
 from layoutmap.core.match import AS_REST, Rest, check_rest
 from layoutmap.core.mesh import Mesh, convert_mesh
 from layoutmap.core.specs import BatchDim
-from layoutmap.core.uneven import Uneven
+from layoutmap.core.uneven import UnevenSetting
 from layoutmap.rules import presets, yaml_file
 from layoutmap.rules.rules import WRITING, MeshSlot, Rules
 
@@ -57,7 +57,7 @@ class RuleSet(Rules):
         rules: Mapping[str, Any] | None = None,
         activations: Mapping[str, Any] | None = None,
         *,
-        uneven: Uneven = "error",
+        uneven: UnevenSetting = "error",
         rest: Rest | None = None,
     ):
         super().__init__(MeshSlot(read_mesh(mesh)), rules, uneven)

@@ -16,7 +16,7 @@ from layoutmap.core.layout import Layout, convert_layout
 from layoutmap.core.match import Match, Rule, format_rule_layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.old_names import OldName
-from layoutmap.core.uneven import Uneven, check_uneven
+from layoutmap.core.uneven import UnevenSetting, check_uneven
 from layoutmap.rules.keras_rules import is_keras_rule
 from layoutmap.rules.near_misses import find_nearest
 from layoutmap.rules.patterns import compile_pattern
@@ -64,9 +64,11 @@ class Rules(MutableMapping[str, Layout]):
     _example = r".*\.kernel"
     _otherwise = "it is replicated"
 
-    def __init__(self, slot: MeshSlot, rules: Mapping[str, object] | None = None, uneven: Uneven = "error"):
+    def __init__(
+        self, slot: MeshSlot, rules: Mapping[str, object] | None = None, uneven: UnevenSetting = "error"
+    ):
         self._slot = slot
-        self._default_uneven: Uneven = check_uneven(uneven, self._written)
+        self._default_uneven: UnevenSetting = check_uneven(uneven, self._written)
         self._table = Table()
         Rules.update(self, rules or {})
 
@@ -143,7 +145,7 @@ class Rules(MutableMapping[str, Layout]):
         pattern: str,
         layout: Layout | Sequence[object],
         *,
-        uneven: Uneven | None = None,
+        uneven: UnevenSetting | None = None,
         reason: str = "",
     ) -> None:
         """Add a rule, after all others, and say more of it.
@@ -151,8 +153,7 @@ class Rules(MutableMapping[str, Layout]):
         Args:
             pattern: See `__setitem__`.
             layout: See `__setitem__`.
-            uneven: `"error"`, `"replicate"` (the axis is left unsharded) or `"shrink"` (it is sharded
-                over as many of its mesh dims as divide it); `None`: as the map says.
+            uneven: What happens to an axis that does not divide, as for `LayoutMap`. `None`: the map's setting.
             reason: Why the rule gives this layout, for readers: `str` shows it, and `to_yaml` writes it as a comment.
 
         Raises:
@@ -234,7 +235,7 @@ class Rules(MutableMapping[str, Layout]):
         return Entry(rule, compiled, own is not None)
 
     @property
-    def uneven(self) -> Uneven:
+    def uneven(self) -> UnevenSetting:
         """The treatment of an axis that does not divide, where a rule does not say it itself."""
         return self._default_uneven
 
@@ -264,7 +265,7 @@ class Rules(MutableMapping[str, Layout]):
             new = [(pattern, layout, None, "") for pattern, layout in rules]
         return [*new, *((pattern, layout, None, "") for pattern, layout in more.items())]
 
-    def _list_uneven_rules(self) -> dict[str, Uneven]:
+    def _list_uneven_rules(self) -> dict[str, UnevenSetting]:
         """Return the `uneven` settings of the rules that have their own."""
         entries = self._table.entries.copy().items()
         return {pattern: entry.rule.uneven for pattern, entry in entries if entry.has_uneven}

@@ -38,7 +38,7 @@ from layoutmap.core.match import Rest, check_rest
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import ShardingSpec
 from layoutmap.core.strict_yaml import read_yaml
-from layoutmap.core.uneven import Uneven, check_uneven
+from layoutmap.core.uneven import UnevenSetting, check_uneven
 from layoutmap.rules.patterns import refuse_slow_pattern
 
 VERSION = 1
@@ -65,8 +65,8 @@ class RulesFields:
     rules: Mapping[str, tuple[Any, ...]]
     activations: Mapping[str, tuple[Any, ...]]
     explicit_dims: tuple[str, ...] = ()
-    uneven: Uneven = "error"
-    uneven_rules: Mapping[str, Uneven] = field(default_factory=dict[str, Uneven])
+    uneven: UnevenSetting = "error"
+    uneven_rules: Mapping[str, UnevenSetting] = field(default_factory=dict[str, UnevenSetting])
     rest: Rest | None = None
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -102,7 +102,10 @@ def to_yaml(fields: RulesFields) -> str:
     def convert_rule(pattern: str, specs: tuple[Any, ...]) -> object:
         listed = Flow(map(convert_spec, specs))
         own = fields.uneven_rules.get(pattern)
-        return FlowMapping(layout=listed, uneven=own) if own else listed
+        return FlowMapping(layout=listed, uneven=convert_uneven(own)) if own else listed
+
+    def convert_uneven(setting: UnevenSetting) -> object:
+        return setting if isinstance(setting, str) else Flow(setting)
 
     data: dict[str, object] = {"version": VERSION}
     if fields.dims is not None:
@@ -118,7 +121,7 @@ def to_yaml(fields: RulesFields) -> str:
     if fields.activations:
         data["activations"] = {p: Flow(map(convert_spec, specs)) for p, specs in fields.activations.items()}
     if fields.uneven != "error":
-        data["uneven"] = fields.uneven
+        data["uneven"] = convert_uneven(fields.uneven)
     if fields.rest:
         data["rest"] = fields.rest
 
@@ -213,9 +216,9 @@ def _read_section(top: dict[str, Any], key: str) -> object:
     return {} if top.get(key) is None else top[key]
 
 
-def _split_uneven(rules: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Uneven]]:
+def _split_uneven(rules: dict[str, Any]) -> tuple[dict[str, Any], dict[str, UnevenSetting]]:
     """Return the layouts of rules, and the `uneven` settings of rules written as mappings."""
-    layouts, uneven = dict(rules), dict[str, Uneven]()
+    layouts, uneven = dict(rules), dict[str, UnevenSetting]()
     for pattern, value in rules.items():
         if isinstance(value, dict):
             own = _check_mapping(value, f"rule {pattern!r}", {"layout", "uneven"})

@@ -350,7 +350,12 @@ class Loading:
                     elif layout is None:
                         yield path, read(make_full_index(variable.shape))
                     else:
-                        yield path, self._engine.from_shards(Assignment(variable, layout), read, copy=False)
+                        yield (
+                            path,
+                            self._engine.from_shards(
+                                Assignment(variable, layout, is_padded=True), read, copy=False
+                            ),
+                        )
                     progress(path)
 
             with within or nullcontext():

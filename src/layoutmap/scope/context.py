@@ -107,6 +107,7 @@ class Scope:
             layers=layers,
             free_activations=free_activations,
             several_dims=self.several_dims,
+            explain_no_padding=self.adapter.explain_no_padding,
         )
         unused = self._find_unused_dims(plan) if complete and not self.plan_only else ()
         self.plan = replace(plan, batches=None if self.plan_only else self.batches)
@@ -140,7 +141,13 @@ class Scope:
 
     def assign_one(self, variable: VariableSpec) -> Assignment:
         """Return the layout of a variable that is needed before all are known: its rule's layout if that fits."""
-        plan = make_plan([variable], self.layout_map, complete=False, several_dims=self.several_dims)
+        plan = make_plan(
+            [variable],
+            self.layout_map,
+            complete=False,
+            several_dims=self.several_dims,
+            explain_no_padding=self.adapter.explain_no_padding,
+        )
         if plan.errors:
             return Assignment(variable, self.policy.replicated(len(variable.shape)))
         return plan.assignments[0]

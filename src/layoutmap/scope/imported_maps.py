@@ -67,9 +67,8 @@ class ImportedMaps(RuleSet):
             )
         outputs = sorted({m.rule for m in plan.activations if m.rule}, key=lambda rule: rule.number)
         activations = {rule.pattern: rule.layout for rule in outputs}
-        return cls(
-            rules.mesh, {rule.pattern: rule.layout for rule in rules.rules}, activations, rest="replicated"
-        )
+        patterns = {rule.pattern: rule.layout for rule in rules.rules}
+        return cls(rules.mesh, patterns, activations, uneven=rules.uneven, rest="replicated")
 
     @classmethod
     def from_model(cls, model: object, optimizer: object = None) -> Self:

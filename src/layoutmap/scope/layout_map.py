@@ -42,9 +42,10 @@ class LayoutMap(ImportedMaps):
             that is added.
         rules: Rules to begin with, in order.
         activations: Rules for layers' outputs, in order; see `Activations`.
-        uneven: What happens to an axis of a variable that does not divide: `"error"`, `"replicate"`
-            (it is left unsharded) or `"shrink"` (it is sharded over as many of its mesh dims as divide
-            it). A rule of `add` can say it for itself. What is taken is in the plan.
+        uneven: What happens to an axis of a variable that does not divide: `"error"`, `"pad"` (its last shards hold
+            fewer elements, or none, and padding that no reader sees), `"replicate"` (it is left unsharded), or
+            `"shrink"` (it is sharded over as many of its mesh dims as divide it). `("pad", "shrink")` names the policy
+            for variables that cannot be padded. A rule of `add` can have its own. The plan shows what is applied.
         rest: `"replicated"`: variables that no rule matches are replicated on purpose, and `strict`
             accepts them; `None`: they are, too, and the plan warns of each. An attribute, too.
 

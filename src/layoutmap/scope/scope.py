@@ -257,6 +257,7 @@ def plan(
             layers=context.layers,
             free_activations=context.free_activations,
             several_dims=context.several_dims,
+            explain_no_padding=adapter.explain_no_padding,
         )
         of_engine = [p for p in found.problems if p.kind in ("unsupported layout", "unsupported")]
         final = final.add_problems([p for p in of_engine if p not in final.problems])

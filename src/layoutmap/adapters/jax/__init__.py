@@ -24,8 +24,10 @@ from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError, shorten_repr
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.variables import VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.jax.ambient import leave_ambient_mesh, make_mesh_of_one
+from layoutmap.engines.jax.padded import PaddedArray, explain_no_padding
 
 __all__ = ["JaxAdapter", "TrainState", "adapter", "train_with"]
 
@@ -48,6 +50,10 @@ class JaxAdapter(Adapter):
         if isinstance(model, TrainState) or is_nnx(model):
             return True
         return any(map(is_array, jax.tree.leaves(model)))
+
+    def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
+        """Return why an array cannot be stored padded, or an empty text if it can."""
+        return variable.no_padding or explain_no_padding(variable, layout)
 
     def begin(self, context: ScopeContext) -> JaxSession:
         """Return a session for one scope."""
@@ -171,7 +177,7 @@ def _as_numpy(output: object) -> Any:
     if isinstance(output, Mapping):
         return {str(name): _as_numpy(value) for name, value in output.items()}
     leaves = [get_engine("jax").to_numpy(leaf) for leaf in jax.tree.leaves(output)]
-    return leaves[0] if isinstance(output, jax.Array) else leaves
+    return leaves[0] if isinstance(output, (jax.Array, PaddedArray)) else leaves
 
 
 def adapter() -> JaxAdapter:

@@ -25,6 +25,7 @@ from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
+from layoutmap.engines.jax.padded import PaddedArray, describe_logical, unwrap, wrap
 from layoutmap.engines.jax.trees import find_memory
 
 
@@ -115,7 +116,7 @@ def _find_state(model: object, optimizer: object, *, make: bool) -> Any:
         return optimizer
     if model.opt_state is not None or not make or model.optimizer is None:
         return model.opt_state
-    return jax.eval_shape(model.optimizer.init, _find_params(model, None))
+    return jax.eval_shape(model.optimizer.init, describe_logical(_find_params(model, None)))
 
 
 def _find_params(model: object, optimizer: object) -> Any:
@@ -160,13 +161,14 @@ def _list_raw_slots(
 def _copy_weight_layout(leaf: Any, weights: Mapping[str, object], spec: VariableSpec) -> Any:
     """Give a leaf without values the layout of its weight, if the shapes are equal."""
     weight = weights.get(spec.parent) if spec.parent is not None and _has_no_value(leaf) else None
-    if not isinstance(weight, jax.Array) or weight.shape != leaf.shape:
+    if not isinstance(weight, (jax.Array, PaddedArray)) or weight.shape != leaf.shape:
         return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=weight.sharding)
+    shape = unwrap(weight).shape
+    return wrap(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=weight.sharding), leaf.shape)
 
 
 def _has_no_value(leaf: object) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
+    return isinstance(unwrap(leaf), jax.ShapeDtypeStruct)
 
 
 def _find_variables(tree: object) -> list[Any]:
@@ -221,7 +223,7 @@ def _make_converter(old: Any) -> Callable[[object], object]:
     committed = getattr(old, "committed", False)
 
     def make(array: object) -> object:
-        made = jnp.asarray(array)
+        made: Any = array if isinstance(array, PaddedArray) else jnp.asarray(array)
         if implementation is not None:
             made = jax.random.wrap_key_data(made, impl=implementation)
         if is_weak:  # it gives way to the types of what it is computed with
@@ -230,6 +232,6 @@ def _make_converter(old: Any) -> Callable[[object], object]:
             )
         if layout is None:
             return jax.device_put(made, sharding) if committed else made
-        return made if array is made else engine.relayout(made, layout)
+        return made if array is made else engine.relayout(made, layout, pad=True)
 
     return make

@@ -51,7 +51,8 @@ def take_apart(model: nnx.Module) -> Parts:
         variable = variables[tuple(keys[:length])]
         if not isinstance(variable, nnx.Variable):
             paths.append(keys)
-            return Leaf(_format_path(keys), value, infer_kind(value))
+            why = "an attribute that is no Variable holds it, and flax takes only JAX's arrays there"
+            return Leaf(_format_path(keys), value, infer_kind(value), no_padding=why)
         inner = keys[length + 1 :]  # without "value", the attribute of the variable that holds it
         path = (*keys[:length], *inner)
         paths.append(path)

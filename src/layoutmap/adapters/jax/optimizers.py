@@ -20,6 +20,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.variables import VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.jax.ambient import use_mesh
+from layoutmap.engines.jax.padded import describe_logical, pad, unpad_arguments, wrap
 from layoutmap.engines.jax.programs import leave_program_context
 
 
@@ -86,7 +87,7 @@ def describe(init: Callable[[object], object], params: object) -> OptimizerVaria
     weights, layouts = describe_weights(params)
     try:
         with leave_program_context(), use_mesh(_find_mesh(params)):
-            state = jax.eval_shape(init, params)
+            state = jax.eval_shape(init, describe_logical(params))
     except jax.errors.ConcretizationTypeError as error:
         raise ScopeError(
             "the optimizer's init cannot be traced",
@@ -99,13 +100,20 @@ def describe(init: Callable[[object], object], params: object) -> OptimizerVaria
 
 def make_state(init: Callable[[object], object], params: object, layouts: Sequence[Layout]) -> object:
     """Return an optimizer's state, each leaf computed straight in its layout."""
-    shardings = [get_engine("jax").native(layout, layout.rank) for layout in layouts]
+    shardings: list[Any] = [get_engine("jax").native(layout, layout.rank) for layout in layouts]
     mesh = _find_mesh(params)
     if isinstance(mesh, jax.sharding.Mesh):  # equal layouts may have other axis types than the parameters
         shardings = [NamedSharding(mesh, sharding.spec) for sharding in shardings]
     with leave_program_context(), use_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh):
-        tree = jax.tree.structure(jax.eval_shape(init, params))
-        return jax.block_until_ready(jax.jit(init, out_shardings=jax.tree.unflatten(tree, shardings))(params))
+        leaves, tree = jax.tree.flatten(jax.eval_shape(init, describe_logical(params)))
+        padded = [layout.pad_shape(leaf.shape) for layout, leaf in zip(layouts, leaves, strict=True)]
+        run, arguments = unpad_arguments(init, params)
+
+        def run_and_pad(*arrays: object) -> list[Any]:
+            return list(map(pad, jax.tree.leaves(run(*arrays)), padded))
+
+        made = jax.block_until_ready(jax.jit(run_and_pad, out_shardings=shardings)(*arguments))
+        return jax.tree.unflatten(tree, [wrap(a, leaf.shape) for a, leaf in zip(made, leaves, strict=True)])
 
 
 def _find_mesh(params: object) -> AbstractMesh | jax.sharding.Mesh:
@@ -120,7 +128,7 @@ def move_state(state: object, layouts: Sequence[Layout]) -> object:
     moved = iter(layouts)
 
     def move_leaf(leaf: object) -> object:
-        return get_engine("jax").relayout(leaf, next(moved))
+        return get_engine("jax").relayout(leaf, next(moved), pad=True)
 
     def move(leaf: Any) -> object:
         if not hasattr(leaf, "set_raw_value"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,6 +28,7 @@ class Leaf:
         aliases: Its other paths, if it is in several places.
         annotation: What the model's own code says of its layout, as a rule would; empty for most.
         use: What is done with its axes, where that is known.
+        no_padding: Why it cannot be stored padded; empty if it can.
     """
 
     path: str
@@ -34,7 +37,10 @@ class Leaf:
     aliases: tuple[str, ...] = ()
     annotation: str = ""
     use: Use | None = None
+    no_padding: str = ""
 
+
+_EQUINOX = "filters of Equinox find only arrays of JAX itself"
 
 Describe = Callable[[Sequence[str], object], Leaf]
 
@@ -67,6 +73,7 @@ class Parts:
                 leaf.aliases,
                 use=leaf.use,
                 memory=find_memory(leaf.value),
+                no_padding=leaf.no_padding,
             )
             for leaf in self.leaves
         ]
@@ -92,6 +99,12 @@ def take_apart(tree: object, describe: Describe | None = None) -> Parts:
     else:
         leaves = [describe([*map(format_key, found[place][0])], values[place]) for place in places]
     _check_distinct(leaves, tree)
+    if "equinox" in sys.modules:
+        in_modules = find_equinox_leaves(tree_def)
+        leaves = [
+            replace(leaf, no_padding=_EQUINOX) if place in in_modules else leaf
+            for place, leaf in zip(places, leaves, strict=True)
+        ]
 
     def put_together(arrays: Sequence[object]) -> object:
         filled = list(values)
@@ -100,6 +113,15 @@ def take_apart(tree: object, describe: Describe | None = None) -> Parts:
         return jax.tree_util.tree_unflatten(tree_def, filled)
 
     return Parts(leaves, put_together)
+
+
+@functools.lru_cache
+def find_equinox_leaves(tree: Any) -> frozenset[int]:
+    """Return the leaves of a tree that are in modules of Equinox, by their numbers."""
+    module = sys.modules["equinox"].Module
+    numbers = tree.unflatten(range(tree.num_leaves))
+    tops = jax.tree.leaves(numbers, is_leaf=lambda value: isinstance(value, module))
+    return frozenset(n for top in tops if isinstance(top, module) for n in jax.tree.leaves(top))
 
 
 def list_leaves(tree: object) -> list[tuple[tuple[str, ...], object]]:

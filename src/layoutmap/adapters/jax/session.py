@@ -26,6 +26,7 @@ from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.agreement import check_values
 from layoutmap.engines.jax.ambient import make_abstract_mesh
+from layoutmap.engines.jax.padded import PaddedArray
 
 
 class JaxSession:
@@ -169,13 +170,13 @@ class JaxSession:
         return [
             made[key]
             if (key := str(number)) in made
-            else context.engine.relayout(_get_value(array), assignment.layout)
+            else context.engine.relayout(_get_value(array), assignment.layout, pad=assignment.is_padded)
             for number, (assignment, array) in enumerate(zip(assignments, arrays, strict=True))
         ]
 
 
 def _is_made(values: Sequence[object]) -> bool:
-    arrays = [value for value in values if isinstance(value, jax.Array)]
+    arrays = [value for value in values if isinstance(value, (jax.Array, PaddedArray))]
     return not arrays or any(map(_is_tracer, arrays))
 
 

@@ -27,6 +27,7 @@ from layoutmap.adapters.fingerprints import hash_lowered, list_versions
 from layoutmap.adapters.jax.microbatches import find_consecutive_splits
 from layoutmap.adapters.jax.objects import StepObjects, find_changed_arrays, is_object, open_objects
 from layoutmap.adapters.jax.outputs import Input, Place, Tree, choose_shardings
+from layoutmap.adapters.jax.pytrees import find_equinox_leaves
 from layoutmap.adapters.jax.step_changes import ProgramKey, describe_change
 from layoutmap.adapters.jax.tracing import is_key
 from layoutmap.core.arguments import describe_type
@@ -39,6 +40,7 @@ from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_program
 from layoutmap.engines.jax.ambient import leave_ambient_mesh, use_mesh
+from layoutmap.engines.jax.padded import PaddedArray, Shape, find_padded_shape, pad, unpad, unwrap
 
 _SMALL = 1024  # elements: an array off the mesh that has more may be meant as a batch
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -152,6 +154,9 @@ class _Variant(NamedTuple):
     structure: int  # the number of the structure of these objects
     tree: Tree  # of all arguments: static ones are `None` in it, and objects of nnx are lists of arrays
     constants: Constants  # the leaves of the tree that are no arrays
+    padded: tuple[
+        tuple[int, Shape], ...
+    ]  # of each padded array the number among the others, and its logical shape
 
     @property
     def num_positional(self) -> int:
@@ -201,6 +206,7 @@ class _Program:
     of_objects: Sequence[int]  # the leaves that are arrays of objects of nnx
     compiled: Any = None  # returns the leaves of the results, and the new arrays of objects
     result_shardings: tuple[Sequence[object], object] = ((), None)
+    logical_results: tuple[dict[int, Shape], dict[int, Shape]] = field(default_factory=lambda: ({}, {}))
     tree: Tree = None  # of the results, set when the function is traced
     constants: dict[int, object] = field(default_factory=dict[int, object])  # the results that are no arrays
 
@@ -352,15 +358,19 @@ class JitStep:
             for n, each in zip(nodes, arrays, strict=True):
                 values[n] = each
         leaves, tree = jax.tree.flatten(values)
+        is_padded = any(type(leaf) is PaddedArray for leaf in leaves)
+        padded_leaves, leaves = (leaves, list(map(unwrap, leaves))) if is_padded else ([], leaves)
         avals = [getattr(leaf, "aval", None) for leaf in leaves]
         others = {n: leaves[n] for n, aval in enumerate(avals) if aval is None}
         found = find_constants(tree, others) if others else {}
         if found:
             leaves = [leaf for n, leaf in enumerate(leaves) if n not in found]
+            padded_leaves = [leaf for n, leaf in enumerate(padded_leaves) if n not in found]
+        padded = tuple((n, leaf.shape) for n, leaf in enumerate(padded_leaves) if type(leaf) is PaddedArray)
         constants = tuple((n, type(value), value) for n, value in found.items())
         types = [(type(x), getattr(x, "shape", None), getattr(x, "dtype", None)) for x in others.values()]
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-        variant = _Variant(keys, static, nodes, objects.token if objects else -1, tree, constants)
+        variant = _Variant(keys, static, nodes, objects.token if objects else -1, tree, constants, padded)
         return _Call(variant, leaves, objects, (variant, tuple(avals), tuple(types), tuple(shardings)))
 
     def _read_objects(self, nodes: Sequence[object]) -> tuple[StepObjects, list[list[object]]]:
@@ -391,6 +401,9 @@ class JitStep:
             self._check_leaves(call, leaves, program.donated)
         with leave_ambient_mesh():
             out, changed = program.compiled(*leaves)
+        for made, shapes in zip((out, changed), program.logical_results, strict=True):
+            for n, shape in shapes.items():
+                made[n] = PaddedArray(made[n], shape)
         if call.objects is not None:
             call.objects.write(changed)
         return _fill(program.tree, program.constants, out)
@@ -431,10 +444,11 @@ class JitStep:
         if signature not in self._programs:
             with_layouts = {owner for n, owner in enumerate(owners) if n not in off_mesh}
             inputs = list[Input]()
-            for name, owner, shape, sharding in zip(names, owners, shapes, shardings, strict=True):
+            logical = dict(call.variant.padded)
+            for n, (name, owner, shape) in enumerate(zip(names, owners, shapes, strict=True)):
                 is_donated = call.variant.keys[owner] in self._donate
-                kept = sharding if is_donated or owner in with_layouts else None
-                inputs.append(Input(name, shape.shape, kept, is_donated))
+                kept = shardings[n] if is_donated or owner in with_layouts else None
+                inputs.append(Input(name, logical.get(n) or shape.shape, kept, is_donated))
             program = self._compile(call, inputs, owners, shardings, shapes)
             if any(
                 s.shape and (off_mesh.get(n) or (n in off_mesh and s.size > _SMALL))
@@ -487,18 +501,45 @@ class JitStep:
 
         run.__name__ = run.__qualname__ = self._name
         donate = [n for n, each in enumerate(inputs) if each.is_donated]
+        padded = dict(variant.padded)
+        logical = [
+            jax.ShapeDtypeStruct(padded[n], each.dtype) if n in padded else each
+            for n, each in enumerate(shapes)
+        ]
         # JAX traces a function once for both.
         with leave_ambient_mesh():
-            traced = jax.jit(run, donate_argnums=donate).trace(*shapes)
+            traced = jax.jit(run, donate_argnums=donate).trace(*logical)
         self._warn_of_splits(traced.jaxpr.jaxpr, inputs, shardings)
         arrays, changed = traced.out_info
         results = _fill(program.tree, dict.fromkeys(program.constants), arrays)
-        program.result_shardings = (
-            choose_shardings(results, traced.jaxpr.jaxpr, inputs, self._list_arguments(variant)),
-            {n: shardings[of_objects[n]] for n in changed},
+        chosen = choose_shardings(results, traced.jaxpr.jaxpr, inputs, self._list_arguments(variant))
+        kept = {n: shardings[of_objects[n]] for n in changed}
+        program.result_shardings = chosen, kept
+        of_results, of_changed = dict(enumerate(arrays)), dict(changed)
+        padded_results = (
+            _find_padded(of_results, dict(enumerate(chosen))),
+            _find_padded(of_changed, kept),
         )
+        program.logical_results = (
+            {n: of_results[n].shape for n in padded_results[0]},
+            {n: of_changed[n].shape for n in padded_results[1]},
+        )
+
+        # XLA partitions arrays of any shape, but JAX passes only even shards to a program and back (decisions/0230).
+        def run_padded(*stored: Any) -> tuple[list[Any], dict[int, object]]:
+            leaves = (unpad(each, padded[n]) if n in padded else each for n, each in enumerate(stored))
+            results = run(*leaves)
+            for made, shapes in zip(results, padded_results, strict=True):
+                for n, shape in shapes.items():
+                    made[n] = pad(made[n], shape)
+            return results
+
+        run_padded.__name__ = run_padded.__qualname__ = self._name
         program.compiled = jax.jit(
-            run, in_shardings=tuple(shardings), out_shardings=program.result_shardings, donate_argnums=donate
+            run_padded if padded else run,
+            in_shardings=tuple(shardings),
+            out_shardings=program.result_shardings,
+            donate_argnums=donate,
         )
         return program
 
@@ -705,21 +746,12 @@ def find_constants(tree: Tree, leaves: Mapping[int, object]) -> dict[int, object
     A leaf with arrays of its own, as JAX or numpy would read them, is none, and neither is one that has no hash.
     """
     plain = {n: x for n, x in leaves.items() if not (hasattr(x, "shape") or hasattr(x, "__array__"))}
-    in_modules = _find_modules(tree) if plain and "equinox" in sys.modules else ()
+    in_modules = find_equinox_leaves(tree) if plain and "equinox" in sys.modules else ()
     return {
         n: leaf
         for n, leaf in plain.items()
         if (n in in_modules if isinstance(leaf, _NUMBERS) else isinstance(leaf, Hashable))
     }
-
-
-@functools.lru_cache
-def _find_modules(tree: Tree) -> frozenset[int]:
-    """Return the leaves of a tree that are in modules of Equinox, by their numbers."""
-    module = sys.modules["equinox"].Module
-    numbers = tree.unflatten(range(tree.num_leaves))
-    tops = jax.tree.leaves(numbers, is_leaf=lambda value: isinstance(value, module))
-    return frozenset(n for top in tops if isinstance(top, module) for n in jax.tree.leaves(top))
 
 
 def _fill(tree: Tree, constants: Mapping[int, object], others: Iterable[object]) -> Tree:
@@ -728,6 +760,16 @@ def _fill(tree: Tree, constants: Mapping[int, object], others: Iterable[object])
         return tree.unflatten(others)
     rest = iter(others)
     return tree.unflatten([constants[n] if n in constants else next(rest) for n in range(tree.num_leaves)])
+
+
+def _find_padded(shapes: Mapping[int, Any], shardings: Mapping[int, Any]) -> dict[int, Shape]:
+    """Return the padded shapes of results with axes that do not divide, by number."""
+    found = {
+        n: find_padded_shape(each.shape, shardings[n])
+        for n, each in shapes.items()
+        if isinstance(shardings[n], NamedSharding)
+    }
+    return {n: shape for n, shape in found.items() if shape != shapes[n].shape}
 
 
 def _has_key_per_row(leaf: Any, num_rows: Set[int]) -> bool:

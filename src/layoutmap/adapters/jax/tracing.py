@@ -25,6 +25,7 @@ from layoutmap.core.errors import ScopeError
 from layoutmap.core.initializers import Initializer, Program
 from layoutmap.engines.jax.ambient import use_mesh
 from layoutmap.engines.jax.meshless import remove_mesh
+from layoutmap.engines.jax.padded import PaddedArray
 from layoutmap.engines.jax.programs import (
     find_global_reason,
     is_ref,
@@ -40,7 +41,7 @@ def is_array(value: object) -> bool:
     """Return whether a value is an array, of JAX or of numpy, or stands for one in a plan."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value.dtype == bool or jnp.issubdtype(value.dtype, jnp.number)
-    return isinstance(value, (jax.Array, jax.ShapeDtypeStruct))
+    return isinstance(value, (jax.Array, jax.ShapeDtypeStruct, PaddedArray))
 
 
 def is_key(value: Any) -> bool:

@@ -14,14 +14,17 @@ import numpy as np
 
 from layoutmap.adapters.jax import models
 from layoutmap.adapters.jax.models import is_nnx, take_apart
+from layoutmap.adapters.jax.optimizers import describe, make_state
 from layoutmap.adapters.jax.pytrees import Parts, format_key
 from layoutmap.adapters.jax.steps import jit_step
 from layoutmap.adapters.jax.variables import Variable
 from layoutmap.core.errors import ScopeError, shorten_repr
+from layoutmap.core.layout import Layout
 from layoutmap.core.old_names import OldName
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.variables import Kind
 from layoutmap.engines import get_engine
+from layoutmap.engines.jax.padded import PaddedArray
 
 Arrays = dict[str, jax.Array]
 
@@ -171,8 +174,12 @@ class Steps:
         batch = self._place_batch(split_batch(batch, self._state))
         (loss, _), gradients = self._gradients(weights, others, batch)
         if self._state.policy is not None:
+            engine = get_engine("jax")
             gradients = {
-                path: jax.device_put(each, weights[path].sharding) for path, each in gradients.items()
+                path: each
+                if (layout := engine.get_layout(weights[path])) is None
+                else engine.relayout(each, layout, pad=True)
+                for path, each in gradients.items()
             }
         return loss, gradients
 
@@ -187,7 +194,7 @@ class Steps:
             )
         weights, others = self._split_values(self._values())
         if state.opt_state is None:
-            state.opt_state = state.optimizer.init(weights)
+            state.opt_state = _init_optimizer(state.optimizer, weights)
         batch = self._place_batch(split_batch(batch, state))
         weights, others, state.opt_state, loss = self._update(weights, others, state.opt_state, batch)
         new = weights | others
@@ -241,6 +248,21 @@ class Steps:
         return jax.tree.map(
             lambda x: engine.relayout(np.asarray(x), policy.derive_batch_layout(np.shape(x))), batch
         )
+
+
+def _init_optimizer(optimizer: Any, weights: Arrays) -> Any:
+    """Return the first state of an optimizer, in the layouts of the weights if these are padded."""
+    if not any(isinstance(each, PaddedArray) for each in weights.values()):
+        return optimizer.init(weights)
+    found = describe(optimizer.init, weights)
+    mesh = next(iter(found.layouts.values())).mesh
+    layouts = [
+        found.layouts["", slot.parent]
+        if slot.parent and slot.axes is None
+        else Layout.replicated(mesh, len(slot.shape))
+        for slot in found.slots
+    ]
+    return make_state(optimizer.init, weights, layouts)
 
 
 def call_model(model: Any, forward: Callable[..., object] | None, inputs: Any) -> object:

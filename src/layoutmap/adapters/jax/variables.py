@@ -60,7 +60,11 @@ class Variable:
         if is_key(self.array) and not is_key(value):
             value = jax.random.wrap_key_data(jax.numpy.asarray(value), impl=jax.random.key_impl(self.array))
         layout = get_engine("jax").get_layout(self.array)
-        self.array = jax.numpy.asarray(value) if layout is None else get_engine("jax").relayout(value, layout)
+        self.array = (
+            jax.numpy.asarray(value)
+            if layout is None
+            else get_engine("jax").relayout(value, layout, pad=True)
+        )
         self.replace(self.array)
 
     def _check(self) -> None:

@@ -73,7 +73,11 @@ class KerasKeeping(Keeping):
 
     def describe_variables(self, model: object, optimizer: object = None) -> list[Stored]:
         """Return the variables of an existing model, and the slots of its optimizer or a given one."""
-        return [Stored(each.spec, each.variable.value) for each in _describe_synced_model(model, optimizer)]
+        backend = get_backend(get_backend_name())
+        return [
+            Stored(each.spec, backend.read_stored(each.variable))
+            for each in _describe_synced_model(model, optimizer)
+        ]
 
     def restore_variables(
         self, model: object, optimizer: object, arrays: Iterable[tuple[str, object]]

@@ -55,6 +55,8 @@ def shard_host_assignments(variable: object, assignment: Assignment) -> None:
 
 def _convert_value(variable: Any, assignment: Assignment, value: object, dtype: object = None) -> object:
     plain = type(variable)._convert_to_tensor
+    if isinstance(value, get_backend(get_backend_name()).stored_types):
+        return value
     if not is_on_host(value):
         return plain(variable, value, dtype=dtype)
     check_shape(variable, assignment.variable.path, value)

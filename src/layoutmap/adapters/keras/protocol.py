@@ -25,7 +25,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.unsupported import Unsupported
-from layoutmap.core.variables import Assignment
+from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.patches import Closing
 from layoutmap.engines.protocol import Engine
@@ -113,10 +113,19 @@ class Backend(ABC):
     single_scope_steps: ClassVar[Mapping[str, bool]] = MappingProxyType({})
     # Value of a variable in its Keras element type.
     read_value: Callable[[keras.Variable], object] = staticmethod(operator.attrgetter("value"))
+    # Array that a variable stores.
+    read_stored: Callable[[keras.Variable], object] = staticmethod(operator.attrgetter("value"))
     # Makes an unsharded tensor of a numpy array for Keras's quantizers, if they cannot read sharded weights.
     make_unsharded_tensor: Callable[[Any], object] | None = None
     # TensorBoard options that compute with sharded weights, which fails.
     unsupported_board_options: ClassVar[Sequence[str]] = ()
+
+    # Arrays that a variable stores and that Keras cannot convert.
+    stored_types: tuple[type, ...] = ()
+
+    def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
+        """Return why a variable cannot be stored padded, or an empty text if it can."""
+        return f"Keras on {self.engine_name} stores no padding"
 
     def list_private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
         """Return the classes and modules of Keras with the private names that this backend uses."""

@@ -15,6 +15,8 @@ from layoutmap.core.blocks import Ends, Index, NumpyArray, get_slice_ends, make_
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.checks import make_element_type_error, make_no_numbers_error
 from layoutmap.engines.jax.devices import Device, get_device_name
+from layoutmap.engines.jax.padded import PaddedArray, Shape, make_padded_reader, unwrap
+from layoutmap.engines.protocol import Array
 
 
 def convert_dtype(name: str, path: str) -> np.dtype[Any]:
@@ -52,13 +54,14 @@ def canonicalize(values: Any) -> NumpyArray:
 
 
 def from_blocks(
-    shape: tuple[int, ...],
+    shape: Shape,
     dtype: np.dtype[Any],
     sharding: NamedSharding,
     read: Callable[[Index], NumpyArray],
     *,
     copy: bool = True,
-) -> jax.Array:
+    padded: Shape | None = None,
+) -> Array:
     """Return an array made from blocks, each read once.
 
     Args:
@@ -67,7 +70,11 @@ def from_blocks(
         sharding: Its sharding.
         read: Gives the values at an index.
         copy: Whether what is read may change later: on CPU devices JAX may share the memory of a numpy array.
+        padded: The shape with padding; `None`: there is none.
     """
+    if padded is not None and padded != shape:
+        read = make_padded_reader(read, shape, dtype)
+        return PaddedArray(from_blocks(padded, dtype, sharding, read, copy=copy), shape)
     kind = sharding.memory_kind
     holders: dict[Ends, list[Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -115,17 +122,23 @@ def iterate_shards(array: jax.Array, *, copy: bool = True) -> Iterator[tuple[Ind
         return
     seen: set[Ends] = set()
     data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
-    for shard in data.addressable_shards:
-        index = normalize_index(shard.index[: array.ndim], array.shape)
+    for shard in unwrap(data).addressable_shards:
+        if isinstance(array, PaddedArray):
+            index, values = array.clip_shard(shard)
+        else:
+            index, values = normalize_index(shard.index[: array.ndim], array.shape), np.asarray(shard.data)
         if get_slice_ends(index) not in seen:
             seen.add(get_slice_ends(index))
-            yield index, np.asarray(shard.data)
+            yield index, values
 
 
 def iterate_by_device(array: object) -> Iterator[tuple[str, NumpyArray]]:
     """Yield the values on each device of this process, with its name. Random keys are yielded as their data."""
     if isinstance(array, (np.ndarray, np.generic)):
         yield "", np.asarray(array)
+    elif isinstance(array, PaddedArray):
+        for shard in array.array.addressable_shards:
+            yield get_device_name(shard.device), array.clip_shard(shard)[1]
     elif isinstance(array, jax.Array):
         data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
         for shard in data.addressable_shards:

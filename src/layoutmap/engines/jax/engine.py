@@ -30,6 +30,7 @@ from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.pieces import Move
+from layoutmap.core.uneven import add_sharding_dim, fit_layout
 from layoutmap.core.variables import Assignment
 from layoutmap.engines.agreement import check_computed
 from layoutmap.engines.checks import (
@@ -52,17 +53,18 @@ from layoutmap.engines.jax.arrays import (
 from layoutmap.engines.jax.devices import Device, bind_mesh, find_devices, list_device_names, simulate
 from layoutmap.engines.jax.layouts import ArrayLayouts
 from layoutmap.engines.jax.moving import make_mover
+from layoutmap.engines.jax.padded import PaddedArray, Shape, change_padding, unwrap, wrap
 from layoutmap.engines.jax.processes import gather_values, share_seeds
 from layoutmap.engines.jax.programs import ShardedProgram, find_global_reason, leave_program_context, trace
 from layoutmap.engines.jax.trees import find_memory
-from layoutmap.engines.protocol import Unplaced
+from layoutmap.engines.protocol import Array, Unplaced
 
 
 class JaxEngine:
     """Engine for `jax.Array`, with one instance, `engine()`. See `Engine` for the errors it raises."""
 
     name = "jax"
-    array_types: tuple[type, ...] = (jax.Array,)
+    array_types: tuple[type, ...] = (jax.Array, PaddedArray)
     several_dims = True
     devices = staticmethod(list_device_names)
     simulate = staticmethod(simulate)
@@ -128,13 +130,18 @@ class JaxEngine:
                     program = self._get_program(assignment, initializer, seeds.get(key), sharding)
                     if isinstance(program, ShardedProgram):
                         array = wait_on_cpu(program(seeds[key]))
+                        if assignment.is_padded:
+                            array = _move_padded(array, assignment.padded_shape, sharding)
                     else:
                         values = _compute_global_value(
                             assignment, initializer, seeds.get(key), across=bool(devices)
                         )
                         if devices:
                             checksums.append((assignment.variable.path, compute_checksum(values)))
-                        array = from_blocks(values.shape, values.dtype, sharding, values.__getitem__)
+                        padded = assignment.padded_shape
+                        array = from_blocks(
+                            values.shape, values.dtype, sharding, values.__getitem__, padded=padded
+                        )
                         del values
                     made[key] = self._layouts.record_layout(array, assignment.layout)
                     del array
@@ -174,25 +181,29 @@ class JaxEngine:
         with leave_program_context():
             checked = wrap_reader(variable, read)
             dtype = np.dtype(jnp.dtype(variable.dtype))
-            made = from_blocks(variable.shape, dtype, sharding, checked, copy=copy)
+            made = from_blocks(
+                variable.shape, dtype, sharding, checked, copy=copy, padded=assignment.padded_shape
+            )
             return self._layouts.record_layout(made, assignment.layout)
 
     def get_writable_memory(self, array: object) -> tuple[()]:
         """Return no memory, since JAX arrays are immutable."""
         return ()
 
-    def relayout(self, array: object, layout: Layout) -> jax.Array:
+    def relayout(self, array: Array, layout: Layout, *, pad: bool = False) -> Array:
         """Return the same values in another layout. Also accepts numpy arrays and values that numpy converts.
 
         A numpy array of 64-bit numbers becomes one of 32-bit numbers, as JAX does everywhere unless `jax_enable_x64`
         is set. While JAX traces, the result is constrained to the layout.
         """
-        if not isinstance(array, jax.Array):
+        if not isinstance(array, self.array_types):
             array = canonicalize(array)
         memory = "" if isinstance(array, jax.core.Tracer) else find_memory(array)
-        sharding = self._layouts.make_fitting_sharding(layout, array.shape, memory=memory)
+        sharding = self._layouts.make_fitting_sharding(layout, array.shape, memory=memory, pad=pad)
         if isinstance(array, jax.core.Tracer):
             return constrain(array, sharding)
+        if (padded := layout.pad_shape(array.shape)) != array.shape or isinstance(array, PaddedArray):
+            return self._layouts.record_layout(_move_padded(array, padded, sharding), layout, given=array)
         movable = isinstance(array, jax.Array) and (
             sharding.is_fully_addressable or not array.is_fully_addressable
         )
@@ -218,6 +229,9 @@ class JaxEngine:
         Of random keys, which numpy cannot hold, it returns their data.
         """
         layout = self.get_layout(array)
+        if isinstance(array, PaddedArray) and not array.is_fully_addressable:
+            array = array.__jax_array__()
+            layout = self.get_layout(array)
         if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             if layout is not None:
                 array = self.relayout(array, Layout.replicated(layout.mesh, layout.rank))
@@ -225,7 +239,11 @@ class JaxEngine:
         if layout is not None and not array.is_fully_addressable:
             array = self.relayout(array, Layout.replicated(layout.mesh, layout.rank))
             return np.asarray(next(iter(array.addressable_shards)).data)
-        if layout is None or layout.is_fully_replicated() or isinstance(array, jax.core.Tracer):
+        if (
+            layout is None
+            or layout.is_fully_replicated()
+            or isinstance(array, (PaddedArray, jax.core.Tracer))
+        ):
             return np.asarray(array)
         # Not np.asarray: JAX keeps a gathered array with the array, on the host.
         gathered_values = np.empty(array.shape, array.dtype)
@@ -277,7 +295,7 @@ class JaxEngine:
         variable = assignment.variable
         convert_dtype(variable.dtype, variable.path)
         return self._layouts.make_fitting_sharding(
-            assignment.layout, variable.shape, variable.path, variable.memory
+            assignment.layout, variable.shape, variable.path, variable.memory, pad=assignment.is_padded
         )
 
     def _get_program(
@@ -301,6 +319,8 @@ class JaxEngine:
             )
         (aval,) = closed.out_avals
         check_initial_value(variable, aval.shape, aval.dtype.name)  # type: ignore[attr-defined]
+        if assignment.is_padded:
+            sharding = self._layouts.make_sharding(_make_even_layout(assignment.layout, variable.shape))
         program = find_global_reason(closed) or ShardedProgram(closed, sharding)
         with self._lock:
             return remember(self._programs, key, program)
@@ -310,6 +330,28 @@ class JaxEngine:
 def engine() -> JaxEngine:
     """Return the only JAX engine of this process."""
     return JaxEngine()
+
+
+# XLA rounds otherwise where it fuses operations with padding, so another program pads (decisions/0230).
+def _make_even_layout(layout: Layout, shape: Shape) -> Layout:
+    """Return an even layout, with the dims of uneven axes on other axes where these divide."""
+    even = fit_layout(layout, shape, "replicate")
+    for axis in layout.find_uneven_axes(shape):
+        for dim in layout.list_mesh_dims(axis):
+            even = add_sharding_dim(even, shape, dim)
+    return even
+
+
+def _move_padded(array: Array, padded: Shape, sharding: NamedSharding) -> Array:
+    """Return an array in a sharding, with the padding that this needs."""
+    stored, shape = unwrap(array), array.shape
+    if isinstance(stored, jax.Array) and (stored.shape, stored.sharding) == (padded, sharding):
+        return array
+    if isinstance(stored, jax.Array) and stored.sharding.device_set == sharding.device_set:
+        with leave_program_context():
+            return wrap(wait_on_cpu(change_padding(stored, shape, padded, sharding)), shape)
+    values = np.asarray(array)
+    return from_blocks(shape, values.dtype, sharding, values.__getitem__, padded=padded)
 
 
 def _make_signature(seed: object) -> Hashable:

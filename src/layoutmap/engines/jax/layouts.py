@@ -21,7 +21,8 @@ from layoutmap.engines.jax.devices import (
     make_named_sharding,
     make_partition_spec,
 )
-from layoutmap.engines.protocol import Unplaced
+from layoutmap.engines.jax.padded import PaddedArray, unwrap, wrap
+from layoutmap.engines.protocol import Array, Unplaced
 
 
 # Equal meshes share one JAX mesh, so a weak table stores the mesh that each array was made with (decisions/0033).
@@ -44,14 +45,20 @@ class ArrayLayouts:
         return sharding
 
     def make_fitting_sharding(
-        self, layout: Layout, shape: tuple[int, ...], name: str = "layout", memory: str = ""
+        self,
+        layout: Layout,
+        shape: tuple[int, ...],
+        name: str = "layout",
+        memory: str = "",
+        *,
+        pad: bool = False,
     ) -> NamedSharding:
         """Return the sharding of a layout that fits a shape. An empty `memory` means the devices' default.
 
         Raises:
-            LayoutError: It does not fit.
+            LayoutError: It does not fit. With `pad`, axes need not divide.
         """
-        layout.check_fits(shape, name)
+        (layout.check_rank if pad else layout.check_fits)(shape, name)
         sharding = self.make_sharding(layout)
         return sharding.with_memory_kind(memory) if memory else sharding
 
@@ -71,6 +78,7 @@ class ArrayLayouts:
 
     def get_layout(self, array: Any) -> Layout | None:
         """Return the layout of an array, or None without a mesh with named dims."""
+        array = unwrap(array)
         sharding = getattr(array, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
             return None
@@ -95,7 +103,7 @@ class ArrayLayouts:
         except MeshError as error:
             return Unplaced(f"{sharding.spec} on a mesh that has no form here: {error.what}")
 
-    def record_layout(self, array: Any, layout: Layout, *, given: object = None) -> jax.Array:
+    def record_layout(self, array: Array, layout: Layout, *, given: object = None) -> Array:
         """Return an array that was made in a layout, and record its mesh if equal meshes were used before.
 
         Args:
@@ -103,6 +111,8 @@ class ArrayLayouts:
             layout: Its layout.
             given: What it was made from, and may be itself: that keeps its layout.
         """
+        if isinstance(array, PaddedArray):
+            return wrap(self.record_layout(array.array, layout, given=unwrap(given)), array.shape)
         first = self._mesh_of_native[array.sharding.mesh]
         _, made_on = self._mesh_of_array.get(id(array), (None, first))
         if made_on == layout.mesh:

@@ -153,7 +153,7 @@ class TensorFlowEngine:
         """Return no memory, since numpy gets copies of TensorFlow's values."""
         return ()
 
-    def relayout(self, array: Any, layout: Layout) -> tf.Tensor:
+    def relayout(self, array: Any, layout: Layout, *, pad: bool = False) -> tf.Tensor:
         """Return the same values in another layout. Also accepts unsharded tensors and values that numpy converts.
 
         Gradients pass through it. Inside a `tf.function` DTensor does it, where the sign of a zero may be lost.

@@ -170,7 +170,7 @@ class TorchEngine:
         return from_blocks(variable.shape, dtype, assignment.layout, read_block)
 
     @skip_function_modes
-    def relayout(self, array: object, layout: Layout) -> object:
+    def relayout(self, array: object, layout: Layout, *, pad: bool = False) -> object:
         """Return the same values in another layout. Also accepts unsharded tensors and values that numpy converts.
 
         Gradients pass through it, unless the array moves to another mesh. A plain tensor is the same in all processes.

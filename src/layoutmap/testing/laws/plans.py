@@ -19,6 +19,7 @@ import numpy as np
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.uneven import UnevenSetting, choose_policy
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, get_itemsize
 from layoutmap.engines import get_engine
 from layoutmap.scope.layout_map import LayoutMap
@@ -53,7 +54,7 @@ def compare_built_model(trial: Trial) -> Iterator[str]:
             yield f"{path}: planned {expected.layout}, built {variable.layout}"
         if path in stored:
             sizes = {np.asarray(shard).nbytes for _, shard in engine.to_shards(stored[path])}
-            if sizes != {expected.shard_bytes}:
+            if max(sizes) != expected.shard_bytes or (len(sizes) > 1 and not expected.is_padded):
                 yield f"{path}: planned {expected.shard_bytes} bytes on each device, built {sorted(sizes)}"
 
 
@@ -88,19 +89,24 @@ def _pick_variable(trial: Trial) -> VariableSpec:
 
 
 def _compare_dims(
-    trial: Trial, assignment: Assignment, rule_dims: Sequence[Dims], uneven: str
+    trial: Trial, assignment: Assignment, rule_dims: Sequence[Dims], uneven: UnevenSetting
 ) -> Iterator[str]:
     """Yield the difference between a layout and the dims that a rule assigns to each axis.
 
-    An axis that does not divide is replicated or sharded over fewer dims. An engine without support for several dims
-    along one axis uses the largest.
+    An axis that does not divide is padded, replicated, or sharded over fewer dims. An engine without support for
+    several dims along one axis uses the largest.
     """
     sizes = {dim.name: dim.size for dim in trial.plan.mesh.mesh_dims}
     shape = assignment.variable.shape
     expected = list(rule_dims) or [()] * len(shape)
+    asked = Layout(expected, trial.plan.mesh)
+    why_not = trial.adapter.explain_no_padding(assignment.variable, asked)
+    policy = choose_policy(uneven, can_pad=not why_not)
+    if assignment.is_padded != (policy == "pad" and bool(asked.find_uneven_axes(shape))):
+        yield f"{assignment.variable.path}: padded is {assignment.is_padded}, by {uneven} and {why_not!r}"
     for axis, dims in enumerate(expected):
-        if shape[axis] % math.prod(sizes[dim] for dim in dims):
-            numbers = [0] if uneven == "replicate" else range(len(dims) + 1)
+        if shape[axis] % math.prod(sizes[dim] for dim in dims) and policy != "pad":
+            numbers = [0] if policy == "replicate" else range(len(dims) + 1)
             options = [option for number in numbers for option in itertools.combinations(dims, number)]
             even = [option for option in options if not shape[axis] % math.prod(sizes[d] for d in option)]
             expected[axis] = max(even, key=lambda option: math.prod(sizes[dim] for dim in option))
@@ -121,8 +127,9 @@ def compare_memory(trial: Trial) -> Iterator[str]:
     sizes = {dim.name: dim.size for dim in trial.plan.mesh.mesh_dims}
     total = slots = 0
     for a in trial.plan.assignments:
-        shards = math.prod(sizes[d] for axis in range(a.layout.rank) for d in a.layout.list_mesh_dims(axis))
-        num_bytes = math.ceil(math.prod(a.variable.shape) // shards * get_itemsize(a.variable.dtype))
+        counts = (math.prod(sizes[d] for d in a.layout.list_mesh_dims(axis)) for axis in range(a.layout.rank))
+        shard = [math.ceil(size / count) for size, count in zip(a.variable.shape, counts, strict=True)]
+        num_bytes = math.ceil(math.prod(shard) * get_itemsize(a.variable.dtype))
         total += 2 * num_bytes if a.variable.is_trained else num_bytes
         slots += num_bytes * (a.variable.kind is Kind.SLOT)
     if (total, slots) != (trial.plan.memory.total, trial.plan.memory.slots):

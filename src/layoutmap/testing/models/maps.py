@@ -11,7 +11,7 @@ from functools import cached_property
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.uneven import Uneven
+from layoutmap.core.uneven import UnevenSetting
 from layoutmap.testing.models.choices import Choices
 
 Shape = tuple[int, ...]
@@ -57,6 +57,7 @@ class Devices:
         return {f"batch={batch},model={model},x={x}": 1 for batch, model, x in grids}
 
 
+_PAD: UnevenSetting = ("pad", "shrink")
 EIGHT = Devices()  # eight simulated devices
 
 
@@ -67,7 +68,7 @@ class DrawnMap:
     mesh: str
     rules: tuple[tuple[str, Specs], ...]  # sharding specs of variables, by pattern
     activations: tuple[tuple[str, Specs], ...]  # sharding specs of layer outputs, by pattern
-    uneven: Uneven
+    uneven: UnevenSetting
     batch_dim: str | None  # None: no dim shards the batch
 
     @property
@@ -90,7 +91,7 @@ def draw_map(
     """
     text = choices.pick_weighted(devices.meshes)
     mesh = Mesh(None, text)
-    uneven: Uneven = choices.pick("error", "error", "replicate", "shrink")
+    uneven: UnevenSetting = choices.pick("error", "error", "replicate", "shrink", _PAD, _PAD)
     dim = next((dim for dim in _BATCH_DIMS if dim in mesh), None)
     batch_dim = dim if dim and not choices.is_one_in(8) else None
     rules: dict[str, Specs] = {}
@@ -112,11 +113,12 @@ def draw_map(
 
 
 def draw_specs(
-    choices: Choices, mesh: Mesh, shape: Shape, uneven: Uneven, unusable: Collection[str | None] = ()
+    choices: Choices, mesh: Mesh, shape: Shape, uneven: UnevenSetting, unusable: Collection[str | None] = ()
 ) -> Specs:
     """Draw sharding specs for a tensor that use none of the `unusable` mesh dims."""
     number = choices.pick_weighted({1: 6, 0: 4, 2: 4 * len(shape), 3: 2})
-    same_axis, may_be_uneven = choices.is_one_in(4), uneven != "error" and choices.is_one_in(3)
+    same_axis = choices.is_one_in(4)
+    may_be_uneven = uneven == _PAD or (uneven != "error" and choices.is_one_in(3))
     if may_be_uneven:  # more often several dims along one axis, of which some may divide it and others not
         same_axis = same_axis or choices.is_one_in(2)
     axes: list[tuple[str, ...]] = [()] * len(shape)
@@ -125,12 +127,14 @@ def draw_specs(
         free = used if same_axis and used else [axis for axis in range(len(shape)) if axis not in used]
         shards = [math.prod(map(mesh.dim_size, (*dims, dim))) for dims in axes]
         usable = [axis for axis in free if may_be_uneven or not shape[axis] % shards[axis]]
+        if uneven == _PAD and choices.is_one_in(2):
+            usable = [axis for axis in usable if shape[axis] % shards[axis]] or usable
         if usable:
             axes[choices.pick(*usable)] += (dim,)
     return tuple(dims if len(dims) > 1 else dims[0] if dims else None for dims in axes)
 
 
-def _can_shard(layout: Layout, shapes: Collection[Shape], uneven: Uneven) -> bool:
+def _can_shard(layout: Layout, shapes: Collection[Shape], uneven: UnevenSetting) -> bool:
     """Return whether a layout fits tensors of all these shapes."""
     return all(
         len(shape) == layout.rank and (uneven != "error" or not layout.find_uneven_axes(shape))

@@ -20,7 +20,9 @@ from layoutmap.adapters.keras.backends.jax_steps import (
     make_training_wraps,
     pin_layout,
     place_on_mesh,
+    read_logical,
     read_state,
+    read_stored,
 )
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, WrappedMethods
@@ -28,8 +30,9 @@ from layoutmap.adapters.keras.training import make_for_training, record_gradient
 from layoutmap.adapters.keras.wraps import get_session
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
-from layoutmap.core.variables import Assignment
+from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import get_engine
+from layoutmap.engines.jax.padded import PaddedArray, explain_no_padding, wrap
 from layoutmap.engines.patches import temporarily
 
 
@@ -38,12 +41,20 @@ class JaxBackend(Backend):
 
     engine_name = "jax"
     chooses_layouts = True
+    stored_types = (PaddedArray,)
+    read_value = read_stored = staticmethod(read_stored)
     global_init = MappingProxyType(
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
             "Constant": "its constant is an array, all of which exists already",
         }
     )
+
+    def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
+        """Return why a variable cannot be stored padded, or an empty text if it can."""
+        if jax.process_count() > 1:
+            return "Keras in several processes stores no padding"
+        return variable.no_padding or explain_no_padding(variable, layout)
 
     def list_private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
         """Return the private names of Keras's trainer that `jax_steps` wraps."""
@@ -74,7 +85,10 @@ class JaxBackend(Backend):
         own = variable.__dict__
         own["__array__"] = functools.partial(_convert_to_array, variable)
         own.pop("_direct_assign", None)
-        if session.context.across:
+        own.pop("_maybe_autocast", None)
+        if assignment.is_padded:
+            own["_maybe_autocast"] = functools.partial(read_logical, variable)
+        if session.context.across or assignment.is_padded:
             own["_direct_assign"] = functools.partial(_assign_value, variable)
         return tag
 
@@ -138,6 +152,7 @@ class JaxBackend(Backend):
             if session is not None:
                 batch = place_on_mesh(batch, session)
             logs, gradients = jax.jit(step)(read_state(model), batch)
+        gradients = [None if g is None else wrap(g, v.shape) for g, v in zip(gradients, weights, strict=True)]
         return jax.tree.map(get_engine("jax").to_numpy, (logs, gradients))
 
 
@@ -160,10 +175,12 @@ def _assign_value(variable: keras.Variable, value: object) -> None:
     if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
         type(variable)._direct_assign(variable, value)
     else:  # each process takes its devices' shards of its own value; JAX would first send all of it around
-        variable._value = get_engine("jax").relayout(value, variable.layout)
+        variable._value = get_engine("jax").relayout(value, variable.layout, pad=True)
 
 
 def _convert_to_array(variable: keras.Variable, dtype: Any = None, copy: bool | None = None) -> object:
     # JAX would keep what it has gathered, with the array: after a save the host would hold all of the model.
     known = variable.__dict__.get(GATHERED)
-    return np.asarray(get_engine("jax").to_numpy(variable.value) if known is None else known, dtype=dtype)
+    return np.asarray(
+        get_engine("jax").to_numpy(read_stored(variable)) if known is None else known, dtype=dtype
+    )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from layoutmap.adapters.keras.backends.jax_processes import Rows, wrap_failure_r
 from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import check_same_batch, make_step_wraps
 from layoutmap.engines.agreement import CallSchedule, check_program
+from layoutmap.engines.jax.padded import PaddedArray, find_padded_shape, pad, unpad, unwrap, wrap
 from layoutmap.engines.patches import temporarily
 
 PRIVATE = ((keras.Model, ("_get_jax_state", "_purge_model_variables", "_make_function")),)
@@ -56,6 +58,7 @@ def make_training_wraps(model: keras.Model, session: KerasSession) -> WrappedMet
 
     wraps = make_step_wraps(model, session, schedule, step, wraps)
     wraps["_get_jax_state"] = last_values.wrap_get_state(model._get_jax_state)
+    wraps["jax_state_sync"] = last_values.wrap_sync(model.jax_state_sync)
     wraps["_make_function"] = last_values.wrap_make_function(model._make_function, session)
     return wraps
 
@@ -119,7 +122,8 @@ class _LastValues:
             _give_own_memory(
                 variable for group in _list_variable_groups(self._model, 4) for variable in group
             )
-            state = plain(**groups)
+            with _use_stored_values():
+                state = tuple(list(map(unwrap, group)) for group in plain(**groups))
             self._record_values(state)
             if purge_model_variables:
                 self._model._purge_model_variables(**groups)
@@ -144,6 +148,22 @@ class _LastValues:
 
         return make
 
+    def wrap_sync(self, plain: Method) -> Method:
+        """Return a `jax_state_sync` that gives variables the padded arrays that steps return."""
+
+        @functools.wraps(plain)
+        def sync() -> None:
+            model = self._model
+            if getattr(model, "_jax_state", None) and not model._jax_state_synced:
+                owners = _name_variable_groups(model)
+                model._jax_state = {
+                    name: values and [wrap(x, v.shape) for x, v in zip(values, owners[name], strict=True)]
+                    for name, values in model._jax_state.items()
+                }
+            plain()
+
+        return sync
+
     def _record_values(self, state: State) -> None:
         if self.depth:
             self._values = state
@@ -156,7 +176,7 @@ class _LastValues:
         ):
             for value, variable in zip(values, variables, strict=False):
                 if variable._value is None or variable._value.is_deleted():
-                    variable._value = value
+                    variable._value = wrap(value, variable.shape)
                 lost |= _is_lost(variable._value)
         self._model._jax_state, self._model._jax_state_synced = None, True
         if lost:
@@ -175,6 +195,11 @@ def _is_lost(array: jax.Array) -> bool:
         return array.is_deleted() or jax.block_until_ready(array) is None
     except jax.errors.JaxRuntimeError:  # what computes it has failed
         return True
+
+
+def _name_variable_groups(model: keras.Model) -> dict[str, list[keras.Variable]]:
+    names = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
+    return dict(zip(names, _list_variable_groups(model, 4), strict=True))
 
 
 def _list_variable_groups(model: keras.Model, number: int) -> list[list[keras.Variable]]:
@@ -196,7 +221,37 @@ def _give_own_memory(variables: Iterable[keras.Variable]) -> None:
 
 def read_state(model: keras.Model) -> tuple[list[jax.Array], ...]:
     """Return the values that a model's training step takes."""
-    return tuple([variable.value for variable in group] for group in _list_variable_groups(model, 4))
+    return tuple(
+        [unwrap(read_stored(variable)) for variable in group] for group in _list_variable_groups(model, 4)
+    )
+
+
+_has_stored_values: ContextVar[bool] = ContextVar("_has_stored_values", default=False)
+
+
+@contextmanager
+def _use_stored_values() -> Generator[None]:
+    """Have variables return the arrays that they store, also padded ones, until the block ends."""
+    token = _has_stored_values.set(True)
+    try:
+        yield
+    finally:
+        _has_stored_values.reset(token)
+
+
+def read_stored(variable: keras.Variable) -> Any:
+    """Return the array that a variable stores, which may be a `PaddedArray`."""
+    with _use_stored_values():
+        return variable.value
+
+
+def read_logical(variable: keras.Variable, value: Any) -> Any:
+    """Return the value of a variable that is stored padded. It is its `_maybe_autocast`."""
+    if isinstance(value, PaddedArray):
+        if _has_stored_values.get():
+            return value
+        value = value.__jax_array__()
+    return type(variable)._maybe_autocast(variable, value)
 
 
 def _wrap_entry(plain: Method, last_values: _LastValues) -> Method:
@@ -269,7 +324,8 @@ def _wrap_step(model: keras.Model, plain: Method, session: KerasSession) -> Meth
 
     @functools.wraps(plain)
     def step(state: State, data: object) -> object:
-        result, new = plain(state, data)
+        groups = _list_variable_groups(model, len(state))
+        result, new = plain(tuple(map(_unpad, state, groups)), data)
         if session.context.across:  # each process is to find its rows, and all numbers, on its own devices
             by_rows = plain.__name__ == "predict_step"
             result = keras.tree.map_structure(
@@ -291,12 +347,18 @@ def _make_addressable(array: object, session: KerasSession, by_rows: bool) -> ob
     return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 
 
+def _unpad(values: Sequence[jax.Array], variables: Sequence[keras.Variable]) -> list[jax.Array]:
+    return [unpad(value, variable.shape) for value, variable in zip(values, variables, strict=True)]
+
+
 def _pin_values(values: Sequence[jax.Array], variables: Sequence[keras.Variable]) -> list[jax.Array]:
     return list(map(pin_layout, values, variables))
 
 
 def pin_layout(array: Any, variable: keras.Variable) -> jax.Array:
-    """Constrain an array in a step to the layout of a variable, if it has one."""
+    """Constrain an array in a step to the layout of a variable, if it has one, and pad it for that."""
+    if isinstance(variable._layout, jax.sharding.NamedSharding):
+        array = pad(array, find_padded_shape(array.shape, variable._layout))
     if isinstance(variable._layout, jax.sharding.Sharding):
         return jax.lax.with_sharding_constraint(array, variable._layout)
     return array

@@ -1,0 +1,245 @@
+"""Arrays with axes that do not divide: stored padded with zeros, and read with their own shape.
+
+JAX refuses uneven shards at the boundary of a program and accepts them inside. A program therefore takes padded arrays,
+slices them, and pads its results, so that XLA partitions arrays of the logical shape (decisions/0230).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import NamedSharding, PartitionSpec
+
+from layoutmap.core.blocks import (
+    BlockReader,
+    Index,
+    NumpyArray,
+    compute_block_shape,
+    intersect_blocks,
+    make_full_index,
+    make_relative_index,
+    normalize_index,
+)
+from layoutmap.core.layout import Layout
+from layoutmap.core.variables import VariableSpec
+from layoutmap.engines.protocol import Array
+
+Shape = tuple[int, ...]
+T = TypeVar("T")
+
+
+# JAX traces pytree nodes, and an optimizer would see padding, so this is an opaque leaf (decisions/0230).
+class PaddedArray:
+    """Array that is stored padded. `jax.numpy` and numpy read it with its own shape.
+
+    A step of `layoutmap.jit_step` gets it as an array. `jax.jit` and `jax.grad` refuse it; `jnp.asarray` gathers the
+    axes that are padded.
+
+    Args:
+        array: The padded array.
+        shape: The shape without padding.
+    """
+
+    __slots__ = ("__weakref__", "array", "shape")
+    __hash__ = None  # type: ignore[assignment]
+    __array_priority__ = 100
+    committed = True
+    is_padded = True
+    _committed = (
+        False  # so that jnp.zeros_like makes no array of this shape in this sharding, which JAX refuses
+    )
+    weak_type = False
+    sharding = property(operator.attrgetter("array.sharding"))
+    is_fully_addressable = property(operator.attrgetter("array.is_fully_addressable"))
+    is_deleted = property(operator.attrgetter("array.is_deleted"))
+
+    def __init__(self, array: Array, shape: Sequence[int]):
+        self.array = array
+        self.shape: Shape = tuple(shape)
+
+    @property
+    def dtype(self) -> Array:
+        """Element type."""
+        return self.array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements, without padding."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, without padding."""
+        return self.size * self.dtype.itemsize
+
+    def __jax_array__(self) -> jax.Array:
+        """Return an array of the logical shape, with the padded axes gathered."""
+        if isinstance(self.array, jax.core.Tracer):
+            return unpad(self.array, self.shape)
+        pairs = zip(self.shape, self.array.shape, _list_specs(self.sharding, self.ndim), strict=True)
+        spec = PartitionSpec(*(each if size == padded else None for size, padded, each in pairs))
+        return _gather(self.array, self.shape, NamedSharding(self.sharding.mesh, spec))
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> NumpyArray:
+        values = np.empty(self.shape, self.dtype)
+        # Not np.asarray of the array: JAX keeps a gathered array with the array, on the host.
+        for shard in self.array.addressable_shards:
+            index, block = self.clip_shard(shard)
+            values[index] = block
+        return values if dtype is None else values.astype(dtype)
+
+    def clip_shard(self, shard: Array) -> tuple[Index, NumpyArray]:
+        """Return the index and the values of a shard without its padding."""
+        index = normalize_index(shard.index[: self.ndim], self.array.shape)
+        index = tuple(
+            slice(min(part.start, n), min(part.stop, n)) for part, n in zip(index, self.shape, strict=True)
+        )
+        return index, np.asarray(shard.data)[make_full_index(compute_block_shape(index))]
+
+    def __getattr__(self, name: str) -> Array:
+        """Return an attribute of the array of the logical shape."""
+        if name.startswith("_") or not hasattr(jax.Array, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__jax_array__(), name)
+
+    def __getitem__(self, index: Array) -> jax.Array:
+        return self.__jax_array__()[index]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"PaddedArray({self.array!r}, {self.shape})"
+
+
+def _make_operator(name: str) -> Callable[..., Array]:
+    def call_operator(self: PaddedArray, *args: object) -> Array:
+        return getattr(self.__jax_array__(), name)(*map(_read, args))
+
+    call_operator.__name__ = name
+    return call_operator
+
+
+def _read(value: object) -> object:
+    return value.__jax_array__() if isinstance(value, PaddedArray) else value
+
+
+def _wait(array: PaddedArray) -> PaddedArray:
+    array.array.block_until_ready()
+    return array
+
+
+_ARITHMETIC = ("add", "divmod", "floordiv", "matmul", "mod", "mul", "pow", "sub", "truediv")
+_BINARY = (*_ARITHMETIC, "and", "lshift", "or", "rshift", "xor")
+_COMPARISONS = ("contains", "eq", "ge", "gt", "le", "lt", "ne")
+_UNARY = ("abs", "bool", "complex", "float", "index", "int", "invert", "iter", "neg", "pos", "round")
+PaddedArray.block_until_ready = _wait  # type: ignore[attr-defined]
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_COMPARISONS, *_UNARY):
+    setattr(PaddedArray, f"__{_name}__", _make_operator(f"__{_name}__"))
+
+
+def pad(array: Array, shape: Sequence[int]) -> Array:
+    """Return a traced or whole array with zeros after its elements, up to a shape."""
+    if tuple(array.shape) == tuple(shape):
+        return array
+    config = [(0, padded - size, 0) for size, padded in zip(array.shape, shape, strict=True)]
+    return jax.lax.pad(array, jnp.zeros((), array.dtype), config)
+
+
+def unpad(array: Array, shape: Sequence[int]) -> Array:
+    """Return an array without its padding."""
+    return array if tuple(array.shape) == tuple(shape) else jax.lax.slice(array, (0,) * len(shape), shape)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _gather(array: jax.Array, shape: Shape, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(unpad(array, shape), sharding)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def change_padding(array: jax.Array, shape: Shape, padded: Shape, sharding: NamedSharding) -> jax.Array:
+    """Return the values of an array with other padding and in another sharding on the same devices."""
+    return jax.lax.with_sharding_constraint(pad(unpad(array, shape), padded), sharding)
+
+
+def find_padded_shape(shape: Sequence[int], sharding: NamedSharding) -> Shape:
+    """Return a shape with each axis rounded up to a multiple of its shards."""
+    sizes = sharding.mesh.shape
+    dims = [() if each is None else (each,) if isinstance(each, str) else each for each in sharding.spec]
+    counts = [math.prod(sizes[dim] for dim in each) for each in dims]
+    counts += [1] * (len(shape) - len(counts))
+    return tuple(-(-n // count) * count for n, count in zip(shape, counts, strict=True))
+
+
+def wrap(array: Array, shape: Sequence[int]) -> Array:
+    """Return an array, or a `PaddedArray` if its logical shape is another one."""
+    return array if tuple(array.shape) == tuple(shape) else PaddedArray(array, shape)
+
+
+def unwrap(array: Array) -> Array:
+    """Return the padded array of a `PaddedArray`, and any other value unchanged."""
+    return array.array if isinstance(array, PaddedArray) else array
+
+
+def explain_no_padding(variable: VariableSpec, layout: Layout) -> str:
+    """Return why an array cannot be stored padded, or an empty text if it can."""
+    if layout.mesh.explicit_dims:
+        return f"JAX slices no array with padding along the explicit axes of {layout.mesh.explicit_dims[0]!r}"
+    if variable.memory:
+        return f"arrays in {variable.memory} are not padded"
+    return "random keys are not padded" if variable.dtype.startswith("key<") else ""
+
+
+def describe_logical(tree: T) -> T:
+    """Return a tree with a shape in place of each `PaddedArray`, for functions that are traced with it."""
+
+    def describe(leaf: object) -> object:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, PaddedArray) else leaf
+
+    return jax.tree.map(describe, tree)
+
+
+def unpad_arguments(function: Callable[..., T], *trees: object) -> tuple[Callable[..., T], list[Array]]:
+    """Return a function of padded arrays that calls another one with logical arrays, and its arguments."""
+    leaves, tree = jax.tree.flatten(trees)
+    shapes = [leaf.shape if isinstance(leaf, PaddedArray) else None for leaf in leaves]
+
+    def run(*stored: Array) -> T:
+        pairs = zip(stored, shapes, strict=True)
+        logical = [each if shape is None else unpad(each, shape) for each, shape in pairs]
+        return function(*jax.tree.unflatten(tree, logical))
+
+    return run, list(map(unwrap, leaves))
+
+
+def make_padded_reader(read: BlockReader, shape: Sequence[int], dtype: np.dtype[np.generic]) -> BlockReader:
+    """Return a reader of padded blocks for a reader of an array without padding."""
+
+    def read_padded(index: Index) -> NumpyArray:
+        part = intersect_blocks(index, make_full_index(shape))
+        if part == index:
+            return read(index)
+        block = np.zeros(compute_block_shape(index), dtype)
+        if part is not None:
+            block[make_relative_index(part, index)] = read(part)
+        return block
+
+    return read_padded
+
+
+def _list_specs(sharding: NamedSharding, rank: int) -> list[Array]:
+    return [*sharding.spec, *[None] * (rank - len(sharding.spec))]
