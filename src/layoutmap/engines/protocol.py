@@ -201,12 +201,12 @@ class Engine(Protocol):
         """
         ...
 
-    def relayout(self, array: Array, layout: Layout) -> Array:
+    def relayout(self, array: Array, layout: Layout, *, pad: bool = False) -> Array:
         """Return the same values in another layout. Also accepts unsharded arrays and numpy arrays.
 
         Raises:
             EngineError: The engine cannot hold the layout, or such elements.
-            LayoutError: The layout does not fit the array's shape.
+            LayoutError: The layout does not fit the array's shape. With `pad`, axes need not divide.
             MeshError: The machine does not have the mesh's devices.
         """
         ...

@@ -217,6 +217,21 @@ def make_placements(layout: Layout, native: DeviceMesh) -> tuple[Placement, ...]
     return DTensorSpec._convert_shard_order_to_StridedShard(order, tuple(placements), native)  # pyright: ignore[reportPrivateUsage]
 
 
+# DTensor splits an axis by one mesh dim after another, so uneven shards may differ from the layout's (decisions/0235).
+def find_interleaved_axes(layout: Layout, shape: Sequence[int]) -> list[int]:
+    """Return the uneven axes that DTensor splits at other places than the layout, over several mesh dims."""
+    axes: list[int] = []
+    for axis in layout.find_uneven_axes(shape):
+        size, num_shards, shard_size = shape[axis], layout.num_shards(axis), layout.shard_shape(shape)[axis]
+        for dim in layout.list_mesh_dims(axis):
+            num_shards //= layout.mesh.dim_size(dim)
+            size = -(-size // layout.mesh.dim_size(dim))
+            if size != num_shards * shard_size:
+                axes.append(axis)
+                break
+    return axes
+
+
 def convert_placements(native: DeviceMesh, placements: Sequence[Placement], rank: int) -> Layout | None:
     """Return the layout of placements, or None for a partial sum and on a mesh without named dims.
 
