@@ -29,6 +29,14 @@ def main():
     for name in uneven_models.OPTIMIZERS:
         tries[f"blocks, {name}"] = lambda name=name: uneven_models.compare_training("blocks", mesh, name)
     tries["layoutmap gathers"] = lambda: uneven_models.compare_training("blocks", mesh, gather="own")
+    for name, paths in {
+        "blocks": ["blocks.0", "blocks.1"],
+        "columns": [""],
+        "tied by batch": ["blocks.0"],
+    }.items():
+        tries[f"{name}, compiled"] = lambda name=name, paths=paths: uneven_models.compare_training(
+            name, mesh, compiled=paths
+        )
     tries["files"] = lambda: uneven_models.find_file_faults(folder / "saved", mesh)
     told = {}
     for name, function in tries.items():

@@ -181,12 +181,17 @@ def train(model, make_optimizer, steps=3, call=None):
     return np.array(told), optimizer
 
 
-def compare_training(name, mesh, optimizer="sgd", **options):
-    """How far uneven shards are from one device: initial values, losses and norms, weights after three steps."""
+def compare_training(name, mesh, optimizer="sgd", compiled=(), **options):
+    """How far uneven shards are from one device: initial values, losses and norms, weights after three steps.
+
+    The modules at the paths `compiled` are compiled.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lm.LayoutMapWarning)  # of what is gathered
         plain, model = build(name, mesh, **options)
         first = _compare_weights(plain, model)
+        for path in compiled:
+            model.get_submodule(path).compile(backend="aot_eager", fullgraph=True)
         expected, actual = (train(each, OPTIMIZERS[optimizer])[0] for each in (plain, model))
         return first, float(np.abs(expected - actual).max()), _compare_weights(plain, model)
 
