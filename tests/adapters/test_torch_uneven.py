@@ -1,11 +1,18 @@
 """Torch models with axes that do not divide compute, train, save and load as on one device, with uneven="pad"."""
 
+import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cases import few
 from engines import several_processes
 from uneven_models import MODELS, OPTIMIZERS, compare_training, find_array_faults, find_file_faults
+
+import layoutmap as lm
+from layoutmap.core.errors import LayoutError
+from layoutmap.engines.torch.devices import explain_no_padding
+from layoutmap.engines.torch.engine import engine
 
 PROCESSES = ("torch",)
 WORKER = Path(__file__).with_name("torch_uneven_process.py")
@@ -51,3 +58,20 @@ def test_processes(mesh, tmp_path):
         assert {} == {
             name: found for name, found in told.items() if isinstance(found, str) or not is_near(found)
         }
+
+
+@pytest.mark.parametrize("mesh", ["x=2,y=4", "x=4,y=2", "x=2,y=2"])
+def test_axes_over_several_dims(mesh):
+    """Along an axis over several mesh dims, DTensor's shards are those of the layout, or padding is refused."""
+    mesh, refused = lm.Mesh(None, mesh), 0
+    for size, spec in itertools.product(range(1, 34), (("x", "y"), ("y", "x"))):
+        layout, values = lm.Layout([spec], mesh), np.arange(size, dtype=np.float32)
+        everywhere = engine().relayout(values, lm.Layout.replicated(mesh, 1))
+        if explain_no_padding(layout, (size,)):
+            refused += 1
+            with pytest.raises(LayoutError, match="is not a multiple of"):
+                engine().relayout(everywhere, layout, pad=True)
+        else:
+            shards = list(engine().to_shards(engine().relayout(everywhere, layout, pad=True)))
+            assert all(np.array_equal(values[index], shard) for index, shard in shards), (size, spec)
+    assert 0 < refused < 66

@@ -22,6 +22,8 @@ from layoutmap.adapters.keras.training import complete, match_slots
 from layoutmap.adapters.keras.wraps import get_session
 from layoutmap.adapters.protocol import Adapter, ScopeContext
 from layoutmap.core.errors import ScopeError
+from layoutmap.core.layout import Layout
+from layoutmap.core.variables import VariableSpec
 
 
 class KerasAdapter(KerasKeeping, Adapter):
@@ -34,6 +36,10 @@ class KerasAdapter(KerasKeeping, Adapter):
     def engine_name(self) -> str:
         """Name of the engine for the Keras backend."""
         return get_backend(get_backend_name()).engine_name
+
+    def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
+        """Return why a variable cannot be stored padded, or an empty text if it can."""
+        return get_backend(get_backend_name()).explain_no_padding(variable, layout)
 
     def check(self) -> None:
         """Refuse a Keras, a backend or a place in which a scope cannot work."""

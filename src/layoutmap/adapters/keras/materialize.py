@@ -102,12 +102,14 @@ class Materializer:
             check_shape(variable, assignment.variable.path, value)
             array = place_host_array(assignment, value)
         else:
-            array = self._session.engine.relayout(value, assignment.layout)
+            array = self._session.engine.relayout(value, assignment.layout, pad=assignment.is_padded)
         self._set_first_value(variable, assignment, array)
 
     def place(self, variable: keras.Variable, assignment: Assignment) -> None:
         """Place a variable that has its value in its layout."""
-        self._store(variable, assignment, self._session.engine.relayout(variable._value, assignment.layout))
+        layout, pad = assignment.layout, assignment.is_padded
+        array = self._session.engine.relayout(variable._value, layout, pad=pad)
+        self._store(variable, assignment, array)
 
     def _set_first_value(self, variable: keras.Variable, assignment: Assignment, array: object) -> None:
         self._store(variable, assignment, array)

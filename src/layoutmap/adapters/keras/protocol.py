@@ -25,7 +25,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.unsupported import Unsupported
-from layoutmap.core.variables import Assignment
+from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.patches import Closing
 from layoutmap.engines.protocol import Engine
@@ -146,11 +146,21 @@ class Backend(ABC):
     read_value: Callable[[keras.Variable], object] = staticmethod(operator.attrgetter("value"))
     """Returns the value of a variable in the element type that Keras says it has."""
 
+    read_stored: Callable[[keras.Variable], object] = staticmethod(operator.attrgetter("value"))
+    """Returns the array that a variable stores."""
+
     make_unsharded_tensor: Callable[[Any], object] | None = None
     """Makes a plain tensor of a numpy array, where Keras's quantizers cannot read weights in layouts."""
 
     unsupported_board_options: ClassVar[Sequence[str]] = ()
     """Options of Keras's TensorBoard with which it computes with weights themselves, which fails in layouts."""
+
+    stored_types: tuple[type, ...] = ()
+    """Arrays that a variable stores and that Keras cannot convert."""
+
+    def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
+        """Return why a variable cannot be stored padded, or an empty text if it can."""
+        return f"Keras on {self.engine_name} stores no padding"
 
     def list_private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
         """Return the classes and modules of Keras with the private names that this backend uses."""

@@ -44,7 +44,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import VariableSpec
 from layoutmap.engines.torch.deferred_init import FakeTensorMode
-from layoutmap.engines.torch.devices import convert_device_type, find_interleaved_axes
+from layoutmap.engines.torch.devices import convert_device_type, explain_no_padding
 from layoutmap.engines.torch.gather import find_fully_sharded_dims
 from layoutmap.engines.torch.modes import list_dispatch_modes
 
@@ -109,12 +109,7 @@ class TorchAdapter(Adapter):
 
     def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
         """Return why a variable cannot have uneven shards in a layout, or an empty text if it can."""
-        for axis in find_interleaved_axes(layout, variable.shape):
-            dims = ", ".join(layout.list_mesh_dims(axis))
-            return (
-                f"torch splits axis {axis} over {dims} one mesh dim after another, which gives other shards"
-            )
-        return ""
+        return explain_no_padding(layout, variable.shape)
 
     def set_seed(self, seed: int) -> None:
         """Seed Python, numpy and torch."""

@@ -33,7 +33,7 @@ from layoutmap.engines.torch.backward import AutogradFunction, Ctx
 from layoutmap.engines.torch.devices import (
     bind_mesh,
     convert_placements,
-    find_interleaved_axes,
+    explain_no_padding,
     get_device,
     make_device_mesh,
     make_placements,
@@ -71,7 +71,7 @@ def fit_layout(
         LayoutError: It does not fit. With `pad`, axes need not divide.
     """
     layout.check_rank(shape, name)
-    if not pad or find_interleaved_axes(layout, shape):
+    if not pad or explain_no_padding(layout, shape):
         layout.check_fits(shape, name)
     return convert_layout(layout)
 
