@@ -21,6 +21,9 @@ def main():
     number, folder, port, size, mesh = int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", lm.LayoutMapWarning)
+    warnings.filterwarnings(
+        "ignore", "The .grad attribute"
+    )  # Dynamo asks for that of any tensor, and hides it
     # What torchrun would set; the engine joins the group by itself.
     os.environ |= {"RANK": str(number), "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     tries = {"arrays": lambda: uneven_models.find_array_faults(mesh)}
