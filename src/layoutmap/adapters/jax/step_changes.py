@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from layoutmap.core.errors import shorten_repr
 
@@ -13,14 +13,14 @@ class ProgramKey(NamedTuple):
 
     Args:
         names: Name of each array among the arguments.
-        avals: Shape and dtype of each.
+        types: Shape and dtype of each.
         shardings: Sharding of each.
         static: Static arguments and leaves that are no arrays: name and value of each.
     """
 
     names: Sequence[str]
-    avals: Sequence[Any]
-    shardings: Sequence[Any]
+    types: Sequence[tuple[tuple[int, ...], object]]
+    shardings: Sequence[object]
     static: Sequence[tuple[str, object]]
 
 
@@ -28,9 +28,8 @@ def describe_change(before: ProgramKey, after: ProgramKey) -> str:
     """Return the first difference between the arguments of two compilations.
 
     Example:
-        >>> import numpy as np
-        >>> first = ProgramKey(["x"], [np.zeros(3)], [None], [])
-        >>> describe_change(first, first._replace(avals=[np.zeros(4)]))
+        >>> first = ProgramKey(["x"], [((3,), "float32")], [None], [])
+        >>> describe_change(first, first._replace(types=[((4,), "float32")]))
         'x: shape (3,) -> (4,)'
     """
     for (name, value), (other, new) in zip(before.static, after.static, strict=False):
@@ -44,11 +43,13 @@ def describe_change(before: ProgramKey, after: ProgramKey) -> str:
             for what, names in (("added", added), ("removed", removed))
             if names
         )
-    for name, old, new in zip(after.names, before.avals, after.avals, strict=True):
-        if old.shape != new.shape:
-            return f"{name}: shape {old.shape} -> {new.shape}"
-        if old.dtype != new.dtype:
-            return f"{name}: dtype {old.dtype} -> {new.dtype}"
+    for name, (old_shape, old_dtype), (shape, dtype) in zip(
+        after.names, before.types, after.types, strict=True
+    ):
+        if old_shape != shape:
+            return f"{name}: shape {old_shape} -> {shape}"
+        if old_dtype != dtype:
+            return f"{name}: dtype {old_dtype} -> {dtype}"
     for name, old, new in zip(after.names, before.shardings, after.shardings, strict=True):
         if old != new:
             return f"{name}: layout {getattr(old, 'spec', old)} -> {getattr(new, 'spec', new)}"

@@ -332,7 +332,8 @@ class JitStep:
         names, _ = _Call(variant, [*range(len(avals))], None, None).list_names()
         static = [(f"argument {variant.keys[n]!r}", value) for n, _, value in variant.static]
         static += [(f"leaf {n}", value) for n, _, value in variant.constants]
-        return ProgramKey(list(map(self._name_argument, names)), avals, shardings, static)
+        types = [(aval.shape, aval.dtype) for aval in avals]
+        return ProgramKey(list(map(self._name_argument, names)), types, shardings, static)
 
     def _name_argument(self, name: str) -> str:
         """Return the name of a leaf with the function's name of its argument: `params['kernel']`."""

@@ -41,9 +41,11 @@ from layoutmap.adapters.torch.training import (
 from layoutmap.adapters.torch.variables import Variable
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import ScopeError
+from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.variables import VariableSpec
 from layoutmap.engines.torch.deferred_init import FakeTensorMode
-from layoutmap.engines.torch.devices import convert_device_type
+from layoutmap.engines.torch.devices import convert_device_type, explain_no_padding
 from layoutmap.engines.torch.element_types import to_torch
 from layoutmap.engines.torch.gather import find_fully_sharded_dims
 from layoutmap.engines.torch.modes import list_dispatch_modes
@@ -106,6 +108,10 @@ class TorchAdapter(Adapter):
             torch.set_rng_state(own)
             if gpus:
                 torch.cuda.set_rng_state_all(gpus)
+
+    def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
+        """Return why a variable cannot have uneven shards in a layout, or an empty text if it can."""
+        return explain_no_padding(layout, variable.shape)
 
     def set_seed(self, seed: int) -> None:
         """Seed Python, numpy and torch."""

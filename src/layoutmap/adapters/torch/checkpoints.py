@@ -355,7 +355,7 @@ def _make_slot_template(parameter: torch.Tensor, name: str, slot: VariableSpec) 
     if tuple(parameter.shape) == slot.shape:
         return parameter
     zeros = torch.zeros(slot.shape, dtype=find_torch_dtype(slot.dtype, slot.path))
-    return get_engine("torch").relayout(zeros, layout)
+    return get_engine("torch").relayout(zeros, layout, pad=True)
 
 
 def _has_step_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:

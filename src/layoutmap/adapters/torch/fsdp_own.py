@@ -174,7 +174,9 @@ class _StoredWeights:
 
     def tensors(self) -> dict[int, DTensor]:
         """Gather the weights, and return those that changed by the ids of the stored ones."""
-        together = {id(tensor): self._engine.relayout(tensor, layout) for tensor, layout in self._relaid}
+        together = {
+            id(tensor): self._engine.relayout(tensor, layout, pad=True) for tensor, layout in self._relaid
+        }
         for (mesh_dim, is_number, *_), tensors in self._groups.items():
             dtypes = self._dtypes if is_number else (None, None)
             together |= zip(

@@ -33,7 +33,7 @@ from layoutmap.core.specs import format_batch_dim, list_batch_dims
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch.gather import Unit, can_gather
 from layoutmap.engines.torch.operators import Args, Kwargs
-from layoutmap.engines.torch.specs import get_axis, get_local
+from layoutmap.engines.torch.specs import get_local, get_spec, has_even_shards
 
 
 @dataclass(slots=True, eq=False)
@@ -220,10 +220,10 @@ def _apply_fully_shard(outermost: Gathering, below: Sequence[Gathering], context
 
 def _explain_refusal(tensor: DTensor, mesh_dim: int) -> str:
     """Return the reason that `fully_shard` cannot gather a weight, or an empty text if it can."""
+    if not has_even_shards(get_spec(tensor)):
+        return "an axis does not divide"
     if not can_gather(tensor, mesh_dim):
         return "the batch's dim is not the innermost on an axis"
-    if tensor.shape[get_axis(tensor.placements[mesh_dim])] % tensor.device_mesh.size(mesh_dim):
-        return "an axis does not divide"
     if not get_local(tensor).is_contiguous():
         return "shards are not contiguous"
     return ""

@@ -54,7 +54,7 @@ class ModuleResults:
             if not isinstance(buffer, DTensor) or buffer.ndim != layout.rank:
                 continue
             if buffer.placements != placements:
-                setattr(module, name, self._context.engine.relayout(buffer, layout))
+                setattr(module, name, self._context.engine.relayout(buffer, layout, pad=True))
 
     @skip_function_modes
     def _place_output(self, result: object, layout: Layout) -> object:

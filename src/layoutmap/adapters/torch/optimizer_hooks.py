@@ -133,7 +133,7 @@ def _lay_out(slots: Any, parameter: DTensor) -> None:
         if isinstance(slot, torch.Tensor) and not isinstance(slot, DTensor):
             layout = derive_slot_layout(name, tuple(slot.shape), parameter)
             if layout is not None:
-                slots[name] = get_engine("torch").relayout(slot, layout)
+                slots[name] = get_engine("torch").relayout(slot, layout, pad=True)
 
 
 def derive_slot_layout(name: str, shape: tuple[int, ...], parameter: torch.Tensor) -> Layout | None:

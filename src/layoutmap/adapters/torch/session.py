@@ -258,7 +258,9 @@ class TorchSession:
             {key: self._initializer(entry.found.tensor) for key, (entry, _) in deferred.items()},
         )
         arrays = (
-            made[key] if key in deferred else self.context.engine.relayout(e.found.tensor.detach(), a.layout)
+            made[key]
+            if key in deferred
+            else self.context.engine.relayout(e.found.tensor.detach(), a.layout, pad=a.is_padded)
             for key, (e, a) in pairs.items()
         )
         self.install(
@@ -316,7 +318,7 @@ class TorchSession:
             new = self.context.engine.variable(array, name=entry.spec.path, trainable=old.requires_grad)
         copy_user_attributes(old, new)
         if not isinstance(old, FakeTensor) and old.is_leaf and old.grad is not None:
-            new.grad = self.context.engine.relayout(old.grad, layout)
+            new.grad = self.context.engine.relayout(old.grad, layout, pad=True)
         return new
 
     def _replace_references(
@@ -345,11 +347,11 @@ class TorchSession:
 
     def _place_slot(self, tensor: torch.Tensor, layout: Layout) -> object:
         if not self._tape.is_deferred(tensor):
-            return self.context.engine.relayout(tensor, layout)
+            return self.context.engine.relayout(tensor, layout, pad=True)
         spec = VariableSpec("slot", tuple(tensor.shape), format_dtype(tensor.dtype), Kind.SLOT)
-        return self.context.create({"slot": Assignment(spec, layout)}, {"slot": self._initializer(tensor)})[
-            "slot"
-        ]
+        return self.context.create(
+            {"slot": Assignment(spec, layout, is_padded=True)}, {"slot": self._initializer(tensor)}
+        )["slot"]
 
     def _attach(self, roots: Sequence[torch.nn.Module], layouts: Mapping[int, Layout]) -> None:
         look_after_tools()
@@ -424,4 +426,4 @@ def _redistribute_state_dict(
                 continue
             layout = engine.get_layout(tensor)
             if value.shape == tensor.shape and layout is not None and engine.get_layout(value) != layout:
-                state_dict[prefix + name] = engine.relayout(value.detach(), layout)
+                state_dict[prefix + name] = engine.relayout(value.detach(), layout, pad=True)

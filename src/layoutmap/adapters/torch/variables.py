@@ -63,7 +63,7 @@ class Variable:
         layout = engine.get_layout(self.tensor)
         with torch.no_grad():  # torch refuses to change a leaf in place else
             if layout is not None:
-                value = engine.relayout(value, layout)
+                value = engine.relayout(value, layout, pad=True)
             self.tensor.copy_(value if isinstance(value, torch.Tensor) else to_torch(value))
 
     def _check(self) -> None:

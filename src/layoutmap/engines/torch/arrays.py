@@ -33,6 +33,7 @@ from layoutmap.engines.torch.backward import AutogradFunction, Ctx
 from layoutmap.engines.torch.devices import (
     bind_mesh,
     convert_placements,
+    explain_no_padding,
     get_device,
     make_device_mesh,
     make_placements,
@@ -62,14 +63,16 @@ def convert_layout(layout: Layout) -> tuple[DeviceMesh, tuple[Placement, ...]]:
 
 
 def fit_layout(
-    layout: Layout, shape: tuple[int, ...], name: str = "layout"
+    layout: Layout, shape: tuple[int, ...], name: str = "layout", *, pad: bool = False
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return the `(DeviceMesh, placements)` of a layout, or raise if it does not fit a shape.
 
     Raises:
-        LayoutError: It does not fit.
+        LayoutError: It does not fit. With `pad`, axes need not divide.
     """
-    layout.check_fits(shape, name)
+    layout.check_rank(shape, name)
+    if not pad or explain_no_padding(layout, shape):
+        layout.check_fits(shape, name)
     return convert_layout(layout)
 
 
@@ -229,9 +232,9 @@ def _format_device_type(device: torch.device) -> str:
     return {"cuda": "GPU"}.get(device.type, device.type.upper())
 
 
-def shard_tensor(tensor: torch.Tensor, layout: Layout) -> DTensor:
-    """Return an unsharded tensor in a layout that fits it. Gradients pass."""
-    fit_layout(layout, tuple(tensor.shape))
+def shard_tensor(tensor: torch.Tensor, layout: Layout, *, pad: bool = False) -> DTensor:
+    """Return an unsharded tensor in a layout that fits it (see `fit_layout`). Gradients pass."""
+    fit_layout(layout, tuple(tensor.shape), pad=pad)
     if tensor.requires_grad and torch.is_grad_enabled():
         return mark(_ShardTensor.apply(tensor, layout), layout)
     return from_blocks(
@@ -244,7 +247,7 @@ class _ShardTensor(AutogradFunction):
 
     @staticmethod
     def forward(ctx: Ctx, tensor: torch.Tensor, layout: Layout) -> DTensor:
-        return shard_tensor(tensor.detach(), layout)
+        return shard_tensor(tensor.detach(), layout, pad=True)
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: DTensor) -> object:
@@ -275,9 +278,9 @@ def gather_tensor(array: Any) -> torch.Tensor:
 # -- between layouts
 
 
-def move_tensor(array: DTensor, layout: Layout) -> torch.Tensor:
-    """Return a DTensor in another layout that fits it. Gradients pass if the mesh stays the same."""
-    native, placements = fit_layout(layout, tuple(array.shape))
+def move_tensor(array: DTensor, layout: Layout, *, pad: bool = False) -> torch.Tensor:
+    """Return a DTensor in another layout (see `fit_layout`). Gradients pass if the mesh stays the same."""
+    native, placements = fit_layout(layout, tuple(array.shape), pad=pad)
     refuse_outdated("values of a tensor", array)
     # Simulated ranks have collectives only on meshes that rank 0 is on.
     if array.device_mesh == native and not (
@@ -288,9 +291,8 @@ def move_tensor(array: DTensor, layout: Layout) -> torch.Tensor:
             # It may be the very tensor, on which another layout is noted.
             return mark(moved.view_as(moved) if moved is array else moved, layout)
     if get_layout(array) is None:
-        return shard_tensor(
-            gather_tensor(array), layout
-        )  # its placements have no layout: pieces cannot be told
+        # Its placements have no layout, so its shards have no index.
+        return shard_tensor(gather_tensor(array), layout, pad=pad)
     return _move_by_pieces(array, layout)
 
 

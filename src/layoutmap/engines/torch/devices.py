@@ -217,6 +217,25 @@ def make_placements(layout: Layout, native: DeviceMesh) -> tuple[Placement, ...]
     return DTensorSpec._convert_shard_order_to_StridedShard(order, tuple(placements), native)  # pyright: ignore[reportPrivateUsage]
 
 
+# DTensor splits an axis by one mesh dim after another, so uneven shards may differ from the layout's (decisions/0235).
+def explain_no_padding(layout: Layout, shape: Sequence[int]) -> str:
+    """Return why DTensor's uneven shards of a shape differ from those of a layout, or an empty text if they agree."""
+    for axis in layout.find_uneven_axes(shape):
+        sizes, dims = [shape[axis]], layout.list_mesh_dims(axis)
+        for dim in dims:
+            sizes = [part for size in sizes for part in _split_size(size, layout.mesh.dim_size(dim))]
+        if sizes != _split_size(shape[axis], layout.num_shards(axis)):
+            return (
+                f"torch splits axis {axis} over {', '.join(dims)} one after another, which gives other shards"
+            )
+    return ""
+
+
+def _split_size(size: int, number: int) -> list[int]:
+    part = -(-size // number)
+    return [max(0, min(part, size - i * part)) for i in range(number)]
+
+
 def convert_placements(native: DeviceMesh, placements: Sequence[Placement], rank: int) -> Layout | None:
     """Return the layout of placements, or None for a partial sum and on a mesh without named dims.
 

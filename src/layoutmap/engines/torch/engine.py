@@ -176,10 +176,9 @@ class TorchEngine:
         Gradients pass through it, unless the array moves to another mesh. A plain tensor is the same in all processes.
         """
         if isinstance(array, DTensor):
-            return move_tensor(array, layout)
-        return shard_tensor(
-            array if isinstance(array, torch.Tensor) else to_torch(canonicalize(array)), layout
-        )
+            return move_tensor(array, layout, pad=pad)
+        tensor = array if isinstance(array, torch.Tensor) else to_torch(canonicalize(array))
+        return shard_tensor(tensor, layout, pad=pad)
 
     @skip_function_modes
     def variable(self, array: torch.Tensor, *, name: str = "", trainable: bool = True) -> torch.nn.Parameter:
@@ -241,7 +240,7 @@ class TorchEngine:
         """Return the dtype of an assignment after all checks that need no tensor."""
         variable = assignment.variable
         dtype = find_torch_dtype(variable.dtype, variable.path)
-        fit_layout(assignment.layout, variable.shape, variable.path)
+        fit_layout(assignment.layout, variable.shape, variable.path, pad=assignment.is_padded)
         return dtype
 
 
@@ -307,7 +306,8 @@ def _create_value(assignment: Assignment, initializer: Initializer, seed: object
         value = initializer.global_value()
     tensor = gather_tensor(value) if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
     check_initial_value(variable, tensor.shape, format_dtype(tensor.dtype))
-    return shard_tensor(tensor, layout), compute_checksum(to_numpy(tensor)) if has_other_processes() else 0
+    made = shard_tensor(tensor, layout, pad=assignment.is_padded)
+    return made, compute_checksum(to_numpy(tensor)) if has_other_processes() else 0
 
 
 def _create_from_blocks(

@@ -27,9 +27,11 @@ from layoutmap.engines.torch.specs import (
     get_local,
     get_meta,
     get_spec,
+    has_even_shards,
     is_view_spec,
     make_dtensor,
     make_shard_spec,
+    make_tensor_spec,
     replace_placements,
 )
 
@@ -51,9 +53,21 @@ def take_shard(tensor: DTensor, of_gradient: Sequence[Placement]) -> torch.Tenso
     return _Shard.run(tensor, tuple(of_gradient))
 
 
-def from_shards(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Return the DTensor of all devices' local tensors, which are equal shards or partial sums. Gradients pass."""
-    return _FromShards.run(local, mesh, tuple(placements))
+def from_shards(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None = None,
+) -> DTensor:
+    """Return the DTensor of all devices' local tensors, which are shards or partial sums. Gradients pass.
+
+    Args:
+        local: The local tensor.
+        mesh: The mesh.
+        placements: The placements of the DTensor.
+        shape: The shape of the DTensor. `None`: shards have equal sizes.
+    """
+    return _FromShards.run(local, mesh, tuple(placements), None if shape is None else tuple(shape))
 
 
 def sum_over_devices(local: torch.Tensor, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
@@ -210,22 +224,30 @@ class _Redistributed(OwnGradient):
 class _Shard(OwnGradient):
     @staticmethod
     def forward(ctx: Ctx, tensor: torch.Tensor, of_gradient: object) -> torch.Tensor:
-        ctx.mesh, ctx.placements = get_spec(tensor).mesh, of_gradient
+        ctx.mesh, ctx.placements, ctx.shape = get_spec(tensor).mesh, of_gradient, tuple(tensor.shape)
         local = get_local(tensor)
         return local.view_as(local)  # another object: autograd ties what is returned to this step
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         # An expanded one has strides of 0.
-        return from_shards(upstream[0].contiguous(), ctx.mesh, ctx.placements), None
+        return from_shards(upstream[0].contiguous(), ctx.mesh, ctx.placements, ctx.shape), None
 
 
 class _FromShards(OwnGradient):
     @staticmethod
     def forward(
-        ctx: Ctx, local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
+        ctx: Ctx,
+        local: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        shape: tuple[int, ...] | None,
     ) -> DTensor:
         ctx.mesh, ctx.placements = mesh, placements
+        if shape is not None and not has_even_shards(
+            spec := make_tensor_spec(mesh, placements, shape, local.dtype)
+        ):
+            return make_dtensor(local.detach().contiguous(), spec)
         spec = make_shard_spec(mesh, placements, local.shape, local.stride(), local.dtype)
         return make_dtensor(local.detach(), spec)
 
@@ -235,7 +257,7 @@ class _FromShards(OwnGradient):
         gradient, wanted = replicate_gradient(upstream[0], ctx.mesh), reduce_placements(ctx.placements)
         if gradient.placements != wanted:
             gradient = redistribute_tensor(gradient, wanted)
-        return take_shard(gradient, ctx.placements), None, None
+        return take_shard(gradient, ctx.placements), None, None, None
 
 
 class _Reduced(OwnGradient):

@@ -105,6 +105,24 @@ def replace_placement(
     return replace_placements(spec, tuple(placements), dtype)
 
 
+def has_even_shards(spec: DTensorSpec) -> bool:
+    """Return whether all devices have shards of equal size."""
+    return not any(size % count for size, count in zip(spec.shape, _count_shards(spec), strict=True))
+
+
+def compute_largest_shard(spec: DTensorSpec) -> list[int]:
+    """Return the shape of the largest shard."""
+    return [-(-size // count) for size, count in zip(spec.shape, _count_shards(spec), strict=True)]
+
+
+def _count_shards(spec: DTensorSpec) -> list[int]:
+    counts = [1] * len(spec.shape)
+    for dim, placement in enumerate(spec.placements):
+        if placement.is_shard():
+            counts[get_axis(placement)] *= spec.mesh.size(dim)
+    return counts
+
+
 @cache_by_mesh
 def make_shard_spec(
     mesh: DeviceMesh,

@@ -37,12 +37,13 @@ from layoutmap.adapters.keras.training import (
     restored_state,
 )
 from layoutmap.adapters.keras.wraps import CALLS, get_session
+from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.unsupported import Unsupported
-from layoutmap.core.variables import Assignment, Kind
+from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.devices import convert_device_type
+from layoutmap.engines.torch.devices import convert_device_type, explain_no_padding
 from layoutmap.engines.torch.gather import Gradients
 
 _to_numpy = get_engine("torch").to_numpy
@@ -75,6 +76,10 @@ class TorchBackend(Backend):
 
     def __init__(self) -> None:
         self._gradients: Gradients | None = None
+
+    def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
+        """Return why a variable cannot have uneven shards in a layout, or an empty text if it can."""
+        return explain_no_padding(layout, variable.shape)
 
     def list_private_names(self) -> Names:
         """Return the private names of classes and modules listed in `torch_private`."""
@@ -224,7 +229,7 @@ def _assign_value(variable: keras.Variable, value: object) -> None:
         if not isinstance(held, DTensor):
             held.copy_(torch.as_tensor(_to_numpy(value)) if isinstance(value, DTensor) else value)
             return
-        new = get_engine("torch").relayout(value, variable.layout)
+        new = get_engine("torch").relayout(value, variable.layout, pad=True)
         with simulation.simulate_mesh(held.device_mesh):
             held.copy_(new)
 

@@ -125,7 +125,7 @@ def _wrap_weight_layouts(layer: keras.Layer, session: KerasSession, name: str) -
         try:
             for variable, layout in gathered:
                 stored = variable._value
-                variable._value = session.engine.relayout(stored, layout)
+                variable._value = session.engine.relayout(stored, layout, pad=True)
                 note_redistributed(stored, variable._value)  # a layer may assign to it, as spectral norms do
             return function(*args, **kwargs)
         finally:

@@ -112,4 +112,4 @@ def _place_gradient(gradient: object, weight: keras.Variable, session: KerasSess
     layout = getattr(weight, "layout", None)
     if layout is None or not isinstance(gradient, torch.Tensor):
         return gradient
-    return session.engine.relayout(gradient.detach(), layout)
+    return session.engine.relayout(gradient.detach(), layout, pad=True)

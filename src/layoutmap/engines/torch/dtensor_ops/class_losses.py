@@ -61,7 +61,11 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
         return compute_gathered(function, args, kwargs)  # an error, of torch
     mesh = find_mesh((x, target, weight))
     kept = find_kept_axes([x], mesh, [each for each in range(x.ndim) if each != axis])
-    along = find_kept_axes([x], mesh, {axis}, taken=kept) if has_labels or function is F.cross_entropy else {}
+    along = (
+        find_kept_axes([x], mesh, {axis}, taken=kept, uneven={axis})
+        if has_labels or function is F.cross_entropy
+        else {}
+    )
     shards, of_rows = {**kept, **along}, {dim: each - (each > axis) for dim, each in kept.items()}
     local = take_local_shard(x, mesh, shards, shards)
     labels = take_local_shard(target, mesh, of_rows if has_labels else shards, shards)
@@ -147,7 +151,7 @@ class _Classes:
         if weights is not None:
             here = list_local_indices(self._size, self._mesh, self._along, values.device)
             shape = [1] * values.ndim
-            shape[self._axis] = len(here)
+            shape[self._axis] = -1
             values = values * weights[here].view(shape)
         return values.sum(self._axis)
 

@@ -58,7 +58,7 @@ from layoutmap.engines.torch.placing import (
     reduce_placements,
     replicate_tensor,
 )
-from layoutmap.engines.torch.specs import DTensorSpec, get_axis, get_local, make_dtensor
+from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_spec, has_even_shards, make_dtensor
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 from layoutmap.engines.torch.unseen import get_memory
 
@@ -204,7 +204,9 @@ def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any
         except (NotImplementedError, RuntimeError) as error:
             why = f"DTensor has no rule: {next(iter(str(error).strip().splitlines()), '')}"
         else:
-            is_even = all(map(_is_even, list_specs(answer))) or not all(map(_is_even, tensors))
+            is_even = all(map(has_even_shards, list_specs(answer))) or not all(
+                has_even_shards(get_spec(each)) for each in tensors
+            )
             becomes_sum = _needs_partial_shard(tensors, list_argument_specs(answer))
             if is_even and not becomes_sum:
                 return answer
@@ -307,15 +309,6 @@ def _is_read_by_strides(name: str, tensor: torch.Tensor) -> bool:
             fix="use x.contiguous(), and its strides",
         )
     return True
-
-
-def _is_even(tensor: DTensor | DTensorSpec) -> bool:
-    """Return whether all devices have shards of equal size."""
-    parts = [1] * len(tensor.shape)
-    for dim, placement in enumerate(tensor.placements):
-        if placement.is_shard():
-            parts[get_axis(placement)] *= tensor.device_mesh.size(dim)
-    return all(size % number == 0 for size, number in zip(tensor.shape, parts, strict=True))
 
 
 def _compute_local_view(op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> object:

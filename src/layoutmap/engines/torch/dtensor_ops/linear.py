@@ -6,6 +6,7 @@ dim needs an argument in another layout, that is one product, and two backwards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from layoutmap.engines.torch.placing import (
 from layoutmap.engines.torch.specs import (
     DTensorSpec,
     cache_by_mesh,
-    get_axis,
     get_local,
     get_meta,
     get_spec,
@@ -73,7 +73,7 @@ def _plan_shards(x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | None) 
     mesh, last = x.mesh, len(x.shape) - 1
     dtypes = {get_meta(each).dtype for each in (x, weight, bias) if each is not None}
     ranks = len(weight.shape), 1 if bias is None else len(bias.shape)
-    if ranks != (2, 1) or last < 0 or len(dtypes) > 1 or not all(map(_is_even, (x, weight))):
+    if ranks != (2, 1) or last < 0 or len(dtypes) > 1:
         return None
     of_result: list[Placement] = []
     of_gradients: list[list[Placement]] = [[], [], []]
@@ -111,14 +111,6 @@ def _plan_shards(x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | None) 
     )
 
 
-def _is_even(spec: DTensorSpec) -> bool:
-    parts = [1] * len(spec.shape)
-    for dim, placement in enumerate(spec.placements):
-        if type(placement) is Shard:
-            parts[get_axis(placement)] *= spec.mesh.size(dim)
-    return all(size and size % number == 0 for size, number in zip(spec.shape, parts, strict=True))
-
-
 class _Linear(AutogradFunction):
     @staticmethod
     def forward(
@@ -139,13 +131,13 @@ class _Linear(AutogradFunction):
         if torch.is_grad_enabled():  # for gradients of gradients
             return (*_compute_gradients(given, x, weight, ctx.needs_input_grad), None)
         gradient = get_local(given)
-        rows = gradient.reshape(-1, gradient.shape[-1])
+        rows = _flatten_rows(gradient)
         results: list[torch.Tensor | None] = [None, None, None, None]
         if ctx.needs_input_grad[0]:
             results[0] = gradient @ get_local(weight)
         if ctx.needs_input_grad[1]:
             local = get_local(x)
-            results[1] = rows.t() @ local.reshape(-1, local.shape[-1])
+            results[1] = rows.t() @ _flatten_rows(local)
         if ctx.needs_input_grad[2]:
             results[2] = rows.sum(0)
         return tuple(
@@ -154,13 +146,18 @@ class _Linear(AutogradFunction):
         )
 
 
+def _flatten_rows(x: torch.Tensor) -> torch.Tensor:
+    # Not -1, because the last axis of a shard may be empty.
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def _compute_gradients(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    rows = gradient.reshape(-1, gradient.shape[-1])
+    rows = _flatten_rows(gradient)
     return (
         gradient @ weight if wanted[0] else None,
-        rows.t() @ x.reshape(-1, x.shape[-1]) if wanted[1] else None,
+        rows.t() @ _flatten_rows(x) if wanted[1] else None,
         rows.sum(0) if wanted[2] else None,
     )
 

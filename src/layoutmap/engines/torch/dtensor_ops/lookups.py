@@ -51,7 +51,7 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
     check_numbers(rows, table.shape[0], "embedding")
     mesh = table.device_mesh
     apart = find_kept_axes([rows], mesh, range(rows.ndim))
-    along = find_kept_axes([table], mesh, (0, 1), taken=apart)
+    along = find_kept_axes([table], mesh, (0, 1), taken=apart, uneven=(0, 1))
     shard = take_local_shard(table, mesh, along, apart)
     rows = take_local_shard(rows, mesh, apart, ())
     here, is_here = find_local_rows(
@@ -62,7 +62,8 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
         is_padding = rows == given["padding_idx"] % table.shape[0]
         found = torch.where(is_padding[..., None], found.detach(), found)  # its row gets no gradient
     columns = {dim: rows.ndim for dim, axis in along.items() if axis == 1}
-    return sum_shards(found, mesh, {**apart, **columns}, along.keys() - columns.keys())
+    shape = (*given["input"].shape, table.shape[1])
+    return sum_shards(found, mesh, {**apart, **columns}, along.keys() - columns.keys(), shape)
 
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -78,7 +79,7 @@ def _gather(function: Function, args: Args, kwargs: Kwargs) -> object:
     apart: dict[int, int] = {}
     if _flatten_axis(x.shape, axis) == _flatten_axis(index.shape, axis):
         apart = find_kept_axes([x, index], mesh, set(range(x.ndim)) - {axis})
-    along = find_kept_axes([x], mesh, {axis}, taken=apart)
+    along = find_kept_axes([x], mesh, {axis}, taken=apart, uneven={axis})
     shard = take_local_shard(x, mesh, {**apart, **along}, apart)
     index = take_local_shard(index, mesh, apart, ())
     here, is_here = find_local_rows(index, x.shape[axis], mesh, along)
@@ -98,7 +99,8 @@ def find_local_rows(
     """
     numbers = list_local_indices(size, mesh, dims, index.device)
     is_here = (index >= numbers[0]) & (index <= numbers[-1])
-    return (index - numbers[0]).clamp(0, len(numbers) - 1), is_here  # any row that is here, for the rest
+    # Any row of this shard for the rest.
+    return (index - numbers[0]).clamp(min=0).minimum(numbers[-1] - numbers[0]), is_here
 
 
 def list_local_indices(
@@ -109,13 +111,17 @@ def list_local_indices(
 
 
 def sum_shards(
-    local: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int], dims: Collection[int]
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    axes: Mapping[int, int],
+    dims: Collection[int],
+    shape: Sequence[int] | None = None,
 ) -> DTensor:
     """Return the DTensor of local shards that are summed over some mesh dims and sharded over others."""
     placements = [
         Partial() if dim in dims else placement for dim, placement in enumerate(make_placements(mesh, axes))
     ]
-    return reduce_partial(from_shards(local, mesh, placements))
+    return reduce_partial(from_shards(local, mesh, placements, shape))
 
 
 def _take_along_dim(function: Function, args: Args, kwargs: Kwargs) -> object:

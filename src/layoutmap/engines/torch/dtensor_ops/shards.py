@@ -38,6 +38,7 @@ def find_kept_axes(
     *,
     broadcast: bool = False,
     taken: Container[int] = (),
+    uneven: Container[int] = (),
 ) -> dict[int, int]:
     """Return the axis that stays sharded over each mesh dim, by the number of the dim.
 
@@ -47,6 +48,7 @@ def find_kept_axes(
         free: The axes that may stay sharded.
         broadcast: Whether an axis of size 1 goes with the others' axis of any size.
         taken: Mesh dims over which other tensors stay sharded.
+        uneven: The axes that need not divide, if no shard of them is empty.
     """
     kept: dict[int, int] = {}
     num_shards: dict[int, int] = {}
@@ -59,7 +61,12 @@ def find_kept_axes(
             continue
         axis = axes[0]
         number = num_shards.get(axis, 1) * mesh.size(dim)  # one axis may be sharded over several dims
-        if all(each.shape[axis] % number == 0 or (broadcast and each.shape[axis] == 1) for each in tensors):
+        size = tensors[0].shape[axis]
+        has_last = size > -(-size // number) * (number - 1)
+        is_uneven = axis in uneven and axis not in num_shards and has_last
+        if is_uneven or all(
+            each.shape[axis] % number == 0 or (broadcast and each.shape[axis] == 1) for each in tensors
+        ):
             kept[dim], num_shards[axis] = axis, number
     return kept
 
@@ -98,9 +105,14 @@ def take_local_shard(
 
 
 # DTensor computes some operators incorrectly, so corrections join the shards' results (decisions/0057).
-def join_shards(local: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int | None]) -> DTensor:
-    """Return the DTensor of all devices' shards, which have equal sizes. See `take_local_shard`."""
-    return from_shards(local, mesh, make_placements(mesh, axes))
+def join_shards(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    axes: Mapping[int, int | None],
+    shape: Sequence[int] | None = None,
+) -> DTensor:
+    """Return the DTensor of all devices' shards. See `take_local_shard` and `from_shards`."""
+    return from_shards(local, mesh, make_placements(mesh, axes), shape)
 
 
 def make_shard_handler(free: Callable[[int], Container[int]]) -> Function:

@@ -52,13 +52,15 @@ def _make_handler(of_shards: Callable[..., torch.Tensor], place: int) -> Functio
             return function(*args, **kwargs)
         axis, mesh = axis % rank, x.device_mesh
         kept = find_kept_axes([x], mesh, set(range(rank)) - {axis})
-        along = find_kept_axes([x], mesh, {axis}, taken=kept)
-        if not along or not x.is_floating_point():  # it does not divide evenly, or torch refuses it
+        along = find_kept_axes([x], mesh, {axis}, taken=kept, uneven={axis})
+        if not along or not x.is_floating_point():  # a shard is empty, or torch refuses it
             return function(*args, **kwargs)
         local = take_local_shard(x, mesh, {**kept, **along}, {**kept, **along})
         dtype = args[place] if len(args) > place else kwargs.get("dtype")
         local = local.to(dtype or local.dtype)
-        return join_shards(of_shards(local, axis, mesh, along).to(local.dtype), mesh, {**kept, **along})
+        return join_shards(
+            of_shards(local, axis, mesh, along).to(local.dtype), mesh, {**kept, **along}, x.shape
+        )
 
     return compute
 

@@ -22,6 +22,7 @@ from layoutmap.engines.torch.specs import (
     get_local,
     get_meta,
     get_spec,
+    has_even_shards,
     make_dtensor,
     replace_placement,
     replace_placements,
@@ -32,9 +33,10 @@ def can_gather(tensor: DTensor, mesh_dim: int) -> bool:
     """Return whether joining the shards along a mesh dim gives the tensor unsharded over that dim.
 
     It is so where this dim is the last of those that shard its axis: the last of the mesh, or by a strided shard.
+    Shards of different sizes are not joined.
     """
     placement, mesh = tensor.placements[mesh_dim], tensor.device_mesh
-    if placement.is_replicate() or placement.is_partial():
+    if placement.is_replicate() or placement.is_partial() or not has_even_shards(get_spec(tensor)):
         return False
     shards_before = 1  # by dims that come later in the mesh
     for number, each in enumerate(tensor.placements):

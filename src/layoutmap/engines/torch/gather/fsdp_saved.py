@@ -7,7 +7,7 @@ holds a gathered weight has it still.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -62,11 +62,11 @@ def _watch_tensors(
 
 @dataclass(frozen=True, slots=True)
 class _WeightView:
-    """View of a gathered weight. Without a spec, it is a view of the local tensor."""
+    """View of a gathered weight: shape, strides, and offset on each rank. No spec: a view of the local tensor."""
 
     number: int
     spec: DTensorSpec | None
-    of_piece: tuple[torch.Size, tuple[int, ...], int]
+    pieces: Mapping[int, tuple[torch.Size, tuple[int, ...], int]]
 
 
 class _Weights:
@@ -94,7 +94,10 @@ class _Weights:
         number = self._numbers.get(get_storage_key(piece))
         if number is None or tensor.dtype != self._dtypes[number] or piece.is_conj() or piece.is_neg():
             return cut_from_graph(tensor)
-        geometry = piece.shape, piece.stride(), int(piece.storage_offset())
+        pieces = simulation.get_pieces(get_local(tensor) if isinstance(tensor, DTensor) else tensor)
+        geometry = {
+            rank: (each.shape, each.stride(), int(each.storage_offset())) for rank, each in pieces.items()
+        }
         return _WeightView(number, get_spec(tensor) if isinstance(tensor, DTensor) else None, geometry)
 
     def unpack(self, packed: torch.Tensor | _WeightView) -> torch.Tensor:
@@ -106,9 +109,9 @@ class _Weights:
                 self._made = self._again()
             base = self._made[view.number]
             pieces = simulation.get_pieces(get_local(base))
+            viewed = {rank: piece.as_strided(*view.pieces[rank]) for rank, piece in pieces.items()}
             if view.spec is None:
-                return get_local(base).as_strided(*view.of_piece)
-            viewed = {rank: piece.as_strided(*view.of_piece) for rank, piece in pieces.items()}
+                return simulation.join_pieces(viewed, base.dtype)
             with simulation.simulate_mesh(base.device_mesh):
                 return make_dtensor(simulation.join_pieces(viewed, base.dtype), view.spec)
 

@@ -9,6 +9,7 @@ A program's own hooks of a parameter read its gradient during the pass, so that 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,7 +23,15 @@ from layoutmap.engines.torch.backward import call_after_backward, get_backward_p
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.modules import add_first_hooks, has_foreign_hooks
 from layoutmap.engines.torch.placing import redistribute_tensor, reduce_over_devices
-from layoutmap.engines.torch.specs import get_local, get_spec, make_dtensor, replace_placement
+from layoutmap.engines.torch.specs import (
+    compute_largest_shard,
+    get_local,
+    get_meta,
+    get_spec,
+    has_even_shards,
+    make_dtensor,
+    replace_placement,
+)
 
 _MAX_BYTES = 256 << 20  # of gradients that are copied to be summed up in one collective
 
@@ -162,12 +171,15 @@ def _redistribute_gradient(parameter: DTensor) -> None:
 
 def _reduce_over_dim(parameters: list[DTensor], dim: int) -> None:
     """Reduce the gradients that are partial over a mesh dim, with few all-reduces."""
-    alike: dict[tuple[Any, torch.dtype], list[DTensor]] = {}
+    alike: dict[tuple[Any, torch.dtype, int], list[DTensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements[dim].is_partial():
-            alike.setdefault((gradient.placements[dim], gradient.dtype), []).append(parameter)
-    for (partial, _), waiting in alike.items():
+            # Simulated ranks with shards of different sizes have no common sizes to split a joined tensor by.
+            is_alone = simulation.is_simulated() and not has_even_shards(get_spec(gradient))
+            key = gradient.placements[dim], gradient.dtype, id(parameter) if is_alone else 0
+            alike.setdefault(key, []).append(parameter)
+    for (partial, *_), waiting in alike.items():
         for some in _split_into_batches(waiting):
             _sum_up_at_once(some, dim, partial.reduce_op)
 
@@ -177,7 +189,8 @@ def _split_into_batches(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
     some: list[DTensor] = []
     size = 0
     for parameter in parameters:
-        more = get_local(parameter.grad).nbytes
+        spec = get_spec(parameter.grad)
+        more = math.prod(compute_largest_shard(spec)) * get_meta(spec).dtype.itemsize
         if some and size + more > _MAX_BYTES:
             yield some
             some, size = [], 0
@@ -190,8 +203,8 @@ def _sum_up_at_once(parameters: list[DTensor], dim: int, reduce_op: str) -> None
     pieces = [get_local(parameter.grad) for parameter in parameters]
     joined = torch.cat([each.reshape(-1) for each in pieces])  # one large takes less time
     joined = reduce_over_devices(joined, parameters[0].device_mesh, dim, reduce_op)
-    sizes = [each.numel() for each in pieces]
-    for parameter, piece, part in zip(parameters, pieces, torch.split(joined, sizes), strict=True):
+    parts = [joined] if len(pieces) == 1 else torch.split(joined, [each.numel() for each in pieces])
+    for parameter, piece, part in zip(parameters, pieces, parts, strict=True):
         spec = get_spec(parameter.grad)
         # A DTensor that begins inside of a storage cannot be copied.
         parameter.grad = make_dtensor(
