@@ -451,6 +451,27 @@ def test_a_branch_costs_what_is_in_it():
     assert sum(step.compile(layout_map).sent_by_kind.values()) == cost.sent_bytes
 
 
+def test_an_array_in_a_list_outside_of_variables_is_refused_by_name():
+    """Flax takes its shape for a constant, so the step would not be that of the model."""
+
+    class Table(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.kept = nnx.data(jnp.arange(WIDTH))
+            self.order = nnx.data([jnp.arange(WIDTH)])
+
+        def __call__(self, x):
+            return self.up(x)[:, self.order[0]] + self.kept
+
+    layout_map = lm.LayoutMap("batch=2,model=4", {r"up\.kernel": (None, "model")})
+    with pytest.raises(
+        lm.ScopeError, match=r"^the step cannot be counted: order\.0 would be a constant in it"
+    ):
+        lm.step_cost(
+            lambda: Table(nnx.Rngs(0)), layout_map, inputs=jax.ShapeDtypeStruct((8, WIDTH), "float32")
+        )
+
+
 def test_random_keys_and_states_are_arguments():
     """Keys of dropout and moving statistics are given to the step as they are to XLA's."""
 

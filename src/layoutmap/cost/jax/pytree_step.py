@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from layoutmap.adapters.jax.session import JaxSession
 from layoutmap.adapters.jax.slots import StateLeaf, describe_slots
 from layoutmap.adapters.jax.training import TrainState, call_model, split_batch, split_model, unwrap_model
 from layoutmap.core.arguments import describe_type
-from layoutmap.core.errors import ScopeError, shorten_repr
+from layoutmap.core.errors import ScopeError, join_names, shorten_repr
 from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.cost.jax.equal_blocks import describe_attributes, find_equal_blocks
@@ -55,6 +55,18 @@ def _check_array(inputs: object, leaf: object) -> None:
         )
 
 
+def _check_all_found(specs: Sequence[VariableSpec], paths: Set[str]) -> None:
+    """Refuse arrays in lists of nnx modules, where flax takes shapes for constants."""
+    lost = [spec.path for spec in specs if spec.path not in paths]
+    if lost:
+        raise ScopeError(
+            f"the step cannot be counted: {join_names(lost)} would be a constant in it",
+            why="a list or dict of the module holds the array outside of a Variable, and flax takes only arrays there "
+            "for data, not the shapes with which a step is counted",
+            fix="hold it in an nnx.Variable, or in an attribute of its own: self.table = nnx.data(array)",
+        )
+
+
 class _CountedStep:
     def __init__(
         self,
@@ -79,6 +91,7 @@ class _CountedStep:
             Shape(jax.tree_util.keystr(path, simple=True, separator="."), tuple(x.shape), str(x.dtype))
             for path, x in leaves
         ]
+        _check_all_found(specs, {leaf.path for leaf in self._parts.leaves})
         self._trained = [
             spec.key
             for spec, leaf in zip(specs, self._parts.leaves, strict=True)
