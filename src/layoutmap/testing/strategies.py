@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from typing import get_args
 
 from hypothesis import strategies as st
 
@@ -31,6 +30,8 @@ __all__ = ["layout_maps", "layouts", "meshes", "paths", "patterns", "plans", "sh
 _DIM_NAMES = ("batch", "model", "x", "y", "stage", "expert")
 _PARTS = ("encoder", "decoder", "blocks", "attn", "mlp", "up", "query", "kernel", "bias", "embeddings")
 _MOST_DEVICES = 64  # enough for every kind of layout, and few enough to iterate quickly
+
+_EVEN_POLICIES: tuple[Uneven, ...] = ("error", "replicate", "shrink")
 
 
 @st.composite
@@ -126,7 +127,7 @@ def layout_maps(draw: st.DrawFn, mesh: Mesh | None = None, *, max_rules: int = 8
         max_rules: The largest number of rules for variables.
     """
     mesh = draw(meshes()) if mesh is None else mesh
-    uneven: st.SearchStrategy[Uneven] = st.sampled_from(get_args(Uneven))
+    uneven: st.SearchStrategy[Uneven] = st.sampled_from(_EVEN_POLICIES)
     activations = draw(st.dictionaries(patterns(), layouts(mesh), max_size=2))
     rest: Rest | None = draw(st.sampled_from([None, "replicated"]))
     layout_map = LayoutMap(mesh, activations=activations, uneven=draw(uneven), rest=rest)
@@ -164,7 +165,7 @@ def plans(draw: st.DrawFn, *, layers: bool = False) -> tuple[list[VariableSpec],
             if pattern not in layout_map:
                 rank = draw(st.just(len(variable.shape)) | st.integers(0, 3))
                 layout = draw(layouts(mesh, min_rank=rank, max_rank=rank))
-                layout_map.add(pattern, layout, uneven=draw(st.none() | st.sampled_from(get_args(Uneven))))
+                layout_map.add(pattern, layout, uneven=draw(st.none() | st.sampled_from(_EVEN_POLICIES)))
     layer_names = draw(st.none() | st.just(names[:4])) if layers else None
     for layer in draw(st.lists(st.sampled_from(layer_names), max_size=2)) if layer_names else ():
         layout_map.activations.setdefault(layer, draw(layouts(mesh)))
