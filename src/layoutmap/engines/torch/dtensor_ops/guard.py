@@ -72,6 +72,8 @@ _FROM_THE_START = (
 _ADDS_BOOLEANS = is_before("torch", "2.14")
 """Whether DTensor adds up a partial `or` of booleans as a sum where it is multiplied with numbers."""
 
+_EXTREMES = frozenset(("amax", "amin", "argmax", "argmin"))
+
 _RESHAPING = frozenset(("t_", "transpose_", "squeeze_", "unsqueeze_"))
 """Operators that change the shape of a tensor in place, and are views of it without the underscore."""
 
@@ -197,7 +199,10 @@ def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any
     why = "DTensor's own way is not known to be right"
     # How axes are split and joined, DTensor seeks for ever where there is no element.
     is_empty = name in ("view", "_unsafe_view") and any(0 in each.shape for each in tensors)
-    if _is_proven(op, name, args, kwargs) and _can_pass(tensors, name) and not (is_empty or is_filled):
+    # An empty shard has no maximum.
+    is_uneven = name in _EXTREMES and not all(has_even_shards(get_spec(each)) for each in tensors)
+    can_compute = not (is_empty or is_filled or is_uneven)
+    if _is_proven(op, name, args, kwargs) and _can_pass(tensors, name) and can_compute:
         try:
             with asked.keep_open():
                 answer = own()
