@@ -13,6 +13,7 @@ STATE = {
     "adapters.current._current": "the one ContextVar: which scope is open in this thread and task",
     # what is open on a thread, or anywhere; the patches of a library's classes themselves are `patches.Patches`
     "adapters.keras.hooks._inside": "the variables without values that are being constructed on this thread",
+    "adapters.keras.backends.jax_steps._has_stored_values": "whether variables give padded arrays in this block",
     "adapters.keras.backends.tensorflow_steps._open_blocks": "the steps that run; an option is off meanwhile",
     "adapters.keras.backends.tensorflow_functions._current": "the session whose call runs on this thread",
     "adapters.torch.mesh_context.here": "the models that run on this thread",

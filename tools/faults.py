@@ -49,15 +49,15 @@ FAULTS = (
     Fault(
         "a shard begins one element late",
         "core/layout.py",
-        "slice(i * n, (i + 1) * n) for i, n in zip(offset, shape, strict=True)",
-        "slice(min(i, 1) + i * n, (i + 1) * n + min(i, 1)) for i, n in zip(offset, shape, strict=True)",
+        "slice(min(i * part, n or 0), min((i + 1) * part, n or 0)) for i, part, n in parts",
+        "slice(min(min(i, 1) + i * part, n or 0), min((i + 1) * part + min(i, 1), n or 0)) for i, part, n in parts",
         "torch",
     ),
     Fault(
         "the first and the last spec of a rule are swapped",
         "core/uneven.py",
-        'if uneven == "error" or layout.rank != len(shape):\n        return layout',
-        'if uneven == "error" or layout.rank != len(shape):\n'
+        'if uneven in ("error", "pad") or layout.rank != len(shape):\n        return layout',
+        'if uneven in ("error", "pad") or layout.rank != len(shape):\n'
         "        swapped = Layout(layout.sharding_specs[::-1], layout.mesh)\n"
         "        return layout if swapped.rank != len(shape) or swapped.find_uneven_axes(shape) else swapped",
         "nnx",

@@ -37,7 +37,10 @@ def test_nine_methods_are_enough_to_build():
         (protocol.Training, "forward, gradients, make_on_one_device, set_optimizer, train_step"),
         (
             protocol.Keeping,
-            "list_stored_variables, restore_settings, restore_variables, restore_with_optimizer, settings",
+            (
+                "list_checkpoint_names, list_stored_variables, make_host_array, restore_settings, restore_variables"
+                ", restore_with_optimizer, settings"
+            ),
         ),
         (protocol.Inspecting, "describe_variables, find_context, gathered_dims"),
     ],

@@ -277,11 +277,12 @@ def test_a_shard_that_is_not_there_has_no_number(offset: tuple[int, ...]):
         X_Y.offset_tuple_to_global_index(offset)
 
 
-def test_an_axis_that_does_not_divide_is_an_error():
-    """TensorFlow rounds the shard's shape down; here the axis, the size and the fix are named."""
+def test_an_axis_that_does_not_divide_is_rounded_up_and_refused_where_it_must_divide():
+    """TensorFlow rounds the shard's shape down, and loses rows; here the axis, the size and the fix are named."""
     assert [2, 2] == list(their_layout(X_Y).local_shape_from_global_shape([9, 4]))
+    assert (3, 2) == X_Y.local_shape_from_global_shape([9, 4])
     with pytest.raises(LayoutError, match="axis 0 cannot be split evenly"):
-        X_Y.local_shape_from_global_shape([9, 4])
+        X_Y.check_fits([9, 4])
 
 
 def test_an_unknown_size_stays_unknown():

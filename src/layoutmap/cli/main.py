@@ -59,8 +59,8 @@ from layoutmap.rules.yaml_file import read_schema
 from layoutmap.scope.plan import Plan
 
 _EXAMPLES = r"""examples:
-  layoutmap suggest my_models:make_llama --mesh batch=2,model=4 -o rules.yaml     a first rules file, with reasons
   layoutmap plan my_models:make_llama --rules rules.yaml --mesh batch=2,model=4
+  layoutmap suggest my_models:make_llama --mesh batch=2,model=4 -o rules.yaml     a first rules file, with reasons
   layoutmap plan my_models:make_llama --rules rules.yaml --inputs "int32[8,128]" --optimizer adamw --strict
   layoutmap plan my_models:make_llama --rules rules.yaml --optimizer adamw --device-memory 80GiB
   layoutmap plan my_models:make_llama --rules rules.yaml --json plan.json --html plan.html

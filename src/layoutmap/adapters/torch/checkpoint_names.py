@@ -19,11 +19,11 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from layoutmap.adapters.protocol import Stored
 from layoutmap.core.errors import CheckpointError
 from layoutmap.engines.torch.element_types import find_torch_dtype
+from layoutmap.engines.torch.modes import TorchDispatchMode
 from layoutmap.engines.torch.storages import get_storage_key
 
 TESTED = "5.24"

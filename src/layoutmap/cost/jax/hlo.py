@@ -115,7 +115,8 @@ def _count_in_computation(
                     bodies, inner, times, counts, chains if op == "fusion" else set(), num_devices
                 )
         elif (kind := NAMES.get(op.removesuffix("-start"))) is not None:
-            if kind == "permute" and not any(source != target for source, target in list_permute_pairs(rest)):
+            pairs = list_permute_pairs(rest) if "source_target_pairs=" in rest else [(0, 1)]
+            if kind == "permute" and all(source == target for source, target in pairs):
                 continue  # XLA keeps permutes without pairs, which send nothing
             if chain := re.search(r'chain_id="\d+"', rest):
                 if chain[0] in chains:

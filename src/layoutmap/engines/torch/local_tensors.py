@@ -10,7 +10,6 @@ import functools
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from operator import attrgetter
 from typing import Any, Self, cast
 
 import torch
@@ -22,25 +21,26 @@ from layoutmap.engines.patches import Attribute
 from layoutmap.engines.tested import Needed, check_names
 from layoutmap.engines.torch.modes import TorchDispatchMode, list_dispatch_modes, skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
+from layoutmap.engines.torch.per_rank import LocalIntNode as LocalIntNode
+from layoutmap.engines.torch.per_rank import LocalTensor as LocalTensor
+from layoutmap.engines.torch.per_rank import LocalTensorMode as LocalTensorMode
 from layoutmap.engines.torch.per_rank import (
     cache_groups,
     can_run_directly,
+    get_rank_sizes,
     list_leaves,
+    local_collectives,
+    local_tensors,
     make_meta_reader,
     make_rank_loop,
     read_common_size,
     run_operator,
 )
+from layoutmap.engines.torch.per_rank import enabled_local_tensor_mode as enabled_local_tensor_mode
+from layoutmap.engines.torch.per_rank import get_rank_tensors as get_rank_tensors
+from layoutmap.engines.torch.per_rank import get_ranks as get_ranks
 
 with Needed("torch"):
-    import torch.distributed._local_tensor as local_tensors
-    from torch.distributed._local_tensor import (
-        LocalIntNode,
-        LocalTensor,
-        LocalTensorMode,
-        enabled_local_tensor_mode,
-    )
-    from torch.distributed._local_tensor import _c10d as _of_collectives
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
     from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
     from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
@@ -54,23 +54,14 @@ check_names(
         "_PROCESS_MODE _THREAD_LOCAL_TENSOR_MODE _for_each_rank_run_func _compute_local_tensor_meta",
     ),
     (local_tensors, "_LocalDeviceMesh _PATCHED_DEVICE_MESH_METHODS"),
-    (_of_collectives, "_get_default_group _prepare_collective_groups"),
-    (LocalTensor, "_local_tensors _ranks __torch_dispatch__"),
-    (LocalIntNode, "_local_ints"),
+    (local_collectives, "_get_default_group _prepare_collective_groups"),
+    (LocalTensor, "__torch_dispatch__"),
     (Shard, "local_shard_size_and_offset"),
     (StridedShard, "_to_replicate_tensor local_shard_size_and_offset"),
     (LocalTensorMode, "_patch_device_mesh _unpatch_device_mesh _disable"),
     (LocalTensorMode, "_patch_random_functions _unpatch_random_functions enable_"),
     (local_tensors, "get_local_tensor_mode_list"),
 )
-
-get_ranks = attrgetter("_ranks")
-"""The simulated ranks that have a local tensor."""
-
-
-def get_rank_tensors(local: LocalTensor) -> dict[int, torch.Tensor]:
-    """Return the local tensor of each simulated rank."""
-    return dict(local._local_tensors)
 
 
 def list_root_ranks(mesh: DeviceMesh) -> list[int]:
@@ -166,8 +157,8 @@ def make_simulation_patches(
         Attribute(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _Modes(mode)),
         Attribute(LocalTensorMode, "__enter__", lambda _: _enter_mode),  # pyright: ignore[reportUnknownLambdaType]
         Attribute(local_tensors, "_PROCESS_MODE", lambda _: False),  # else one for all threads
-        Attribute(_of_collectives, "_get_default_group", lambda _: lambda: group),  # torch has none for it
-        Attribute(_of_collectives, "_prepare_collective_groups", cache_groups),
+        Attribute(local_collectives, "_get_default_group", lambda _: lambda: group),  # torch has none for it
+        Attribute(local_collectives, "_prepare_collective_groups", cache_groups),
         Attribute(Shard, "local_shard_size_and_offset", _cache_sizes),
         Attribute(StridedShard, "local_shard_size_and_offset", _cache_sizes),
         Attribute(StridedShard, "_to_replicate_tensor", functools.partial(_gather_by_size, type(mode))),
@@ -221,7 +212,7 @@ def _cache_sizes(find: Any) -> object:
         ranks = getattr(enabled_local_tensor_mode(), "ranks", None)
         key = (
             ranks,
-            *((*each._local_ints.items(),) if isinstance(each, LocalIntNode) else each for each in nodes),
+            *((*get_rank_sizes(each).items(),) if isinstance(each, LocalIntNode) else each for each in nodes),
         )
         if key not in known:
             known[key] = own(*args)
@@ -245,7 +236,7 @@ def _gather_by_size(
         pieces, ranks_of_shape = get_rank_tensors(local), dict[tuple[int, ...], list[int]]()
         for rank in pieces:
             sizes = [
-                node._local_ints[rank] if isinstance(node, LocalIntNode) else int(size)
+                get_rank_sizes(node)[rank] if isinstance(node, LocalIntNode) else int(size)
                 for node, size in zip(nodes, shape, strict=True)
             ]
             ranks_of_shape.setdefault(tuple(sizes), []).append(rank)

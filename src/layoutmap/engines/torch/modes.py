@@ -6,13 +6,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
 from layoutmap.engines.tested import Needed
 
 with Needed("torch"):
+    import torch.utils._python_dispatch as _dispatch
     from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode  # pyright: ignore[reportUnknownVariableType]
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -25,6 +26,9 @@ list_function_modes = _get_current_function_mode_stack
 
 list_dispatch_modes = _get_current_dispatch_mode_stack
 """The modes that operators are called in on this thread, the innermost last."""
+
+correct_aliases: Callable[..., object] = cast(Any, _dispatch).return_and_correct_aliasing
+"""Make results of a view or in-place operator share the memory of its arguments, of wrapped tensors."""
 
 disable_function_modes = torch._C.DisableTorchFunction  # DisableTorchFunctionSubclass would leave modes on
 """Opens a block in which no function mode sees what is called."""

@@ -57,6 +57,16 @@ def list_written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
     )
 
 
+def get_operator_name(op: OpOverload) -> str:
+    """Return the name of an operator without its overload, such as `"aten::add"`."""
+    return op._schema.name
+
+
+def count_results(op: OpOverload) -> int:
+    """Return the number of results of an operator."""
+    return len(op._schema.returns)
+
+
 @functools.cache
 def can_return_view(op: OpOverload) -> bool:
     """Return whether an operator's results may share memory with its arguments."""

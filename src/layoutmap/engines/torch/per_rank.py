@@ -12,34 +12,54 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from layoutmap.engines.tested import Needed, check_names
+from layoutmap.engines.torch.modes import correct_aliases
 from layoutmap.engines.torch.operators import (
     OPERATORS,
     Args,
     Function,
     Kwargs,
     can_return_view,
+    count_results,
+    get_operator_name,
     list_written_arguments,
 )
 from layoutmap.engines.torch.trees import is_sequence
 
 with Needed("torch"):
     import torch.distributed._local_tensor as local_tensors
-    from torch.distributed._local_tensor import LocalIntNode, LocalTensor
-    from torch.utils import _python_dispatch
+    from torch.distributed._local_tensor import LocalIntNode as LocalIntNode
+    from torch.distributed._local_tensor import LocalTensor as LocalTensor
+    from torch.distributed._local_tensor import LocalTensorMode as LocalTensorMode
+    from torch.distributed._local_tensor import _c10d as local_collectives
+    from torch.distributed._local_tensor import enabled_local_tensor_mode as enabled_local_tensor_mode
+
+__all__ = ["local_collectives", "local_tensors"]
 
 check_names(
     "torch",
     (local_tensors, "_combine_rank_results _get_rng_state _set_rng_state"),
-    (_python_dispatch, "return_and_correct_aliasing"),
     (LocalTensor, "_local_tensors _ranks"),
     (LocalIntNode, "_local_ints"),
 )
+
+get_ranks = attrgetter("_ranks")
+"""The simulated ranks that have a local tensor."""
+
+get_rank_sizes = attrgetter("_local_ints")
+"""The size of each simulated rank, of a size that differs between ranks."""
+
+
+def get_rank_tensors(local: LocalTensor) -> dict[int, torch.Tensor]:
+    """Return the local tensor of each simulated rank."""
+    return dict(local._local_tensors)
+
 
 _NO_KEYS = torch._C.DispatchKeySet.from_raw_repr(0)
 _NEW_LOCAL_TENSOR: Any = inspect.unwrap(cast(Any, LocalTensor).__new__)
@@ -78,11 +98,10 @@ class _OperatorTraits:
 
 @functools.cache
 def _find_traits(op: Any) -> _OperatorTraits:
-    schema = op._schema
-    name = schema.name.removeprefix("aten::")
+    name = get_operator_name(op).removeprefix("aten::")
     is_special = op.namespace != "aten" or name in _SPECIAL_NAMES or name.startswith("sym_")
     writes = list_written_arguments(op)
-    is_in_place = name.endswith("_") and bool(writes) and writes[0][0] == 0 and len(schema.returns) == 1
+    is_in_place = name.endswith("_") and bool(writes) and writes[0][0] == 0 and count_results(op) == 1
     return _OperatorTraits(
         is_special=is_special or torch.Tag.inplace_view in op.tags,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
@@ -119,9 +138,9 @@ def find_common_ranks(ranks: frozenset[int], leaves: Iterable[object]) -> frozen
     for leaf in leaves:
         leaf = getattr(leaf, "elem", leaf)  # of the result of a collective that is not waited for yet
         if isinstance(leaf, LocalTensor):
-            ranks = ranks & leaf._ranks
+            ranks = ranks & get_ranks(leaf)
         elif isinstance(leaf, torch.SymInt) and isinstance(leaf.node, LocalIntNode):  # pyright: ignore[reportUnknownMemberType]
-            ranks = ranks & leaf.node._local_ints.keys()
+            ranks = ranks & get_rank_sizes(leaf.node).keys()
     return ranks
 
 
@@ -198,7 +217,7 @@ def _run_for_ranks(func: Any, ranks: frozenset[int], args: Args, kwargs: Kwargs)
     joined = _join_results(results)
     if not traits.can_alias:
         return joined
-    return cast(Any, _python_dispatch).return_and_correct_aliasing(func, args, kwargs, joined)
+    return correct_aliases(func, args, kwargs, joined)
 
 
 def _join_results(results: dict[int, Any]) -> object:
@@ -218,7 +237,7 @@ def _spread_value(value: object, ranks: Sequence[int]) -> Iterable[object]:
     if isinstance(value, LocalTensor):
         return [value._local_tensors[rank] for rank in ranks]
     if isinstance(value, torch.SymInt) and isinstance(value.node, LocalIntNode):  # pyright: ignore[reportUnknownMemberType]
-        return [value.node._local_ints[rank] for rank in ranks]
+        return [get_rank_sizes(value.node)[rank] for rank in ranks]
     if is_sequence(value):
         columns = [_spread_value(item, ranks) for item in value]
         if not all(isinstance(column, repeat) for column in columns):
