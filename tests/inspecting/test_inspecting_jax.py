@@ -261,6 +261,24 @@ def test_several_meshes_are_said_each_with_its_part():
     assert "it counts as replicated over model" == plan.problems[1].why
 
 
+def test_a_mesh_without_devices_that_was_used_first_changes_nothing():
+    """Arrays are on the first equal mesh, which may be that of a map, and parts and nameless shardings are found."""
+    first = lm.dtensor.relayout(
+        np.ones((8, 4), np.float32), lm.Layout(["rows", "columns"], lm.Mesh(None, "rows=4,columns=2"))
+    )
+    grid = np.array(jax.devices()).reshape(4, 2)
+    mesh, part = jax.sharding.Mesh(grid, ("rows", "columns")), jax.sharding.Mesh(grid[:, 1], ("rows",))
+    named = put(jnp.ones((8, 16)), "rows", mesh=mesh)
+    nameless = GSPMDSharding(tuple(grid.flat), named.sharding._to_xla_hlo_sharding(2))
+    arrays = {
+        "a": first,
+        "b": put(jnp.ones(8), "rows", mesh=part),
+        "c": jax.device_put(jnp.ones((8, 16)), nameless),
+    }
+    expected = {"a": "(rows, columns)", "b": "(rows,)", "c": "(rows, unsharded)"}
+    assert expected == layouts(lm.inspect(arrays))
+
+
 def test_a_mesh_whose_names_no_mesh_here_can_have_is_said():
     """JAX takes any text for an axis; a mesh dim is no `a|b`."""
     odd = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("a|b",))

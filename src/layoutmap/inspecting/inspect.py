@@ -155,19 +155,23 @@ def _find_layout_on_mesh(mesh: Mesh, place: Place, rank: int, engine: Engine) ->
     if isinstance(place, Layout):
         if place.mesh == mesh:
             return place
-        return Layout(place.sharding_specs, mesh) if _is_submesh(place.mesh, mesh) else None
+        return Layout(place.sharding_specs, mesh) if _is_submesh(place.mesh, mesh, engine) else None
     # A mesh of a plan names no devices until it is bound.
     on_all = len(place.devices) == mesh.size and place.devices == engine.bind(mesh).devices
     return Layout.replicated(mesh, rank) if place.is_copied or on_all else None
 
 
-def _is_submesh(part: Mesh, mesh: Mesh) -> bool:
+def _is_submesh(part: Mesh, mesh: Mesh, engine: Engine) -> bool:
     """Return whether a mesh is a slice of another mesh at fixed positions of the dims that it lacks."""
     sizes = mesh.dim_sizes
     if any(sizes.get(name) != number for name, number in part.dim_sizes.items()):
         return False
-    if part.devices is None or mesh.devices is None:
-        return part.devices is mesh.devices
+    if part.devices is None and mesh.devices is None:
+        return True
+    if part.devices is None or mesh.devices is None:  # the mesh of a map has no devices until it is bound
+        part, mesh = engine.bind(part), engine.bind(mesh)
+    assert part.devices is not None
+    assert mesh.devices is not None
     places = {
         name: dict(zip(mesh.dim_names, mesh.coords(i), strict=True)) for i, name in enumerate(mesh.devices)
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -86,7 +86,10 @@ class KerasAdapter(KerasKeeping, Adapter):
 
     def complete(self, model: object, batch: object) -> None:
         """Create, without computing, the variables that a first call and training step would create."""
-        complete(model, _get_inputs(batch))
+        session = get_session(model)
+        # JAX refuses products of arrays on another mesh than that of `jax.set_mesh`, in a traced call, too.
+        with session.backend.leave_tracing() if session is not None else nullcontext():
+            complete(model, _get_inputs(batch))
 
     def set_optimizer(self, model: keras.Model, optimizer: keras.Optimizer) -> object:
         """Set the optimizer of a model, given its name or a function that makes it, and return the model."""

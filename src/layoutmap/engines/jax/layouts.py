@@ -17,6 +17,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh, convert_mesh
 from layoutmap.engines.jax.devices import (
     add_devices,
+    bind_mesh,
     get_device_name,
     make_named_sharding,
     make_partition_spec,
@@ -156,9 +157,12 @@ def _match_sharding(array: Any, sharding: object, meshes: Sequence[Mesh]) -> Lay
         return Unplaced(f"on {get_device_name(device)} alone", (get_device_name(device),))
     by_name = {get_device_name(device): device for device in sharding.device_set}
     for mesh in meshes:
-        if {*(mesh.devices or ())} != {*by_name}:
+        if mesh.size != len(by_name):
             continue
-        devices = np.array([by_name[name] for name in mesh.devices or ()]).reshape(mesh.shape)
+        names = bind_mesh(mesh).devices or ()  # the mesh of a map has no devices until it is bound
+        if {*names} != {*by_name}:
+            continue
+        devices = np.array([by_name[name] for name in names]).reshape(mesh.shape)
         native = jax.sharding.Mesh(devices, mesh.dim_names)
         for layout in _iterate_layouts(array.shape, sharding.shard_shape(array.shape), mesh):
             if sharding.is_equivalent_to(NamedSharding(native, make_partition_spec(layout)), array.ndim):
