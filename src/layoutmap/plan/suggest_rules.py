@@ -137,7 +137,7 @@ def _write_rules(plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> Rule
         for layout in counts:
             members = [a for a in group if a.layout == layout]
             is_small = layout.is_fully_replicated() and (layout.rank == 1 or _is_small(members, plan))
-            if is_small and layout == usual:
+            if is_small and usual in (None, layout):
                 continue
             # The usual pattern matches the other members of the group, too, so their rules come before.
             parts = _find_pattern_parts(members, group if layout == usual else members, owners)
