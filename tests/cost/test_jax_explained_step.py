@@ -139,3 +139,16 @@ def test_an_explanation_is_data_and_text(params, x):
     data = json.loads(json.dumps(explanation.to_json()))
     assert explanation.sent_bytes == data["sent_bytes"] == sum(c["sent_bytes"] for c in data["collectives"])
     assert explanation._repr_html_().startswith("<pre>step on batch=2, model=4: each device sends ")
+
+
+def test_a_parameter_may_be_called_as_its_place(params, x):
+    """Names of arrays begin with the parameter's own name, also if that is `args`."""
+
+    @lm.jit_step(batch_dim="batch")
+    def step(args, x):
+        return (compute_block(args[1], x) ** 2).sum() + args[0]["up"].sum()
+
+    step(params, x)
+    step(params, x[:8])
+    shorter = [params[0], {**params[1], "up": params[1]["up"].astype(jnp.bfloat16)}]
+    assert "args[1]['up']: dtype float32 -> bfloat16" == step.explain(shorter, x[:8]).recompilations[1]

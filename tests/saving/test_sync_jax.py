@@ -1,5 +1,6 @@
 """A sync on JAX moves weights bit for bit, sends the planned bytes, compiles once, and is all or nothing."""
 
+import itertools
 import re
 import signal
 import sys
@@ -364,3 +365,26 @@ def test_a_model_that_is_no_longer_as_planned_is_refused():
         sync({"a": place(np.ones(8), mesh, None)})
 
     assert 0 == sync.version
+
+
+@pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+def test_padded_arrays_are_synced():
+    """Weights with axes that do not divide reach other layouts, padded or not, and their values are verified."""
+
+    def make():
+        return {"table": jnp.arange(104.0).reshape(13, 8), "bias": jnp.arange(16.0)}
+
+    maps = [
+        lm.LayoutMap(mesh, {"table": table, "bias": bias}, uneven="pad")
+        for mesh, table, bias in (
+            ("batch=2,model=4", ("model", None), ("model",)),
+            ("x=4,y=2", (None, ("x", "y")), ("y",)),
+            ("x=8", ("x", None), ("x",)),
+        )
+    ]
+    for one, other in itertools.permutations(maps, 2):
+        trainer = one.build(make, library="jax")
+        sampler = other.build(lambda: jax.tree.map(jnp.zeros_like, make()), library="jax")
+        synced = lm.plan_sync(trainer, sampler)(verify=True)
+        assert all(np.array_equal(value, np.asarray(synced[name])) for name, value in make().items())
+        assert lm.inspect(sampler).mesh == lm.inspect(synced).mesh

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +25,7 @@ from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.checkpoint.stream_records import Begin, make_damage_error
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning
+from layoutmap.core.interrupts import delay_interrupts
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
@@ -128,7 +127,7 @@ def receive(
         # All values are verified now, so only an interrupt could leave a mixture of old and new ones (decisions/0246).
         @contextmanager
         def put_all() -> Generator[None]:
-            after_answer.enter_context(_defer_interrupts())
+            after_answer.enter_context(delay_interrupts())
             with mark_partial_load():
                 yield
 
@@ -282,23 +281,3 @@ def _answer_sender(link: Link) -> Generator[None]:
             fix="see the output of the sender",
         )
         warnings.warn(warning, stacklevel=find_user_stacklevel())
-
-
-@contextmanager
-def _defer_interrupts() -> Generator[None]:
-    """Handle signals that would raise in the block at its end."""
-    if threading.current_thread() is not threading.main_thread():  # others get no signals
-        yield
-        return
-    pending: list[int] = []
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    own = {number: handler for number, handler in handlers.items() if callable(handler)}
-    try:
-        for number in own:
-            signal.signal(number, lambda number, _: pending.append(number))
-        yield
-    finally:
-        for number, handler in own.items():
-            signal.signal(number, handler)
-        for number in pending:
-            signal.raise_signal(number)

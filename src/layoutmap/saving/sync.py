@@ -113,7 +113,9 @@ class Sync:
         variables = [self.plan.rows[n].variable for n in numbers]
         own = [likes[each.path] for each in variables]
         engine = self._sampler.engine
-        if engine is self._trainer.engine and engine.make_mover is not None:
+        # Programs of JAX take padded arrays and shapes that divide, so these go through the host (decisions/0230).
+        is_padded = any(getattr(array, "is_padded", False) for array in (*arrays, *own))
+        if engine is self._trainer.engine and engine.make_mover is not None and not is_padded:
             return engine.make_mover(moves, arrays, own)
         layouts = [engine.get_layout(each) for each in own]
         return lambda new: [
@@ -161,7 +163,8 @@ def plan_sync(
 
     On JAX, the programs are compiled once, in the first sync. If both meshes have the same devices, it is one program;
     if not, arrays go from device to device, in one process. On torch, both models are in one process group, and all
-    its processes call the sync. Between two engines, values go through the memory of one process.
+    its processes call the sync. Between two engines, and with padded arrays on JAX, values go through the memory of
+    one process.
 
     Args:
         trainer: A model or tree of arrays of any supported library, whose arrays have layouts.
@@ -238,7 +241,8 @@ def _move_through_host(
 
     if layout is None:
         return read(make_full_index(variable.shape))
-    return sampler.engine.from_shards(Assignment(variable, layout), read)
+    is_padded = bool(layout.find_uneven_axes(variable.shape))
+    return sampler.engine.from_shards(Assignment(variable, layout, is_padded=is_padded), read)
 
 
 def _make_reader(trainer: End, number: int, arrays: Sequence[Array]) -> BlockReader:

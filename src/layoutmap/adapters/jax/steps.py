@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
@@ -338,7 +337,9 @@ class JitStep:
     def _name_argument(self, name: str) -> str:
         """Return the name of a leaf with the function's name of its argument: `params['kernel']`."""
         for number, parameter in enumerate(self._parameters):
-            name = re.sub(rf"^(?:args\[{number}\]|kwargs\['{parameter}'\])", parameter, name)
+            for prefix in (f"args[{number}]", f"kwargs[{parameter!r}]"):
+                if name.startswith(prefix):
+                    return parameter + name.removeprefix(prefix)
         return name
 
     def _read_call(self, args: Sequence[object], kwargs: Mapping[str, object]) -> _Call:

@@ -57,7 +57,7 @@ class ExplainedProducts:
     """Matrix products of one line of the program, forward and backward.
 
     Args:
-        line: Line of the program.
+        line: Line of the program; empty: all lines, where XLA does not name that of each product.
         flops: Operations of each device.
         ideal_flops: Operations of all products of the line, divided by the number of devices.
     """
@@ -142,7 +142,7 @@ class StepExplanation:
             lines += ["", *format_table(head, rows, ("calls", "sent"))]
         if self.products:
             rows = [
-                (each.line or "?", f"{each.flops:,}", f"{each.ideal_flops:,.0f}", f"{each.ratio:.2f}")
+                (each.line or "all lines", f"{each.flops:,}", f"{each.ideal_flops:,.0f}", f"{each.ratio:.2f}")
                 for each in self.products
             ]
             head = ("products at", "FLOPs of a device", "its share", "ratio")
@@ -153,8 +153,9 @@ class StepExplanation:
 
     def _list_problems(self) -> list[str]:
         """Return one line for each place where devices repeat the work of others."""
+        why = "so devices repeat each other's work"
         return [
-            f"{each.line}: each device computes {each.ratio:.1f} times its share, so devices repeat each other's work"
+            f"{each.line or 'products'}: each device computes {each.ratio:.1f} times its share, {why}"
             for each in self.products
             if _FAIR_RATIO < each.ratio < math.inf
         ]
@@ -201,10 +202,10 @@ def explain_step(
     ideal = Counter[str]()
     _count_products(traced.jaxpr.jaxpr, 1, ideal)
     memory = compiled.memory_analysis()
+    if flops.keys() - ideal.keys():  # XLA has lost lines, so only the sums can be compared
+        flops, ideal = Counter({"": flops.total()}), Counter({"": ideal.total()})
     products = [
-        ExplainedProducts(line, flops[line], ideal[line] / mesh.size)
-        for line in {**ideal, **flops}
-        if flops[line]
+        ExplainedProducts(line, flops[line], ideal[line] / mesh.size) for line in ideal if flops[line]
     ]
     return StepExplanation(
         name,
