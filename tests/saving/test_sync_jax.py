@@ -242,6 +242,31 @@ def test_an_interrupted_sync_leaves_one_version():
     assert {(True, False), (False, True)} <= set(outcomes)
 
 
+def test_a_sampler_that_missed_a_sync_is_reported():
+    """A guard raises at the next step of a sampler if its trainer has synced another one, or if its own sync failed."""
+    trainer, first = make_policies()
+    _, second = make_policies()
+    syncs = [lm.plan_sync(trainer, sampler) for sampler in (first, second)]
+    guards = [lm.guard(sampler, every=10) for sampler in (first, second)]
+    for each in (*syncs, *guards, syncs[0], guards[0]):
+        each()
+    missed = "the sampler has version 1 of its trainer's weights, and version 2 was synced"
+    with pytest.raises(lm.PlanError, match=missed):
+        guards[1]()
+    syncs[1]()
+    guards[1]()
+    assert [2, 2] == [sync.version for sync in syncs]
+
+    syncs[1](version=7)
+    with pytest.raises(lm.PlanError, match="version 7 was synced"):
+        guards[0]()
+    _, lines = interrupt_after(-1, syncs[0])
+    guards[0]()
+    interrupt_after(lines * 3 // 4, lambda: syncs[0](version=8))
+    with pytest.raises(lm.PlanError, match=r"sync of this sampler was not called, or failed"):
+        guards[0]()
+
+
 def test_an_interrupt_while_arrays_are_replaced_waits(monkeypatch):
     """Ctrl-C between two variables is raised once all are replaced."""
     trainer, sampler = make_policies()

@@ -21,6 +21,7 @@ from layoutmap.engines.agreement import run_together
 from layoutmap.engines.protocol import Array
 from layoutmap.saving.sync_checksums import find_wrong_variables
 from layoutmap.saving.sync_plan import End, Matching, SyncPlan
+from layoutmap.saving.sync_versions import begin_version, record_version
 
 _STEP_BYTES = 1 << 28
 """Bytes of the sampler on all devices that a sync with `donate=True` replaces at one time."""
@@ -33,7 +34,7 @@ class Sync:
 
     Attributes:
         plan: The variables, and the bytes that devices send each other.
-        version: Number of syncs so far; the sampler has the weights of this one.
+        version: Version of the trainer's weights that the sampler has; 0 before the first sync.
     """
 
     def __init__(self, trainer: End, sampler: End, plan: SyncPlan, moves: Sequence[Move]):
@@ -44,7 +45,13 @@ class Sync:
         self._movers: dict[bool, list[tuple[Sequence[int], Mover]]] = {}
 
     def __call__(
-        self, trainer: object = None, sampler: object = None, *, verify: bool = False, donate: bool = False
+        self,
+        trainer: object = None,
+        sampler: object = None,
+        *,
+        verify: bool = False,
+        donate: bool = False,
+        version: int | None = None,
     ) -> Any:
         """Give the sampler the weights of the trainer. All processes must call this.
 
@@ -58,6 +65,9 @@ class Sync:
                 about a second for each GB.
             donate: Replace the sampler's arrays in steps of bounded size, so that memory is both ends and one step.
                 After an interrupt the sampler may then have weights of two versions, and must be synced again.
+            version: Number of the trainer's weights, such as its step. `None`: one more than this sampler has, or the
+                newest version that another sampler of the trainer has. A guard of a sampler (`layoutmap.guard`) raises
+                if its trainer has begun to sync a newer version, and both are modules and not trees.
 
         Returns:
             The sampler: the same object, or a new one if it is a pytree, which cannot be changed.
@@ -67,6 +77,7 @@ class Sync:
             CheckpointError: A checksum differs. Nothing has changed, unless with `donate`.
         """
         arrays = list(self._trainer.read(trainer).values())
+        begun = begin_version(self._trainer.model, version, self.version)
         likes = self._sampler.read(sampler)
         model = self._sampler.model
         for numbers, move in self._get_movers(donate, arrays, likes):
@@ -84,7 +95,8 @@ class Sync:
                 model, _ = self._sampler.adapter.restore_variables(model, None, zip(paths, new, strict=True))
                 self._sampler.model = model
                 if numbers and numbers[-1] == len(self.plan.rows) - 1:
-                    self.version += 1
+                    self.version = begun
+                    record_version(self._trainer.model, model, begun)
             del new
         return model
 
