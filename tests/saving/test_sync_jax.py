@@ -4,12 +4,14 @@ import itertools
 import re
 import signal
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import EVERYTHING
+from cases import EVERYTHING, xla_settings
+from engines import several_processes
 from flax import nnx
 
 import layoutmap as lm
@@ -20,6 +22,7 @@ from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import draw_specs
 
 PROCESSES = ("jax",)
+WORKER = Path(__file__).with_name("sync_jax_process.py")
 MESHES = ("batch=2,model=4", "model=8", "batch=4,model=2", "a=2,b=2,c=2", "x=4,y=2", "x=8")
 HALVES = (Mesh([f"CPU:{n}" for n in range(4)], "x=2,y=2"), Mesh([f"CPU:{n}" for n in range(4, 8)], "m=4"))
 PERMUTE = re.compile(r" = (\w+)\[([\d,]*)\]\S* collective-permute\(.*source_target_pairs=(\{\{.*?\}\})")
@@ -139,6 +142,15 @@ def read_values(model):
     """Weights and moving statistics by path, without random states."""
     found = nnx.to_flat_state(nnx.state(model, (nnx.Param, nnx.BatchStat)))
     return {".".join(map(str, path)): np.asarray(variable.get_value()) for path, variable in found}
+
+
+def test_two_processes_sync_bit_for_bit(tmp_path):
+    """Trees on all devices, on some of both processes, and on those of one process move in two processes."""
+    (port,) = several_processes.free_ports(1)
+    count = 40 if EVERYTHING else 4
+    results = several_processes.run(WORKER, tmp_path, [xla_settings(4)] * 2, f"127.0.0.1:{port}", str(count))
+
+    assert [[{"wrong": [], "version": 1}] * count] * 2 == [pairs for pairs, _ in results]
 
 
 def test_trained_buffers_move_and_random_states_do_not():

@@ -41,7 +41,7 @@ class Sync:
         self.plan = plan
         self.version = 0
         self._trainer, self._sampler, self._moves = trainer, sampler, moves
-        self._mesh = _find_shared_mesh(trainer) or _find_shared_mesh(sampler)
+        self._mesh = _make_shared_mesh(trainer, sampler)
         self._movers: dict[bool, list[tuple[Sequence[int], Mover]]] = {}
 
     def __call__(
@@ -174,7 +174,8 @@ def plan_sync(
     and moving statistics are synced; random states, metrics, and optimizers are not. A tied weight is one variable.
 
     On JAX, the programs are compiled once, in the first sync. If both meshes have the same devices, it is one program;
-    if not, arrays go from device to device, in one process. On torch, both models are in one process group, and all
+    if not, there are three: on the trainer's devices, on all, and on the sampler's. Processes that have devices of
+    either mesh all call the sync. On torch, both models are in one process group, and all
     its processes call the sync. Between two engines, and with padded arrays on JAX, values go through the memory of
     one process.
 
@@ -224,11 +225,19 @@ def _split_rows(plan: SyncPlan, step_bytes: int) -> Iterator[range]:
     yield range(begin, len(plan.rows))
 
 
-def _find_shared_mesh(end: End) -> Mesh | None:
-    """Return a mesh of an end that has devices of other processes, or `None` without one."""
-    layouts = (end.engine.get_layout(each.array) for each in end.stored)
-    meshes = dict.fromkeys(end.engine.bind(layout.mesh) for layout in layouts if layout is not None)
-    return next((mesh for mesh in meshes if len(mesh.local_device_ids) < mesh.size), None)
+def _make_shared_mesh(trainer: End, sampler: End) -> Mesh | None:
+    """Return a mesh of all devices of both ends, or `None` if all of them are in this process.
+
+    A process may have devices of one end only, so the mesh of one end cannot reach all processes.
+    """
+    engine = trainer.engine
+    stored = [*trainer.stored, *(sampler.stored if sampler.engine is engine else ())]
+    layouts = (engine.get_layout(each.array) for each in stored)
+    meshes = dict.fromkeys(engine.bind(layout.mesh) for layout in layouts if layout is not None)
+    if all(len(mesh.local_device_ids) == mesh.size for mesh in meshes):
+        return None
+    devices = sorted({device for mesh in meshes for device in mesh.devices or ()})
+    return engine.bind(Mesh(devices, {"all": len(devices)}))
 
 
 def _move_through_host(
