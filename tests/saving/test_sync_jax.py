@@ -379,18 +379,17 @@ def test_all_problems_are_raised_at_once():
     assert all(problem.why and problem.fix for problem in error.value.problems)
 
 
-def test_variables_of_one_end_can_be_left_out():
-    """What `ignore` names is listed as left out, and keeps its values."""
+def test_variables_can_be_left_out():
+    """What `ignore` names is listed as left out, and keeps its values, also if both ends have it."""
     mesh = Mesh(None, "x=8")
-    trainer = {"a": place(np.ones(8), mesh, "x"), "critic": place(np.ones(8), mesh, "x")}
-    sampler = {"a": place(np.zeros(8), mesh, None), "cache": place(np.full(8, 5.0), mesh, None)}
-    sync = lm.plan_sync(trainer, sampler, ignore=["critic", "cache"])
+    trainer = {name: place(np.ones(8), mesh, "x") for name in ("a", "base", "critic")}
+    sampler = {name: place(np.full(8, 5.0), mesh, None) for name in ("a", "base", "cache")}
+    sync = lm.plan_sync(trainer, sampler, ignore=["base", "critic", "cache"])
     synced = sync()
 
-    assert (("sampler", "cache"), ("trainer", "critic")) == sync.plan.left_out
-    assert "left out: cache of the sampler, critic of the trainer" in str(sync)
-    assert 1.0 == float(synced["a"][7])
-    assert 5.0 == float(synced["cache"][0])
+    assert (("sampler", "base"), ("sampler", "cache"), ("trainer", "critic")) == sync.plan.left_out
+    assert "left out of the trainer: critic\nleft out of the sampler: base, cache" in str(sync)
+    assert {"a": 1.0, "base": 5.0, "cache": 5.0} == {name: float(each[7]) for name, each in synced.items()}
 
 
 def test_a_model_that_is_no_longer_as_planned_is_refused():

@@ -184,7 +184,8 @@ def plan_sync(
         sampler: Another one, of the same or of another library. Its arrays keep their layouts and element types.
         names: What the sampler's variables are called in the trainer, see `load`: names, and axes that are permuted,
             split or joined, such as fused query, key and value kernels. `None`: the same names.
-        ignore: Regexes that match the start of paths, of variables that only one end has. The sampler keeps its own.
+        ignore: Regexes that match the start of paths, of variables that are not synced, such as those of one end or a
+            frozen base of adapters. The sampler keeps its own.
 
     Returns:
         The sync. `print(sync)` shows its table. `sync()` moves the weights.
