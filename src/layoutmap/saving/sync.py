@@ -171,7 +171,8 @@ def plan_sync(
 
     Both have the same logical values after a sync. Each device gets the part of its new shard that it does not hold,
     from one device that holds it; nothing is gathered in full. Values are cast to the sampler's element types. Weights
-    and moving statistics are synced; random states, metrics, and optimizers are not. A tied weight is one variable.
+    and moving statistics are synced; random states, metrics, optimizers, and buffers that are not persistent are not. A
+    tied weight is one variable.
 
     On JAX, the programs are compiled once, in the first sync. If both meshes have the same devices, it is one program;
     if not, there are three: on the trainer's devices, on all, and on the sampler's. Processes that have devices of
