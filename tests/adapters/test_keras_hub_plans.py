@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 HEADS = {"qwen2.5_7b": 4, "whisper_large_v3": 4, "gpt2_xl": 5}
 """How many devices their heads can be dealt out to; the others' to 8."""
+TABLES = ("embeddings", "reverse_embeddings")
 OF_KERAS_HUB = {
     "llama3_8b": "llama3_8b_en",
     "mistral_7b": "mistral_7b_en",
@@ -126,6 +127,22 @@ VARIANTS = {
     "gemma": {"use_post_ffw_norm": False, "use_post_attention_norm": False},
     "t5": {"tie_embedding_weights": True, "use_gated_activation": False},
 }
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded():
+    """A preset pads token tables, the plan shows the bytes, and all other layouts stay as they are."""
+    even, odd = (
+        lm.plan(
+            lambda n=n: hub_models.make("llama", hub_models.TINY["llama"] | {"vocabulary_size": n}),
+            hub_models.rules("llama"),
+        )
+        for n in (64, 67)
+    )
+    padded = {a.variable.path.rpartition("token_embedding.")[2] for a in odd.assignments if a.is_padded}
+
+    assert {name + slot for name in TABLES for slot in ("", ".momentum")} == padded
+    assert [a.layout for a in even.assignments] == [a.layout for a in odd.assignments]
+    assert odd["llama3_backbone.token_embedding.embeddings"].padding_bytes > 0
 
 
 @pytest.mark.parametrize("name", few(VARIANTS, "llama"))

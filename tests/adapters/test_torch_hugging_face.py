@@ -59,6 +59,27 @@ def test_lora_in_a_scope_trains_as_on_one_device():
     assert_alike(model.merge_and_unload(), plain.merge_and_unload())
 
 
+def test_a_sampler_gets_merged_factors_or_factors_alone():
+    """A sync after PEFT's `merge_adapter` gives an unwrapped model the merged weights; factors move alone, too."""
+    trainer, sampler = on_mesh(lambda: with_lora(make_llama())), on_mesh()
+    names = {"**.weight": "base_model.model.**.(base_layer.)?weight"}
+    sync = lm.plan_sync(trainer, sampler, names=names, ignore=[r".*lora_"])
+    trainer.merge_adapter()
+    sync(verify=True)
+    trainer.unmerge_adapter()
+
+    assert_alike(sampler.requires_grad_(False), with_lora(make_llama()).merge_and_unload())
+    other = on_mesh(lambda: with_lora(make_llama()))
+    with torch.no_grad():
+        for _, each in other.named_parameters():
+            each.zero_()
+    factors = lm.plan_sync(trainer, other, ignore=[r"(?!.*lora_)"])
+    factors(verify=True)
+    moved = {row.variable.path for row in factors.plan.rows}
+    assert moved == {name for name, _ in other.named_parameters() if "lora_" in name}
+    assert moved == {name for name, each in other.named_parameters() if lm.dtensor.unpack(each)[0].any()}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "options",

@@ -4,12 +4,14 @@ import itertools
 import re
 import signal
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import EVERYTHING
+from cases import EVERYTHING, xla_settings
+from engines import several_processes
 from flax import nnx
 
 import layoutmap as lm
@@ -20,6 +22,7 @@ from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import draw_specs
 
 PROCESSES = ("jax",)
+WORKER = Path(__file__).with_name("sync_jax_process.py")
 MESHES = ("batch=2,model=4", "model=8", "batch=4,model=2", "a=2,b=2,c=2", "x=4,y=2", "x=8")
 HALVES = (Mesh([f"CPU:{n}" for n in range(4)], "x=2,y=2"), Mesh([f"CPU:{n}" for n in range(4, 8)], "m=4"))
 PERMUTE = re.compile(r" = (\w+)\[([\d,]*)\]\S* collective-permute\(.*source_target_pairs=(\{\{.*?\}\})")
@@ -141,6 +144,15 @@ def read_values(model):
     return {".".join(map(str, path)): np.asarray(variable.get_value()) for path, variable in found}
 
 
+def test_two_processes_sync_bit_for_bit(tmp_path):
+    """Trees on all devices, on some of both processes, and on those of one process move in two processes."""
+    (port,) = several_processes.free_ports(1)
+    count = 40 if EVERYTHING else 4
+    results = several_processes.run(WORKER, tmp_path, [xla_settings(4)] * 2, f"127.0.0.1:{port}", str(count))
+
+    assert [[{"wrong": [], "version": 1}] * count] * 2 == [pairs for pairs, _ in results]
+
+
 def test_trained_buffers_move_and_random_states_do_not():
     """After a sync a model of nnx has the weights and statistics of the other one, in its own Variables."""
     trainer, sampler = make_policies()
@@ -240,6 +252,31 @@ def test_an_interrupted_sync_leaves_one_version():
         outcomes.append((interrupted, sync.version > version))
 
     assert {(True, False), (False, True)} <= set(outcomes)
+
+
+def test_a_sampler_that_missed_a_sync_is_reported():
+    """A guard raises at the next step of a sampler if its trainer has synced another one, or if its own sync failed."""
+    trainer, first = make_policies()
+    _, second = make_policies()
+    syncs = [lm.plan_sync(trainer, sampler) for sampler in (first, second)]
+    guards = [lm.guard(sampler, every=10) for sampler in (first, second)]
+    for each in (*syncs, *guards, syncs[0], guards[0]):
+        each()
+    missed = "the sampler has version 1 of its trainer's weights, and version 2 was synced"
+    with pytest.raises(lm.PlanError, match=missed):
+        guards[1]()
+    syncs[1]()
+    guards[1]()
+    assert [2, 2] == [sync.version for sync in syncs]
+
+    syncs[1](version=7)
+    with pytest.raises(lm.PlanError, match="version 7 was synced"):
+        guards[0]()
+    _, lines = interrupt_after(-1, syncs[0])
+    guards[0]()
+    interrupt_after(lines * 3 // 4, lambda: syncs[0](version=8))
+    with pytest.raises(lm.PlanError, match=r"sync of this sampler was not called, or failed"):
+        guards[0]()
 
 
 def test_an_interrupt_while_arrays_are_replaced_waits(monkeypatch):
@@ -342,18 +379,17 @@ def test_all_problems_are_raised_at_once():
     assert all(problem.why and problem.fix for problem in error.value.problems)
 
 
-def test_variables_of_one_end_can_be_left_out():
-    """What `ignore` names is listed as left out, and keeps its values."""
+def test_variables_can_be_left_out():
+    """What `ignore` names is listed as left out, and keeps its values, also if both ends have it."""
     mesh = Mesh(None, "x=8")
-    trainer = {"a": place(np.ones(8), mesh, "x"), "critic": place(np.ones(8), mesh, "x")}
-    sampler = {"a": place(np.zeros(8), mesh, None), "cache": place(np.full(8, 5.0), mesh, None)}
-    sync = lm.plan_sync(trainer, sampler, ignore=["critic", "cache"])
+    trainer = {name: place(np.ones(8), mesh, "x") for name in ("a", "base", "critic")}
+    sampler = {name: place(np.full(8, 5.0), mesh, None) for name in ("a", "base", "cache")}
+    sync = lm.plan_sync(trainer, sampler, ignore=["base", "critic", "cache"])
     synced = sync()
 
-    assert (("sampler", "cache"), ("trainer", "critic")) == sync.plan.left_out
-    assert "left out: cache of the sampler, critic of the trainer" in str(sync)
-    assert 1.0 == float(synced["a"][7])
-    assert 5.0 == float(synced["cache"][0])
+    assert (("sampler", "base"), ("sampler", "cache"), ("trainer", "critic")) == sync.plan.left_out
+    assert "left out of the trainer: critic\nleft out of the sampler: base, cache" in str(sync)
+    assert {"a": 1.0, "base": 5.0, "cache": 5.0} == {name: float(each[7]) for name, each in synced.items()}
 
 
 def test_a_model_that_is_no_longer_as_planned_is_refused():

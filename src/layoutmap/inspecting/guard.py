@@ -12,6 +12,7 @@ from layoutmap.core.variables import Kind
 from layoutmap.inspecting.inspect import inspect
 from layoutmap.plan.problems import group_problems
 from layoutmap.plan.table import PlanTable
+from layoutmap.saving.sync_versions import find_missed_version
 from layoutmap.scope.plan import Plan
 
 _IS_MADE_FIRST: Mapping[Kind, bool] = {
@@ -38,15 +39,29 @@ class Guard:
         self._num_steps = 0
 
     def __call__(self, model: object = None, optimizer: object = None) -> None:
-        """Count a step, and compare the model if the step is due.
+        """Count a step, and compare the model if the step is due. A sampler that missed a sync is reported at any step.
 
         Args:
             model: The model as the step has left it, where that is another object: a pytree of JAX.
             optimizer: Its optimizer's state, likewise.
         """
+        self._check_synced(self._model if model is None else model)
         if self._num_steps % self._every == 0:
             self.check(model, optimizer)
         self._num_steps += 1
+
+    def _check_synced(self, model: object) -> None:
+        missed = find_missed_version(model)
+        if missed is None:
+            return
+        version, newest = missed
+        raise PlanError(
+            f"the sampler has version {version} of its trainer's weights, and version {newest} was synced",
+            facts={"step": str(self._num_steps)},
+            why="the sync of this sampler was not called, or failed",
+            fix="call it before the next step: sync(). If you sync your samplers at different times, pass "
+            "sync(version=step)",
+        )
 
     def check(self, model: object = None, optimizer: object = None) -> None:
         """Compare now. All processes must call this.
@@ -100,6 +115,7 @@ def guard(
     A loop of JAX calls it after each step, `guard(state)`; an optimizer of torch does after `guard.hook(optimizer)`,
     and `fit` of Keras with `callbacks=[guard.callback()]`. The first step is looked at, and every n-th from there: the
     layouts of all variables, and checksums of replicas on all devices and in all processes, which all count alike.
+    Each call raises if a sampler missed a version of its trainer (`plan_sync`), where both are modules and not trees.
 
     Args:
         model: The model, see `layoutmap.inspect`.

@@ -21,6 +21,7 @@ from layoutmap.engines.agreement import run_together
 from layoutmap.engines.protocol import Array
 from layoutmap.saving.sync_checksums import find_wrong_variables
 from layoutmap.saving.sync_plan import End, Matching, SyncPlan
+from layoutmap.saving.sync_versions import begin_version, record_version
 
 _STEP_BYTES = 1 << 28
 """Bytes of the sampler on all devices that a sync with `donate=True` replaces at one time."""
@@ -33,18 +34,24 @@ class Sync:
 
     Attributes:
         plan: The variables, and the bytes that devices send each other.
-        version: Number of syncs so far; the sampler has the weights of this one.
+        version: Version of the trainer's weights that the sampler has; 0 before the first sync.
     """
 
     def __init__(self, trainer: End, sampler: End, plan: SyncPlan, moves: Sequence[Move]):
         self.plan = plan
         self.version = 0
         self._trainer, self._sampler, self._moves = trainer, sampler, moves
-        self._mesh = _find_shared_mesh(trainer) or _find_shared_mesh(sampler)
+        self._mesh = _make_shared_mesh(trainer, sampler)
         self._movers: dict[bool, list[tuple[Sequence[int], Mover]]] = {}
 
     def __call__(
-        self, trainer: object = None, sampler: object = None, *, verify: bool = False, donate: bool = False
+        self,
+        trainer: object = None,
+        sampler: object = None,
+        *,
+        verify: bool = False,
+        donate: bool = False,
+        version: int | None = None,
     ) -> Any:
         """Give the sampler the weights of the trainer. All processes must call this.
 
@@ -58,6 +65,9 @@ class Sync:
                 about a second for each GB.
             donate: Replace the sampler's arrays in steps of bounded size, so that memory is both ends and one step.
                 After an interrupt the sampler may then have weights of two versions, and must be synced again.
+            version: Number of the trainer's weights, such as its step. `None`: one more than this sampler has, or the
+                newest version that another sampler of the trainer has. A guard of a sampler (`layoutmap.guard`) raises
+                if its trainer has begun to sync a newer version, and both are modules and not trees.
 
         Returns:
             The sampler: the same object, or a new one if it is a pytree, which cannot be changed.
@@ -67,6 +77,7 @@ class Sync:
             CheckpointError: A checksum differs. Nothing has changed, unless with `donate`.
         """
         arrays = list(self._trainer.read(trainer).values())
+        begun = begin_version(self._trainer.model, version, self.version)
         likes = self._sampler.read(sampler)
         model = self._sampler.model
         for numbers, move in self._get_movers(donate, arrays, likes):
@@ -84,7 +95,8 @@ class Sync:
                 model, _ = self._sampler.adapter.restore_variables(model, None, zip(paths, new, strict=True))
                 self._sampler.model = model
                 if numbers and numbers[-1] == len(self.plan.rows) - 1:
-                    self.version += 1
+                    self.version = begun
+                    record_version(self._trainer.model, model, begun)
             del new
         return model
 
@@ -159,10 +171,12 @@ def plan_sync(
 
     Both have the same logical values after a sync. Each device gets the part of its new shard that it does not hold,
     from one device that holds it; nothing is gathered in full. Values are cast to the sampler's element types. Weights
-    and moving statistics are synced; random states, metrics, and optimizers are not. A tied weight is one variable.
+    and moving statistics are synced; random states, metrics, optimizers, and buffers that are not persistent are not. A
+    tied weight is one variable.
 
     On JAX, the programs are compiled once, in the first sync. If both meshes have the same devices, it is one program;
-    if not, arrays go from device to device, in one process. On torch, both models are in one process group, and all
+    if not, there are three: on the trainer's devices, on all, and on the sampler's. Processes that have devices of
+    either mesh all call the sync. On torch, both models are in one process group, and all
     its processes call the sync. Between two engines, and with padded arrays on JAX, values go through the memory of
     one process.
 
@@ -171,7 +185,8 @@ def plan_sync(
         sampler: Another one, of the same or of another library. Its arrays keep their layouts and element types.
         names: What the sampler's variables are called in the trainer, see `load`: names, and axes that are permuted,
             split or joined, such as fused query, key and value kernels. `None`: the same names.
-        ignore: Regexes that match the start of paths, of variables that only one end has. The sampler keeps its own.
+        ignore: Regexes that match the start of paths, of variables that are not synced, such as those of one end or a
+            frozen base of adapters. The sampler keeps its own.
 
     Returns:
         The sync. `print(sync)` shows its table. `sync()` moves the weights.
@@ -212,11 +227,19 @@ def _split_rows(plan: SyncPlan, step_bytes: int) -> Iterator[range]:
     yield range(begin, len(plan.rows))
 
 
-def _find_shared_mesh(end: End) -> Mesh | None:
-    """Return a mesh of an end that has devices of other processes, or `None` without one."""
-    layouts = (end.engine.get_layout(each.array) for each in end.stored)
-    meshes = dict.fromkeys(end.engine.bind(layout.mesh) for layout in layouts if layout is not None)
-    return next((mesh for mesh in meshes if len(mesh.local_device_ids) < mesh.size), None)
+def _make_shared_mesh(trainer: End, sampler: End) -> Mesh | None:
+    """Return a mesh of all devices of both ends, or `None` if all of them are in this process.
+
+    A process may have devices of one end only, so the mesh of one end cannot reach all processes.
+    """
+    engine = trainer.engine
+    stored = [*trainer.stored, *(sampler.stored if sampler.engine is engine else ())]
+    layouts = (engine.get_layout(each.array) for each in stored)
+    meshes = dict.fromkeys(engine.bind(layout.mesh) for layout in layouts if layout is not None)
+    if all(len(mesh.local_device_ids) == mesh.size for mesh in meshes):
+        return None
+    devices = sorted({device for mesh in meshes for device in mesh.devices or ()})
+    return engine.bind(Mesh(devices, {"all": len(devices)}))
 
 
 def _move_through_host(

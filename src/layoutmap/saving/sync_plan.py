@@ -124,8 +124,12 @@ class SyncPlan:
             yield f"most sent by one device: {format_bytes(most)}, {device}"
         if self.casts:
             yield f"cast: {format_count(len(self.casts), 'variable')}"
-        if self.left_out:
-            yield f"left out: {', '.join(f'{path} of the {end}' for end, path in self.left_out)}"
+        for end in ("trainer", "sampler"):
+            groups: dict[object, list[str]] = {}
+            for path in (path for each, path in self.left_out if each == end):
+                groups.setdefault(split_at_numbers(path), []).append(path)
+            if groups:
+                yield f"left out of the {end}: {', '.join(map(merge_paths, groups.values()))}"
 
     def _list_cells(self) -> list[tuple[str, ...]]:
         """Return the cells of each row, with those of repeated blocks merged."""
@@ -233,7 +237,7 @@ class Matching:
         trainer: The end with the values.
         sampler: The end that gets them.
         names: What the sampler's variables are called in the trainer; `None`: the same.
-        ignore: Regexes of paths of variables that have no counterpart.
+        ignore: Regexes of paths of variables that are not synced.
 
     Attributes:
         rows: The variables that get values.
@@ -291,7 +295,9 @@ class Matching:
     def _match(self, target: Stored) -> None:
         variable = target.variable
         numbers, conversion = self._find_sources(variable)
-        if not numbers:
+        if self._is_ignored(variable.path):
+            self._used.update(numbers)
+        if not numbers or self._is_ignored(variable.path):
             self._note_unmatched("sampler", variable)
             return
         self._used.update(numbers)
@@ -397,9 +403,12 @@ class Matching:
             if number not in self._used:
                 self._note_unmatched("trainer", each.variable)
 
+    def _is_ignored(self, path: str) -> bool:
+        return any(pattern.match(path) for pattern in self._ignored)
+
     def _note_unmatched(self, end: str, variable: VariableSpec) -> None:
         path = variable.path
-        if any(pattern.match(path) for pattern in self._ignored):
+        if self._is_ignored(path):
             self.left_out.append((end, path))
             return
         other = self._trainer if end == "sampler" else self._sampler

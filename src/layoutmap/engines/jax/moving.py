@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from layoutmap.core.blocks import Index, compute_block_shape, make_full_index, normalize_index
-from layoutmap.core.errors import EngineError
 from layoutmap.core.pieces import Move, Piece, find_pieces
 from layoutmap.engines.jax.arrays import wait_on_cpu
 from layoutmap.engines.jax.devices import Device
@@ -100,7 +99,7 @@ class _Target:
     def finish(self, array: jax.Array) -> jax.Array:
         """Return the array on the mesh and in the memory of the target."""
         if self.committed and array.sharding != self.sharding:
-            array = _make_array(self.shape, self.sharding, _list_shards(array))
+            array = _make_array(self.shape, self.sharding, _list_shards(array), array.dtype)
         elif array.committed and not self.committed:  # JAX lets go of a device only by way of the host
             array = jnp.asarray(np.asarray(array))
         if not self.memory:
@@ -176,7 +175,7 @@ def _replace_axis_types(sharding: Sharding) -> Sharding:
 def _to_auto_axes(array: jax.Array) -> jax.Array:
     if not isinstance(array.sharding, NamedSharding):
         return array
-    return _make_array(array.shape, _replace_axis_types(array.sharding), _list_shards(array))
+    return _make_array(array.shape, _replace_axis_types(array.sharding), _list_shards(array), array.dtype)
 
 
 @dataclass(frozen=True)
@@ -280,9 +279,11 @@ class _Program:
     ):
         self._transfers = transfers
         self._classes = _group_equal(transfers)
+        everyone = tuple(sorted({*senders, *receivers}, key=lambda device: device.id))
         self._meshes = tuple(
-            jax.sharding.Mesh(np.array(each, object), (_DIM,)) for each in (senders, receivers)
+            jax.sharding.Mesh(np.array(each, object), (_DIM,)) for each in (senders, receivers, everyone)
         )
+        self._numbers = tuple([everyone.index(device) for device in each] for each in (senders, receivers))
         ins = [_choose_spec(each.source_shape) for each in transfers]
         outs = [_choose_spec(each.target_shape) for each in transfers]
         slots = [[PartitionSpec(_DIM) for _ in transfers[first].rounds] for first, *_ in self._classes]
@@ -292,22 +293,32 @@ class _Program:
                 lambda inputs: self._unpack(self._exchange(self._pack(inputs))), 0, ins, outs
             )
             return
-        if any(device.process_index != jax.process_index() for device in (*senders, *receivers)):
-            raise EngineError(
-                "arrays on devices of several processes cannot be moved to other devices",
-                facts={"from": len(senders), "to": len(receivers)},
-                why="JAX moves arrays between processes only in programs that run on the devices of both",
-                fix="give both meshes the same devices",
-            )
         self._send = self._compile(self._pack, 0, ins, slots)
+        self._move = self._compile(self._exchange, 2, slots, slots)
         self._receive = self._compile(self._unpack, 1, slots, outs)
 
     def __call__(self, arrays: Arrays) -> list[jax.Array]:
         given = [_stack_shards(array, self._meshes[0]) for array in arrays]
-        made = self._run(given) if self._is_local else self._receive(self._send_pieces(self._send(given)))
+        made = self._run(given) if self._is_local else self._run_on_three_meshes(given)
         return [
-            _make_array(each.target.shape, each.target.sharding, _list_shards(wait_on_cpu(array)))
+            _make_array(
+                each.target.shape, each.target.sharding, _list_shards(wait_on_cpu(array)), each.target.dtype
+            )
             for each, array in zip(self._transfers, made, strict=True)
+        ]
+
+    def _run_on_three_meshes(self, given: Arrays) -> Arrays:
+        """Return the results of three programs: on the senders, on all devices, and on the receivers.
+
+        A process runs only programs that have devices of its own.
+        """
+        sent = self._send(given) if _list_local_devices(self._meshes[0]) else None
+        moved = self._move(self._change_mesh(sent, 2))
+        if _list_local_devices(self._meshes[1]):
+            return self._receive(self._change_mesh(moved, 1))
+        return [
+            _make_array(each.target.shape, each.target.sharding, [], each.target.dtype)
+            for each in self._transfers
         ]
 
     def _compile(self, body: Callable[[Any], Any], mesh: int, ins: Any, outs: Any) -> Callable[[Any], Any]:
@@ -337,7 +348,8 @@ class _Program:
         for c, (first, *_) in enumerate(self._classes):
             transfer = self._transfers[first]
             for r, (_, rows) in enumerate(transfer.rounds):
-                pairs = tuple((sender, receiver) for receiver, (sender, _, _) in rows)
+                own, others = self._numbers
+                pairs = tuple((own[sender], others[receiver]) for receiver, (sender, _, _) in rows)
                 if any(sender != receiver for sender, receiver in pairs):
                     together.setdefault((pairs, transfer.wire), []).append((c, r))
         found = [list(each) for each in sent]
@@ -350,30 +362,35 @@ class _Program:
                 found[c][r] = part.reshape(sent[c][r].shape)
         return found
 
-    def _send_pieces(self, sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        """Return the pieces of all rounds on the receiving devices, where each is sent from device to device."""
-        devices = tuple(self._meshes[1].devices.flat)
-        pieces: list[Any] = []
-        places: list[Sharding] = []
-        for (first, *_), slots in zip(self._classes, sent, strict=True):
-            for (_, rows), slot in zip(self._transfers[first].rounds, slots, strict=True):
-                shards = {shard.device: shard.data for shard in slot.addressable_shards}
-                senders = tuple(self._meshes[0].devices.flat)
-                empty = np.zeros(next(iter(shards.values())).shape, slot.dtype)
-                by_receiver: dict[int, Any] = {
-                    receiver: shards[senders[sender]] for receiver, (sender, _, _) in rows
-                }
-                for number, device in enumerate(devices):
-                    pieces.append(by_receiver.get(number, empty))
-                    places.append(SingleDeviceSharding(device))
-        moved = iter(jax.device_put(pieces, places))
-        sharding = NamedSharding(self._meshes[1], PartitionSpec(_DIM))
+    def _change_mesh(self, slots: list[list[jax.Array]] | None, number: int) -> list[list[jax.Array]]:
+        """Return the pieces on another one of the meshes. Devices that have none get zeros."""
+        mesh, local = self._meshes[number], _list_local_devices(self._meshes[number])
+        shapes = [
+            [(len(numbers), *shape) for shape, _ in self._transfers[numbers[0]].rounds]
+            for numbers in self._classes
+        ]
+        dtypes = [_choose_bits_dtype(self._transfers[numbers[0]].wire) for numbers in self._classes]
+        held: dict[tuple[int, int, Device], jax.Array] = {
+            (c, r, shard.device): shard.data
+            for c, row in enumerate(slots or [])
+            for r, slot in enumerate(row)
+            for shard in wait_on_cpu(slot).addressable_shards
+        }
+        places = [(c, r, device) for c, row in enumerate(shapes) for r in range(len(row)) for device in local]
+        missing = [place for place in places if place not in held]
+        zeros = [np.zeros(shapes[c][r], dtypes[c]) for c, r, _ in missing]
+        held.update(
+            zip(missing, jax.device_put(zeros, [SingleDeviceSharding(d) for *_, d in missing]), strict=True)
+        )
+        sharding = NamedSharding(mesh, PartitionSpec(_DIM))
         return [
             [
-                _make_array((len(devices) * len(part[0]), *part[0].shape[1:]), sharding, part)
-                for part in ([next(moved) for _ in devices] for _ in slots)
+                _make_array(
+                    (mesh.size * shape[0], *shape[1:]), sharding, [held[c, r, d] for d in local], dtypes[c]
+                )
+                for r, shape in enumerate(row)
             ]
-            for slots in sent
+            for c, row in enumerate(shapes)
         ]
 
     def _unpack(self, received: list[list[jax.Array]]) -> list[jax.Array]:
@@ -417,8 +434,17 @@ def _group_equal(transfers: Sequence[_Transfer]) -> list[list[int]]:
 # XLA for CPUs sends and copies floats of 16 bits as floats of 32 bits, but not integers.
 def _to_bits(array: jax.Array) -> jax.Array:
     """Return narrow floats as integers with their bits, and other arrays unchanged."""
-    is_narrow = jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits in (8, 16)
-    return jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}") if is_narrow else array
+    dtype = _choose_bits_dtype(array.dtype)
+    return array if dtype == array.dtype else jax.lax.bitcast_convert_type(array, dtype)
+
+
+def _choose_bits_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits in (8, 16)
+    return np.dtype(f"uint{8 * dtype.itemsize}") if is_narrow else dtype
+
+
+def _list_local_devices(mesh: jax.sharding.Mesh) -> list[Device]:
+    return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
 
 
 def _choose_spec(shape: tuple[int, ...]) -> PartitionSpec:
@@ -430,12 +456,14 @@ def _stack_shards(array: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
     """Return the shards of an array, in its memory, as an array with all of them along its first axis."""
     shards, shape = _list_shards(array), array.sharding.shard_shape(array.shape)
     whole = (mesh.size * shape[0], *shape[1:]) if shape else ()
-    return _make_array(whole, NamedSharding(mesh, _choose_spec(shape)), shards)
+    return _make_array(whole, NamedSharding(mesh, _choose_spec(shape)), shards, array.dtype)
 
 
 def _list_shards(array: jax.Array) -> list[jax.Array]:
     return [shard.data for shard in array.addressable_shards]
 
 
-def _make_array(shape: tuple[int, ...], sharding: Sharding, shards: Sequence[jax.Array]) -> jax.Array:
-    return jax.make_array_from_single_device_arrays(shape, sharding, list(shards), dtype=shards[0].dtype)
+def _make_array(
+    shape: tuple[int, ...], sharding: Sharding, shards: Sequence[jax.Array], dtype: np.dtype[Any]
+) -> jax.Array:
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(shards), dtype=dtype)

@@ -95,9 +95,9 @@ def sync_to_other_mesh(trial: Trial) -> Iterator[str]:
         if (counted := _count_missing(source.layout, layouts[path], expected)) != row.num_bytes:
             yield f"{path}: devices lack {counted} bytes, and {row.num_bytes} are planned"
     planned = {row.variable.path for row in sync.plan.rows}
-    yield from (
-        f"{a.variable.path}: not synced" for a in trial.rule_assignments if a.variable.path not in planned
-    )
+    stored = {each.variable.path for each in trial.adapter.list_stored_variables(trainer)}
+    ruled = (a.variable.path for a in trial.rule_assignments)
+    yield from (f"{path}: not synced" for path in ruled if path in stored and path not in planned)
 
 
 def _count_missing(source: Layout | None, target: Layout | None, values: Any) -> int:
