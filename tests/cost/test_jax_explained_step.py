@@ -9,8 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import layoutmap as lm
+from layoutmap.core.escaping import escape_text
+from layoutmap.cost.jax.explained_step import ExplainedCollective, ExplainedProducts, StepExplanation
 
 ROWS, WIDTH, HIDDEN, BLOCKS = 16, 64, 256, 2
 
@@ -152,3 +156,19 @@ def test_a_parameter_may_be_called_as_its_place(params, x):
     step(params, x[:8])
     shorter = [params[0], {**params[1], "up": params[1]["up"].astype(jnp.bfloat16)}]
     assert "args[1]['up']: dtype float32 -> bfloat16" == step.explain(shorter, x[:8]).recompilations[1]
+
+
+def explain_named(name):
+    collective = ExplainedCollective("all_gather", (name,), 1, (8,), 8, name, name, True)
+    products = ExplainedProducts(name, 80, 8.0)
+    return StepExplanation(name, lm.Mesh(None, "x=8"), (collective,), (products,), 1, 1, (name,))
+
+
+@given(name=st.text(st.characters(exclude_categories=()), min_size=1).map(lambda name: f"a{name}b"))
+def test_a_drawn_name_is_escaped(name):
+    """Neither the text nor the HTML of a notebook has a character of it that ends lines, controls, or turns text."""
+    step = explain_named(name)
+
+    for text in (str(step), step._repr_html_()):
+        assert text == escape_text(text, keep="\n")
+        assert text.count("\n") == str(explain_named("ab")).count("\n")

@@ -17,6 +17,7 @@ from layoutmap.checkpoint.renamed_source import RenamedSource
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray, make_full_index
 from layoutmap.core.errors import LayoutError, PlanError, format_count
+from layoutmap.core.escaping import escape_text
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import merge_paths, split_at_numbers
 from layoutmap.core.pieces import Move, find_pieces
@@ -125,7 +126,8 @@ class SyncPlan:
         if self.casts:
             yield f"cast: {format_count(len(self.casts), 'variable')}"
         if self.left_out:
-            yield f"left out: {', '.join(f'{path} of the {end}' for end, path in self.left_out)}"
+            paths = ", ".join(f"{path} of the {end}" for end, path in self.left_out)
+            yield f"left out: {escape_text(paths)}"
 
     def _list_cells(self) -> list[tuple[str, ...]]:
         """Return the cells of each row, with those of repeated blocks merged."""
