@@ -126,8 +126,8 @@ def test_recompilations_have_their_reason(params, x):
     def step(params, x, scale):
         return (compute_block(params[0], x) * scale).sum()
 
-    for given in ((x, 1), (x[:8], 1), (x[:8], 2), (x[:8].astype(np.float16), 2)):
-        step(params, *given)
+    for arguments in ((x, 1), (x[:8], 1), (x[:8], 2), (x[:8].astype(np.float16), 2)):
+        step(params, *arguments)
     again = lm.dtensor.relayout(params[0]["up"], lm.Layout.replicated(lm.create_mesh("batch=2,model=4"), 2))
     explanation = step.explain([{**params[0], "up": again}, *params[1:]], x[:8].astype(np.float16), 2)
     first, second, third, fourth = explanation.recompilations

@@ -122,7 +122,7 @@ class SyncPlan:
     def _list_notes(self) -> Iterator[str]:
         if self.device_bytes:
             device, most = max(self.device_bytes.items(), key=lambda each: each[1])
-            yield f"most sent by one device: {format_bytes(most)}, {device}"
+            yield f"most sent by one device: {format_bytes(most)}, {escape_text(device)}"
         if self.casts:
             yield f"cast: {format_count(len(self.casts), 'variable')}"
         if self.left_out:
