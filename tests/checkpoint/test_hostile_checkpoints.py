@@ -175,17 +175,20 @@ def damage(file: Path, kind: str) -> None:
     elif kind == "sparse":
         with file.open("wb") as made:
             made.truncate(1 << 40)
+    elif kind == "inflated":
+        file.write_bytes(data)
+        os.truncate(file, 1 << 40)
     elif kind == "nested":
         file.write_bytes(b"[" * 200_000)
 
 
-KINDS = ("deleted", "empty", "truncated", "directory", "pipe", "dangling", "sparse", "nested")
+KINDS = ("deleted", "empty", "truncated", "directory", "pipe", "dangling", "sparse", "inflated", "nested")
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_damaged_file_is_refused(tmp_path: Path, name: str) -> None:
-    """Deleted, empty, truncated, sparse, nested or no file: each is refused, or was not needed for the values."""
+    """Deleted, empty, truncated, sparse, inflated, nested, or no file: each is refused, or not needed for values."""
     file_name, make = FORMATS[name]
     (tmp_path / "good").mkdir()
     good = make(tmp_path / "good" / file_name)
