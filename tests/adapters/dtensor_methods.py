@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -286,11 +287,12 @@ def layouts(mesh):
 
 
 def draw(seed, meshes, places=PLACES) -> Case:
-    """Draw a case."""
+    """Draw a case; consecutive seeds visit each pair of a method and a place once, in an order that mixes them."""
     rng = random.Random(seed)
     mesh = rng.choice(meshes)
     batch_dim = rng.choice(["batch", "batch", None]) if "batch" in mesh else None
-    method, place = rng.choice(list(METHODS)), rng.choice(list(places))
+    pairs = list(itertools.product(METHODS, places))
+    method, place = pairs[97 * seed % len(pairs)]
     weight, others = rng.choices(layouts(mesh), k=2)
     if method in LOCAL and place in OUTSIDE:
         weight = None, None  # outside of a model's call a program computes with shards as it likes
@@ -379,6 +381,61 @@ def difference(case) -> str:
 def differences(cases: Iterable[Case]) -> dict[int, str]:
     """Compare cases."""
     return {case.seed: difference(case) for case in cases}
+
+
+ROWS_OR_COLUMNS = {(None, None): Replicate(), ("model", None): Shard(0), (None, "model"): Shard(1)}
+
+
+def locals_of(tensor):
+    """Return what a process holds of a tensor."""
+    with torch.no_grad():
+        is_dtensor = isinstance(tensor, DTensor)
+        return tensor.placements if is_dtensor else None, (
+            tensor.to_local() if is_dtensor else tensor
+        ).clone()
+
+
+def results_of_plain_dtensors(num_processes):
+    """Call each method on weights that torch has distributed; returns what this process holds, by layout and method."""
+    mesh = dist.init_device_mesh("cpu", (num_processes,), mesh_dim_names=("model",))
+    weight = make_model(0).probe.w.detach()
+    return {
+        specs: {
+            name: locals_of(method.on_mesh(distribute_tensor(weight, mesh, [placement])))
+            for name, method in METHODS.items()
+        }
+        for specs, placement in ROWS_OR_COLUMNS.items()
+    }
+
+
+def differences_from_plain_dtensors(expected, num_processes):
+    """Call each method in `forward`, a hook and outside of calls: what this process holds otherwise than torch does."""
+    wrong = []
+    for specs in ROWS_OR_COLUMNS:
+        case = Case("", "", f"model={num_processes}", None, specs, (None, None), 0)
+        model, found = laid_out(case), {}
+
+        def note(place, weight, found=found):
+            found[place] = {name: locals_of(method.on_mesh(weight)) for name, method in METHODS.items()}
+
+        def note_in_forward(weight, note=note):
+            note("forward", weight)
+            return weight
+
+        model.probe.change_weight = note_in_forward
+        model.probe.register_forward_hook(lambda module, *_, note=note: note("hook", module.w))
+        model(torch.ones(2, 4))
+        with lm.dtensor.run_on(lm.create_mesh(case.mesh), engine="torch"):
+            note("run_on", model.probe.w)
+        note("outside", model.probe.w)
+        assert ["forward", "hook", "run_on", "outside"] == [*found]
+        wrong += [
+            f"{name} of {specs}, {place}: {held} instead of {plain}"
+            for place, results in found.items()
+            for (name, held), plain in zip(results.items(), expected[specs].values(), strict=True)
+            if held[0] != plain[0] or not torch.equal(held[1], plain[1])
+        ]
+    return wrong
 
 
 def main(first, number):

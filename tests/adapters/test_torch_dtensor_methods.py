@@ -1,5 +1,6 @@
 """DTensor's public methods give what one device has, in each place of a training step, or are refused by name."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -20,9 +21,12 @@ PROCESSES = ("torch",)
 # The maps match no biases, and one compiled block is not.
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 WORKER = Path(__file__).with_name("dtensor_methods_process.py")
-NUM_CASES = 240 if EVERYTHING else 6
-"""How many cases are drawn on simulated devices; a third of them in processes."""
 SEED = 20261128
+SEEDS = range(SEED, SEED + (len(METHODS) * len(SIMULATED) if EVERYTHING else 6))
+"""Of cases on simulated devices: consecutive seeds visit each pair of a method and a place."""
+NUM_PAIRS, SIZE = len(METHODS) * len(PLACES), 84
+PARTS = [range(n, min(n + SIZE, SEED + NUM_PAIRS)) for n in range(SEED, SEED + NUM_PAIRS, SIZE)]
+"""Of cases in processes: each process tries those of one part."""
 
 
 def check(cases, found):
@@ -59,28 +63,29 @@ def test_a_conversion_takes_the_arguments_of_torch_by_name():
     assert torch.equal(weight.full_tensor(), placed.full_tensor())
 
 
-@pytest.mark.parametrize("number", range(NUM_CASES))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.every_case
-def test_drawn_cases_on_simulated_devices(number):
+def test_drawn_cases_on_simulated_devices(seed):
     """Outputs and weights after two steps of SGD are those of one device."""
-    case = dtensor_methods.draw(SEED + number, dtensor_methods.MESHES[4], SIMULATED)
+    case = dtensor_methods.draw(seed, dtensor_methods.MESHES[4], SIMULATED)
     check([case], [dtensor_methods.difference(case)])
 
 
+@pytest.mark.parametrize("seeds", PARTS if EVERYTHING else [range(SEED, SEED + 4)])
 @pytest.mark.parametrize("num_processes", [2, 4])
 @pytest.mark.every_case
-def test_drawn_cases_in_processes(num_processes, tmp_path):
-    """The same in each of several processes, where blocks are compiled, too."""
-    first, last = SEED, SEED + max(NUM_CASES // 3, 4)
-    arguments = [str(tmp_path), str(free_ports(1)[0]), str(num_processes), str(first), str(last)]
+def test_drawn_cases_in_processes(num_processes, seeds, tmp_path):
+    """The same in each of several processes, where blocks are compiled, too; and each holds what torch gives it."""
+    arguments = [str(tmp_path), str(free_ports(1)[0]), str(num_processes), str(seeds[0]), str(seeds[-1] + 1)]
     ended = forked.wait_for_all(
         [forked.start(WORKER, [str(number), *arguments]) for number in range(num_processes)]
     )
     assert [0] * num_processes == [each.returncode for each in ended], ended[0].stderr[-4000:]
-    cases = [dtensor_methods.draw(seed, dtensor_methods.MESHES[num_processes]) for seed in range(first, last)]
+    cases = [dtensor_methods.draw(seed, dtensor_methods.MESHES[num_processes]) for seed in seeds]
     for number in range(num_processes):
         told = json.loads((tmp_path / f"{number}.json").read_text())
         check(cases, [told[str(case.seed)] for case in cases])
+        assert [] == told["plain"]
 
 
 REPORTED = {
@@ -164,8 +169,9 @@ def test_another_mesh_is_refused():
         one.redistribute(other.device_mesh, [Replicate()] * 2)
 
 
-def test_each_method_and_place_is_drawn():
-    """The long run has each method, each place, and most pairs of them."""
-    cases = [dtensor_methods.draw(SEED + number, dtensor_methods.MESHES[4]) for number in range(240)]
-    assert set(METHODS) == {case.method for case in cases}
-    assert set(PLACES) == {case.place for case in cases}
+def test_each_pair_of_a_method_and_a_place_is_drawn():
+    """On simulated devices and in processes, once in the long run."""
+    for places in (SIMULATED, list(PLACES)):
+        seeds = range(SEED, SEED + len(METHODS) * len(places))
+        cases = [dtensor_methods.draw(seed, dtensor_methods.MESHES[4], places) for seed in seeds]
+        assert set(itertools.product(METHODS, places)) == {(case.method, case.place) for case in cases}

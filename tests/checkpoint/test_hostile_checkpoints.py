@@ -49,6 +49,19 @@ def save_archive(path: Path) -> Path:
     return path
 
 
+def save_keras_shards(path: Path) -> Path:
+    """Weights of Keras in several files, as `max_shard_size` has them, and the index that names them."""
+    path.parent.mkdir(exist_ok=True)
+    names = {}
+    for number, (name, value) in enumerate(VALUES.items()):
+        file = path.with_name(f"m_{number:05}.weights.h5")
+        with h5py.File(file, "w") as made:
+            made[f"layers/{name}/vars/0"] = value
+        names[f"/layers/{name}/vars"] = [file.name]
+    path.write_text(json.dumps({"metadata": {"total_size": 320}, "weight_map": names}))
+    return path
+
+
 def save_index(path: Path) -> Path:
     path.mkdir()
     save_file({"w": VALUES["w"]}, path / "m-1.safetensors")
@@ -83,6 +96,7 @@ FORMATS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "index": ("m", save_index),
     "hdf5": ("m.weights.h5", save_keras),
     "keras": ("m.keras", save_archive),
+    "keras shards": ("m/m.weights.json", save_keras_shards),
     "zarr": ("m", lambda path: save_orbax(path, use_ocdbt=False)),
     "zarr3": ("m", lambda path: save_orbax(path, use_ocdbt=False, use_zarr3=True)),
     "ocdbt": ("m", lambda path: save_orbax(path, use_ocdbt=True)),
@@ -161,21 +175,24 @@ def damage(file: Path, kind: str) -> None:
     elif kind == "sparse":
         with file.open("wb") as made:
             made.truncate(1 << 40)
+    elif kind == "inflated":
+        file.write_bytes(data)
+        os.truncate(file, 1 << 40)
     elif kind == "nested":
         file.write_bytes(b"[" * 200_000)
 
 
-KINDS = ("deleted", "empty", "truncated", "directory", "pipe", "dangling", "sparse", "nested")
+KINDS = ("deleted", "empty", "truncated", "directory", "pipe", "dangling", "sparse", "inflated", "nested")
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_damaged_file_is_refused(tmp_path: Path, name: str) -> None:
-    """Deleted, empty, truncated, sparse, nested or no file: each is refused, or was not needed for the values."""
+    """Deleted, empty, truncated, sparse, inflated, nested, or no file: each is refused, or not needed for values."""
     file_name, make = FORMATS[name]
     (tmp_path / "good").mkdir()
     good = make(tmp_path / "good" / file_name)
-    files = [good] if good.is_file() else sorted(each for each in good.rglob("*") if each.is_file())
+    files = sorted(each for each in (tmp_path / "good").rglob("*") if each.is_file())
     paths, whats = [good], ["good"]
     for number, file in enumerate(files):
         for kind in KINDS:
@@ -200,8 +217,8 @@ def test_changed_bytes_raise_nothing_else(tmp_path: Path, name: str, seed: int) 
     file_name, make = FORMATS[name]
     rng = random.Random(seed)
     (tmp_path / "good").mkdir()
-    good = make(tmp_path / "good" / file_name)
-    files = [good] if good.is_file() else sorted(each for each in good.rglob("*") if each.is_file())
+    make(tmp_path / "good" / file_name)
+    files = sorted(each for each in (tmp_path / "good").rglob("*") if each.is_file())
     paths: list[Path] = []
     for number in range(40):
         copy = tmp_path / str(number)

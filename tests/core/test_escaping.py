@@ -16,6 +16,7 @@ from layoutmap.core.escaping import escape_text
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.table import PlanTable
 from layoutmap.report.contents import Contents, format_html
+from layoutmap.saving.sync_plan import SyncPlan, SyncRow
 from layoutmap.scope.plan import make_plan
 
 HOSTILE = "a\x1b[31m\nforged: line\r\x9b2J\u202e\u2066\x07\t\x85\u2028b"
@@ -64,6 +65,7 @@ VIEWS = {
     "difference": lambda plan: str(plan.diff(_plan("other\x1b\n"))),
     "lint": lambda plan: str(plan.lint()),
     "problems": lambda plan: "\n".join(map(str, plan.problems)),
+    "sync": lambda plan: str(_sync(HOSTILE)),
 }
 
 
@@ -82,7 +84,13 @@ NOTEBOOK_VIEWS = {
     "lint": lambda name: _plan(name).lint()._repr_html_(),
     "layout map": lambda name: _layout_map(name)._repr_html_(),
     "checkpoint": lambda name: format_html(_contents(name)),
+    "sync": lambda name: _sync(name)._repr_html_(),
 }
+
+
+def _sync(name):
+    row = SyncRow(VariableSpec(name, (8, 6), "float32"), (name,), "float32", name, name, {(name, "b"): 8})
+    return SyncPlan((row,), (("sampler", name),))
 
 
 def _layout_map(name):

@@ -9,8 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import layoutmap as lm
+from layoutmap.core.escaping import escape_text
+from layoutmap.cost.jax.explained_step import ExplainedCollective, ExplainedProducts, StepExplanation
 
 ROWS, WIDTH, HIDDEN, BLOCKS = 16, 64, 256, 2
 
@@ -122,8 +126,8 @@ def test_recompilations_have_their_reason(params, x):
     def step(params, x, scale):
         return (compute_block(params[0], x) * scale).sum()
 
-    for given in ((x, 1), (x[:8], 1), (x[:8], 2), (x[:8].astype(np.float16), 2)):
-        step(params, *given)
+    for arguments in ((x, 1), (x[:8], 1), (x[:8], 2), (x[:8].astype(np.float16), 2)):
+        step(params, *arguments)
     again = lm.dtensor.relayout(params[0]["up"], lm.Layout.replicated(lm.create_mesh("batch=2,model=4"), 2))
     explanation = step.explain([{**params[0], "up": again}, *params[1:]], x[:8].astype(np.float16), 2)
     first, second, third, fourth = explanation.recompilations
@@ -152,3 +156,19 @@ def test_a_parameter_may_be_called_as_its_place(params, x):
     step(params, x[:8])
     shorter = [params[0], {**params[1], "up": params[1]["up"].astype(jnp.bfloat16)}]
     assert "args[1]['up']: dtype float32 -> bfloat16" == step.explain(shorter, x[:8]).recompilations[1]
+
+
+def explain_named(name):
+    collective = ExplainedCollective("all_gather", (name,), 1, (8,), 8, name, name, True)
+    products = ExplainedProducts(name, 80, 8.0)
+    return StepExplanation(name, lm.Mesh(None, "x=8"), (collective,), (products,), 1, 1, (name,))
+
+
+@given(name=st.text(st.characters(exclude_categories=()), min_size=1).map(lambda name: f"a{name}b"))
+def test_a_drawn_name_is_escaped(name):
+    """Neither the text nor the HTML of a notebook has a character of it that ends lines, controls, or turns text."""
+    step = explain_named(name)
+
+    for text in (str(step), step._repr_html_()):
+        assert text == escape_text(text, keep="\n")
+        assert text.count("\n") == str(explain_named("ab")).count("\n")

@@ -17,6 +17,7 @@ from layoutmap.checkpoint.renamed_source import RenamedSource
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray, make_full_index
 from layoutmap.core.errors import LayoutError, PlanError, format_count
+from layoutmap.core.escaping import escape_text
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import merge_paths, split_at_numbers
 from layoutmap.core.pieces import Move, find_pieces
@@ -121,7 +122,7 @@ class SyncPlan:
     def _list_notes(self) -> Iterator[str]:
         if self.device_bytes:
             device, most = max(self.device_bytes.items(), key=lambda each: each[1])
-            yield f"most sent by one device: {format_bytes(most)}, {device}"
+            yield f"most sent by one device: {format_bytes(most)}, {escape_text(device)}"
         if self.casts:
             yield f"cast: {format_count(len(self.casts), 'variable')}"
         for end in ("trainer", "sampler"):
@@ -129,7 +130,8 @@ class SyncPlan:
             for path in (path for each, path in self.left_out if each == end):
                 groups.setdefault(split_at_numbers(path), []).append(path)
             if groups:
-                yield f"left out of the {end}: {', '.join(map(merge_paths, groups.values()))}"
+                paths = ", ".join(map(merge_paths, groups.values()))
+                yield f"left out of the {end}: {escape_text(paths)}"
 
     def _list_cells(self) -> list[tuple[str, ...]]:
         """Return the cells of each row, with those of repeated blocks merged."""

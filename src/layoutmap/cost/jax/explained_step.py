@@ -13,8 +13,9 @@ from typing import Any
 from jax.extend.core import Jaxpr
 
 import layoutmap
+from layoutmap.core.escaping import escape_text
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.text_table import format_bytes, format_table
+from layoutmap.core.text_table import format_bytes, format_pre, format_table
 from layoutmap.cost.jax.counting import CauseFinder, iterate_executed
 from layoutmap.cost.jax.graph import Op
 from layoutmap.cost.jax.memory import COLLECTIVE_NAMES
@@ -124,7 +125,7 @@ class StepExplanation:
             f"{format_bytes(self.argument_bytes)} of arguments and {format_bytes(self.temporary_bytes)} more"
         )
         sent = format_bytes(self.sent_bytes)
-        lines = [f"{self.name} on {sizes}: each device sends {sent}, and stores {held}"]
+        lines = [f"{escape_text(self.name)} on {sizes}: each device sends {sent}, and stores {held}"]
         if self.collectives:
             head = ("collective", "over", "calls", "result", "sent", "line", "because of")
             rows = [
@@ -148,22 +149,20 @@ class StepExplanation:
             head = ("products at", "FLOPs of a device", "its share", "ratio")
             lines += ["", *format_table(head, rows, head[1:])]
         lines += ["", *self._list_problems()]
-        lines += [f"compiled again: {reason}" for reason in self.recompilations]
+        lines += [f"compiled again: {escape_text(reason)}" for reason in self.recompilations]
         return "\n".join(lines).rstrip()
 
     def _list_problems(self) -> list[str]:
         """Return one line for each place where devices repeat the work of others."""
         why = "so devices repeat each other's work"
         return [
-            f"{each.line or 'products'}: each device computes {each.ratio:.1f} times its share, {why}"
+            f"{escape_text(each.line) or 'products'}: each device computes {each.ratio:.1f} times its share, {why}"
             for each in self.products
             if _FAIR_RATIO < each.ratio < math.inf
         ]
 
     def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(str(self))}</pre>"
+        return format_pre(str(self))
 
 
 def explain_step(
