@@ -87,8 +87,8 @@ def test_all_is_well(whole):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--mesh", "batch=3,model=3", "--only", f"arrays-{HERE}"), "the mesh batch=3,model=3 has 9"),
         (("--only", "nothing"), "with the installed packages, these can be tried: speeds-"),
+        (("--mesh", "batch=3,model=3", "--only", f"arrays-{HERE}"), "the mesh batch=3,model=3 has 9"),
         (("--minutes", "0"), "nothing could be tried within 0 minutes"),
     ],
 )
