@@ -9,7 +9,7 @@ from flax import nnx
 import layoutmap as lm
 
 MESH = lm.Mesh(None, "data=4,model=2")
-ROWS, WIDTH, INNER, DEPTH = 32, 64, 128, 6
+ROWS, WIDTH, INNER, DEPTH = 32, 64, 128, 4
 BATCH = jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
 MEGATRON = {r".*up\.kernel": (None, "model"), r".*down\.kernel": ("model", None)}
 NAMES = [f"block_{number}" for number in range(DEPTH)]

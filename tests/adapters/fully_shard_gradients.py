@@ -46,7 +46,7 @@ def steps():
     draws_next = torch.equal(drawn, torch.get_rng_state())
     both = optimizers_of(plain, model)
     norms = []
-    for step in range(24 if EVERYTHING else 6):
+    for step in range(24 if EVERYTHING else 3):
         for optimizer in both:
             optimizer.zero_grad()
         losses = passes(plain, model, seed=step, rows=8 - step % 2)

@@ -25,6 +25,7 @@ L = keras.layers
 pytestmark = [OF_MAPS, OF_ARRAYS]
 
 
+@pytest.mark.every_backend
 def test_fit_evaluate_and_predict_give_the_numbers_of_one_device():
     """Losses, metrics and predictions are those of plain Keras, with a last batch that does not divide."""
     expected, actual, model = both(mlp, lambda m: fit_and_use(m, epochs=2))

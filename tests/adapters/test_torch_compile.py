@@ -22,11 +22,9 @@ pytestmark = pytest.mark.every_case
 
 WORKER = Path(__file__).with_name("torch_compile_process.py")
 # And the most graphs that it may take.
-RECORDED = {
-    "each block": 2,
-    "torch.compile(model)": 1,
-}
+RECORDED = {"each block": 2}
 RECORDED_LONG = {
+    "torch.compile(model)": 1,
     "each block, model=4": 2,
     "each of twelve blocks": 2,
     "each block, which knows its number": 3,
@@ -101,7 +99,6 @@ def test_a_part_that_is_given_a_view_trains_as_on_one_device(told_in_all):
 def test_weights_are_gathered_outside_of_the_graph(told):
     """Once for the model, and for each of three blocks once forwards and once backwards, as it is without a graph."""
     assert [1 + 2 * 3] * 4 == [each["each block"]["gathers"] for each in told]
-    assert [1 + 1] * 4 == [each["torch.compile(model)"]["gathers"] for each in told]
 
 
 @pytest.mark.long
@@ -112,6 +109,7 @@ def test_any_compiled_model_trains_as_on_one_device(tmp_path, part):
     told = run(tmp_path, *cases)
     for case in cases:
         assert_recorded(told, case, RECORDED_LONG[case])
+        assert case != "torch.compile(model)" or [1 + 1] * 4 == [each[case]["gathers"] for each in told]
 
 
 @pytest.fixture(scope="module")

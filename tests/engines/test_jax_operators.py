@@ -21,7 +21,7 @@ from cases import QUICK_XLA
 
 PROCESSES = ("jax",)
 WORKER = Path(__file__).with_name("jax_operators_process.py")
-DAYS = 120  # until all cases were tried
+DAYS = 360  # until all cases were tried
 PARTS = 12
 LAYOUTS = 2
 UNDEFINED = "reduce_gen_add"

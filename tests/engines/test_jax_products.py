@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, it finds
 import jax
 import numpy as np
 import pytest
-from cases import few
+from cases import EVERYTHING, few
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import layoutmap as lm
@@ -82,8 +82,8 @@ def test_three_summed_axes():
     correct()
     mesh = mesh_of((2, 4))
     operands = whole_numbers(np.random.default_rng(0), (4, 4, 4, 2), (4, 4, 4, 3))
-    specs = [PartitionSpec(*order) for order in set(itertools.permutations(("x", "y", None)))]
-    pairs = list(itertools.product(specs, specs))
+    specs = [PartitionSpec(*order) for order in itertools.permutations(("x", "y", None))]
+    pairs = list(itertools.product(specs, specs))[:: 1 if EVERYTHING else 5]
 
     assert [] == [pair for pair in pairs if not is_right(einsum("abci,abcj->ij"), operands, mesh, pair, None)]
 

@@ -129,8 +129,7 @@ batch = jax.ShapeDtypeStruct((8, 8), "float32")
 for make, optimizer, library in ((Model, optax.adam(1e-3), "jax"), (make_model, "adam", "keras")):
     options = {"inputs": batch, "optimizer": optimizer, "library": library}
     lm.plan(make, layout_map, on="h100", batch_dim="data", verify="cpu", **options)
-    lm.step_cost(make, layout_map, batch_dim="data", **options)
-    lm.search(make, batch, "h100:8", optimizer=optimizer, library=library, tries=1)
+lm.search(make_model, batch, "h100:8", optimizer="adam", library="keras", tries=1)
 sequences = jax.ShapeDtypeStruct((8, 8, 8), "float32")
 lm.step_cost(attention, layout_map, batch_dim="data", inputs=sequences, library="keras")
 from jax._src import xla_bridge

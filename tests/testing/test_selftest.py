@@ -25,8 +25,8 @@ HERE = os.environ.get("LAYOUTMAP_TEST_PROCESS") or "jax"
 pytestmark = [pytest.mark.long] if HERE != "jax" else []
 SOURCE = frameworks.ROOT / "src"
 A_LIBRARY = {"jax": "pytree", "tensorflow": "keras-tensorflow", "torch": "torch"}[HERE]
-A_FAULT = {"torch": "33", "jax": "6", "tensorflow": "0"}[HERE]
-"""The seed of one whose program is small: of torch's tensor.data, of XLA's gradient of pooling."""
+A_FAULT = {"torch": "33", "jax": "539", "tensorflow": "0"}[HERE]
+"""The seed of one whose program is small: of torch's tensor.data, of XLA's gradient of pooling; a small pytree has it, too."""
 KEPT = ("--json", "found.json", "--report", "found.html")
 
 
@@ -87,8 +87,8 @@ def test_all_is_well(whole):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--mesh", "batch=3,model=3", "--only", f"arrays-{HERE}"), "the mesh batch=3,model=3 has 9"),
         (("--only", "nothing"), "with the installed packages, these can be tried: speeds-"),
+        (("--mesh", "batch=3,model=3", "--only", f"arrays-{HERE}"), "the mesh batch=3,model=3 has 9"),
         (("--minutes", "0"), "nothing could be tried within 0 minutes"),
     ],
 )

@@ -197,8 +197,8 @@ def search(
         >>> def make():
         ...     layers = [keras.layers.Dense(8192, name="up"), keras.layers.Dense(1024, name="down")]
         ...     return keras.Sequential([keras.Input((1024,)), *layers])
-        >>> found = lm.search(make, keras.Input(batch_shape=(64, 1024)), "h100:8", optimizer="adamw", tries=20)
-        >>> found.num_tried <= 20, found.layout_map.mesh.size
+        >>> found = lm.search(make, keras.Input(batch_shape=(64, 1024)), "h100:8", optimizer="adamw", tries=4)
+        >>> found.num_tried <= 4, found.layout_map.mesh.size
         (True, 8)
     """
     if (as_int(tries) or 0) < 1:
