@@ -209,7 +209,7 @@ def move_tensor(array: Array, layout: Layout) -> tf.Tensor:
     if not is_number(array.dtype):
         raise make_no_numbers_error("TensorFlow", array.dtype.name)
     if not tf.executing_eagerly():
-        return _constrain(array, convert_layout(layout))
+        return relayout_in_trace(array, layout)
     present = get_layout(array)
     if present is not None and convert_layout(present) == convert_layout(layout):
         tensor = unwrap_variable(array)
@@ -230,28 +230,27 @@ def move_tensor(array: Array, layout: Layout) -> tf.Tensor:
     return _move_values(unwrap_variable(array), layout)
 
 
-def _constrain(tensor: Array, native: NativeLayout) -> tf.Tensor:
-    """Return a tensor in a compiled function constrained to a layout. DTensor chooses its gradient's layout.
+def relayout_in_trace(tensor: Array, layout: Layout) -> tf.Tensor:
+    """Redistribute a tensor inside a compiled function. Its gradient is in the tensor's layout."""
+    with default_mesh_lock:
+        return dtensor.relayout(tensor, convert_layout(layout))
 
-    DTensor's own gradient of a relayout wants the layout that the tensor had, and fails where propagation has since
-    given it another one.
+
+def constrain_layout(tensor: Array, layout: Layout) -> tf.Tensor:
+    """Return a tensor in a layout. In a compiled function DTensor chooses the layout of its gradient.
+
+    That saves the collective that brings the gradient of a gathered weight into the weight's layout twice.
     """
+    if tensor.shape.rank is not None:
+        fit_layout(layout, read_shape(unwrap_variable(tensor)))
+    if tf.executing_eagerly() or not tensor.dtype.is_floating:
+        return move_tensor(tensor, layout)
 
     @tf.custom_gradient
     def constrain(tensor: Array) -> Any:
-        return dtensor.relayout(tensor, native), lambda upstream: upstream
+        return relayout_in_trace(tensor, layout), lambda upstream: upstream
 
-    with default_mesh_lock:
-        return constrain(tensor) if tensor.dtype.is_floating else dtensor.relayout(tensor, native)
-
-
-def relayout_in_trace(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
-    """Redistribute a tensor inside a compiled function, with DTensor's own operation only.
-
-    That is for what is assigned to a variable: DTensor restores checkpoints in a function, where it wants just this.
-    """
-    with default_mesh_lock:
-        return dtensor.relayout(tensor, convert_layout(layout))
+    return constrain(tensor)
 
 
 def _move_values(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
