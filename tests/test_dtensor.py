@@ -231,6 +231,8 @@ def test_names_of_tensorflow_are_there():
     for wrong in (tensor, np.zeros(6)):
         with pytest.raises(LayoutError):
             dtensor.check_layout(wrong, other)
+    thin = Layout(["x", "y"], Mesh(None, [("x", 6), ("y", 1)]))  # y shards nothing
+    dtensor.check_layout(relayout(np.ones((6, 4)), thin, engine=ENGINE), Layout(["x", None], thin.mesh))
     dtensor.barrier(GRID, engine=ENGINE)
     assert "x=3,y=2" == str(dtensor.create_distributed_mesh("x=3,y=2", engine=ENGINE)).replace(" ", "")
     with dtensor.default_mesh(GRID, engine=ENGINE):

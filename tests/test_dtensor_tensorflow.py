@@ -168,21 +168,29 @@ def test_gradients_pass_through_relayout(start):
     assert start == engine().get_layout(gradient)
 
 
-def test_gradients_pass_through_relayout_in_a_compiled_function():
-    """In a `tf.function` the gradient of a variable through relayout is the plain one, in the variable's layout."""
-    variable = lm.DVariable(tf.reshape(tf.range(24.0), (6, 4)), layout=X_Y)
+@pytest.mark.parametrize("kind", ["a variable", "a tensor", "a product"])
+def test_gradients_pass_through_relayout_in_a_compiled_function(kind):
+    """In a `tf.function` the gradient of relayout is the plain one, in the layout of the input, as TensorFlow's is."""
+    values = np.float32(np.arange(24)).reshape(6, 4)
+    source = relayout(values, X_Y, engine="tensorflow")
+    source = lm.DVariable(source) if kind == "a variable" else source
 
-    @tf.function(autograph=False)
-    def gradient():
+    def differentiate(source, move):
         with tf.GradientTape() as tape:
-            moved = relayout(variable, Layout(["y", None], GRID))
+            tape.watch(source)
+            moved = move(source * 2 if kind == "a product" else source)
             loss = tf.reduce_sum(moved * moved * 3)
-        return relayout(tape.gradient(loss, variable), X_Y)
+        return tape.gradient(loss, source)
 
-    made = gradient()
+    layout = Layout([None, "y"], GRID)
+    for move in (
+        lambda source: relayout(source, layout),
+        lambda source: dtensor.relayout(source, engine().native(layout, 2)),
+    ):
+        gradient = compiled(lambda source, move=move: differentiate(source, move), source)
 
-    assert_like(X_Y, made)
-    assert_same_bits(variable.numpy() * 6, engine().to_numpy(made))
+        assert_like(X_Y, gradient)
+        assert_same_bits(values * (24 if kind == "a product" else 6), engine().to_numpy(gradient))
 
 
 def compiled(function, *args, **settings):

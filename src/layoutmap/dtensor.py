@@ -306,19 +306,24 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def check_layout(tensor: Any, layout: Layout) -> None:
-    """Raise if a tensor is in another layout.
+    """Raise if a tensor is in another layout. Mesh dims of size 1 are ignored, since they shard nothing.
 
     Raises:
         LayoutError: The tensor has another layout, or none.
     """
-    present = fetch_layout(tensor)
-    if present != convert_layout(layout):
+    present, layout = fetch_layout(tensor), convert_layout(layout)
+    if (present.mesh, _list_dividing_dims(present)) != (layout.mesh, _list_dividing_dims(layout)):
         raise LayoutError(
             f"the tensor is in the layout {present}",
             facts={"expected": str(layout), "mesh": str(present.mesh)},
             why="the layouts differ in their specs or their meshes",
             fix="relayout(tensor, layout)",
         )
+
+
+def _list_dividing_dims(layout: Layout) -> list[list[str]]:
+    axes = map(layout.list_mesh_dims, range(layout.rank))
+    return [[dim for dim in dims if layout.mesh.dim_size(dim) > 1] for dims in axes]
 
 
 def convert_to_tensorflow(value: Layout | Mesh) -> Any:

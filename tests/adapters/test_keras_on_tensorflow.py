@@ -384,6 +384,38 @@ def test_an_optimizer_of_a_scope_updates_a_dvariable(name, how):
     assert layout == variable.layout
 
 
+@pytest.mark.parametrize("kind", ["a DVariable", "a weight"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adafactor"])
+def test_an_optimizer_of_no_scope_updates_eagerly_only(name, kind):
+    """Each device would count the steps of a compiled function, which is refused before anything changes."""
+    start, layout = np.ones((8, 4), np.float32), lm.Layout(["model", None], lm.create_mesh(MESH))
+    gradient = np.arange(32, dtype=np.float32).reshape(8, 4) / 10
+
+    def make(variable, optimizer):
+        return lambda gradient: optimizer.apply_gradients([(gradient, variable)])
+
+    def make_target():
+        if kind == "a DVariable":
+            return lm.DVariable(start, layout=layout)
+        model = lm.LayoutMap(layout.mesh, {".*kernel": layout}).build(lambda: L.Dense(4), inputs=start.T)
+        model.kernel.assign(start)
+        return model.kernel
+
+    expected, actual, refused = tf.Variable(start), make_target(), make_target()
+    optimizers = [getattr(keras.optimizers, name)(0.1) for _ in range(3)]
+    optimizers[2].build([refused])
+    with lm.dtensor.run_on(layout.mesh):
+        for _ in range(2):
+            make(actual, optimizers[1])(lm.dtensor.relayout(gradient, layout))
+    for _ in range(2):
+        make(expected, optimizers[0])(tf.constant(gradient))
+    with pytest.raises(lm.ScopeError, match=r"a tf\.function writes to a variable that is not on the mesh"):
+        tf.function(make(refused, optimizers[2]))(lm.dtensor.relayout(gradient, layout))
+
+    np.testing.assert_allclose(np.asarray(actual), expected.numpy(), rtol=1e-5)
+    np.testing.assert_array_equal(np.asarray(refused), start)
+
+
 def test_a_dvariable_has_the_path_of_its_variable_as_a_name():
     """TensorFlow's name of a weight or a slot is Keras's path, however its model is made and wherever it is built."""
 

@@ -1,5 +1,6 @@
 """`DVariable`: a `tf.Variable` in a layout, and training with it by hand, without a model library."""
 
+import contextlib
 import copy
 import pickle
 
@@ -149,17 +150,71 @@ def test_a_variable_is_made_in_a_function_on_the_mesh(kind, monkeypatch):
     assert X_Y == made[0].layout
 
 
-def test_a_generator_made_on_the_mesh_draws_its_numbers():
-    """`tf.random.Generator` that is made in `run_on` draws the numbers of one device in a `tf.function` there."""
-    plain = tf.random.Generator.from_seed(1)
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("made", ["on the mesh", "before"])
+def test_a_generator_draws_the_numbers_of_one_device(made, how):
+    """`tf.random.Generator` counts once in `run_on`; a `tf.function` there refuses one that is on no mesh."""
+    plain, generator = (tf.random.Generator.from_seed(1) for _ in range(2))
     with lm.dtensor.run_on(GRID):
-        generator = tf.random.Generator.from_seed(1)
-        draw = tf.function(lambda: (generator.normal((4, 8)), tf.random.stateless_uniform((4, 8), (1, 2))))
+        if made == "on the mesh":
+            generator = tf.random.Generator.from_seed(1)
+
+        def draw():
+            return generator.normal((4, 8)), tf.random.stateless_uniform((4, 8), (1, 2))
+
+        if (made, how) == ("before", "compiled"):
+            with pytest.raises(lm.ScopeError, match=r"a tf\.function in run_on writes to a variable"):
+                tf.function(draw)()
+            assert_same_bits(plain.state.numpy(), generator.state.numpy())
+            return
+        draw = tf.function(draw) if how == "compiled" else draw
         drawn = [draw() for _ in range(3)]
 
     for numbers, stateless in drawn:
         np.testing.assert_allclose(numbers.numpy(), plain.normal((4, 8)).numpy(), rtol=1e-6)
         assert_same_bits(tf.random.stateless_uniform((4, 8), (1, 2)).numpy(), stateless.numpy())
+
+
+DRAWS = {
+    "RandomStandardNormal": lambda: tf.random.normal((4, 8)),
+    "RandomUniform": lambda: tf.random.uniform((4, 8)),
+    "RandomUniformInt": lambda: tf.random.uniform((4, 8), 0, 9, tf.int32),
+    "TruncatedNormal": lambda: tf.random.truncated_normal((4, 8)),
+    "RandomShuffle": lambda: tf.random.shuffle(tf.range(32.0)),
+    "RandomGamma": lambda: tf.random.gamma((4, 8), 2.0),
+    "RandomPoissonV2": lambda: tf.random.poisson((4, 8), 2.0),
+    "Multinomial": lambda: tf.random.categorical(tf.zeros((4, 8)), 8),
+    "StatelessShuffle": lambda: tf.random.experimental.stateless_shuffle(tf.range(32.0), (1, 2)),
+    "StatelessRandomGammaV3": lambda: tf.random.stateless_gamma((4, 8), (1, 2), 2.0),
+    "StatelessMultinomial": lambda: tf.random.stateless_categorical(tf.zeros((4, 8)), 8, (1, 2)),
+    "dropout": lambda: tf.nn.dropout(tf.ones((4, 8)), 0.5),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_operations_on_the_mesh(name):
+    """In `run_on` they draw the numbers of one device eagerly, and a `tf.function` refuses them by name."""
+    drawn = []
+    for mesh in (None, GRID):
+        tf.random.set_seed(5)
+        with lm.dtensor.run_on(mesh) if mesh else contextlib.nullcontext():
+            drawn.append([DRAWS[name]() * 1 for _ in range(2)])
+
+    for expected, actual in zip(*drawn, strict=True):
+        assert_same_bits(expected.numpy(), engine().to_numpy(actual))
+    operation = "RandomUniform" if name == "dropout" else name
+    with lm.dtensor.run_on(GRID), pytest.raises(EngineError, match=f"draws random numbers with {operation},"):
+        tf.function(DRAWS[name])()
+
+
+def test_a_plain_variable_is_written_once_on_the_mesh():
+    """In `run_on` a `tf.Variable` that was made before counts each step once."""
+    counter = tf.Variable(0.0)
+    with lm.dtensor.run_on(GRID):
+        for _ in range(3):
+            counter.assign_add(tf.reduce_sum(tf.ones(3)) / 3)
+
+    assert 3.0 == counter.numpy()
 
 
 # -- reading, copying, giving a value

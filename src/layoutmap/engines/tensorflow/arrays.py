@@ -7,11 +7,9 @@ shard. With several processes the shards travel as integers, which a sum with ze
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -29,7 +27,6 @@ from layoutmap.core.errors import EngineError, LayoutMapError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import is_python_number, make_element_type_error, make_no_numbers_error
-from layoutmap.engines.patches import Attribute, Patches, temporarily
 from layoutmap.engines.protocol import Unplaced
 from layoutmap.engines.tensorflow.devices import (
     NativeLayout,
@@ -38,10 +35,6 @@ from layoutmap.engines.tensorflow.devices import (
     make_native_layout,
     to_mesh,
 )
-from layoutmap.engines.tested import Needed
-
-with Needed("tensorflow"):
-    from tensorflow.python import pywrap_tfe
 
 dtensor = tf.experimental.dtensor
 
@@ -51,7 +44,6 @@ _MAX_MESHES = 1024
 default_mesh_lock = threading.RLock()
 """Held while DTensor's default mesh is set, which it does for itself, too, where it makes a variable or a relayout."""
 
-_current = threading.local()
 _lock = threading.Lock()
 # Two meshes of ours, an abstract one and the same one bound, are one of DTensor's, which makes it anew for each layout.
 # Tensors are on the first that was used, but for those that were made in a layout on another one.
@@ -115,19 +107,19 @@ def fit_layout(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> 
 
 def check_dtype(name: str, path: str) -> None:
     """Raise an `EngineError` for a variable of an element type that tensors in layouts cannot have."""
-    if not _is_number(name):
+    if not is_number(name):
         raise make_element_type_error("TensorFlow", name, path)
 
 
 def canonicalize(values: Any) -> NumpyArray:
     """Return values as a numpy array, or raise if they are neither numbers nor booleans."""
     values = tf.convert_to_tensor(values).numpy() if is_python_number(values) else np.asarray(values)
-    if not _is_number(values.dtype):
+    if not is_number(values.dtype):
         raise make_no_numbers_error("TensorFlow", values.dtype)
     return values
 
 
-def _is_number(dtype: Any) -> bool:
+def is_number(dtype: Any) -> bool:
     """Return whether sharded tensors can have an element type, given as TensorFlow's, numpy's, or its name."""
     try:
         dtype = tf.as_dtype(dtype)
@@ -199,56 +191,6 @@ def from_blocks(shape: tuple[int, ...], layout: Layout, read: BlockReader, *, co
     return mark_layout(dtensor.pack(components, native), layout)
 
 
-@contextmanager
-def run_on(mesh: Mesh) -> Generator[None]:
-    """Run operations on unsharded tensors on a mesh until the block ends, also by an exception.
-
-    DTensor has one such mesh for all threads, so a thread waits here for another one that is inside.
-    """
-    native_mesh = convert_layout(Layout.replicated(mesh, 0)).mesh
-    with default_mesh_lock, _PATCHES.activate(), temporarily(_current, "mesh", mesh):
-        default_mesh = dtensor.default_mesh(native_mesh)
-        default_mesh.__enter__()
-        try:
-            yield
-        finally:
-            default_mesh.__exit__(None, None, None)
-
-
-def _replicate_if_refused(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that executes an operation, with all operands replicated if DTensor refuses it.
-
-    It refuses constants that are no scalars, and layouts that it has no rule for (decisions/0220).
-    """
-
-    @functools.wraps(execute)
-    def execute_on_mesh(*args: Any) -> object:
-        try:
-            return execute(*args)
-        except Exception as error:
-            mesh: Mesh | None = getattr(_current, "mesh", None)
-            if mesh is None or not any(refusal in str(error) for refusal in _REFUSALS):
-                raise
-
-        def replicate(value: Any) -> object:
-            if not isinstance(value, (tf.Tensor, np.ndarray)) or not _is_number(value.dtype):
-                return value
-            return move_tensor(tf.convert_to_tensor(value), Layout.replicated(mesh, len(value.shape)))
-
-        return execute(*tf.nest.map_structure(replicate, list(args)))
-
-    return execute_on_mesh
-
-
-_REFUSALS = ("got a regular tensor", "eager_operation", "non-replicated DTensor is not supported")
-_PATCHES = Patches(
-    [
-        Attribute(pywrap_tfe, name, _replicate_if_refused)
-        for name in ("TFE_Py_FastPathExecute", "TFE_Py_Execute")
-    ]
-)
-
-
 def to_numpy(array: Array) -> NumpyArray:
     """Return all of an array's values."""
     tensor = _require_values(array)
@@ -264,10 +206,10 @@ def to_numpy(array: Array) -> NumpyArray:
 
 def move_tensor(array: Array, layout: Layout) -> tf.Tensor:
     """Return a tensor in another layout without changing a bit. Gradients pass through."""
-    if not _is_number(array.dtype):
+    if not is_number(array.dtype):
         raise make_no_numbers_error("TensorFlow", array.dtype.name)
     if not tf.executing_eagerly():
-        return _constrain(array, convert_layout(layout))
+        return relayout_in_trace(array, layout)
     present = get_layout(array)
     if present is not None and convert_layout(present) == convert_layout(layout):
         tensor = unwrap_variable(array)
@@ -288,28 +230,27 @@ def move_tensor(array: Array, layout: Layout) -> tf.Tensor:
     return _move_values(unwrap_variable(array), layout)
 
 
-def _constrain(tensor: Array, native: NativeLayout) -> tf.Tensor:
-    """Return a tensor in a compiled function constrained to a layout. DTensor chooses its gradient's layout.
+def relayout_in_trace(tensor: Array, layout: Layout) -> tf.Tensor:
+    """Redistribute a tensor inside a compiled function. Its gradient is in the tensor's layout."""
+    with default_mesh_lock:
+        return dtensor.relayout(tensor, convert_layout(layout))
 
-    DTensor's own gradient of a relayout wants the layout that the tensor had, and fails where propagation has since
-    given it another one.
+
+def constrain_layout(tensor: Array, layout: Layout) -> tf.Tensor:
+    """Return a tensor in a layout. In a compiled function DTensor chooses the layout of its gradient.
+
+    That saves the collective that brings the gradient of a gathered weight into the weight's layout twice.
     """
+    if tensor.shape.rank is not None:
+        fit_layout(layout, read_shape(unwrap_variable(tensor)))
+    if tf.executing_eagerly() or not tensor.dtype.is_floating:
+        return move_tensor(tensor, layout)
 
     @tf.custom_gradient
     def constrain(tensor: Array) -> Any:
-        return dtensor.relayout(tensor, native), lambda upstream: upstream
+        return relayout_in_trace(tensor, layout), lambda upstream: upstream
 
-    with default_mesh_lock:
-        return constrain(tensor) if tensor.dtype.is_floating else dtensor.relayout(tensor, native)
-
-
-def relayout_in_trace(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
-    """Redistribute a tensor inside a compiled function, with DTensor's own operation only.
-
-    That is for what is assigned to a variable: DTensor restores checkpoints in a function, where it wants just this.
-    """
-    with default_mesh_lock:
-        return dtensor.relayout(tensor, convert_layout(layout))
+    return constrain(tensor)
 
 
 def _move_values(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:

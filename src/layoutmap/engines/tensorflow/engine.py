@@ -46,7 +46,6 @@ from layoutmap.engines.tensorflow.arrays import (
     iterate_shards,
     move_tensor,
     read_shape,
-    run_on,
     to_numpy,
 )
 from layoutmap.engines.tensorflow.devices import (
@@ -57,6 +56,7 @@ from layoutmap.engines.tensorflow.devices import (
 )
 from layoutmap.engines.tensorflow.pieces import PieceProgram
 from layoutmap.engines.tensorflow.processes import check_equal_everywhere, gather_values, share_seeds
+from layoutmap.engines.tensorflow.run_on import run_on
 from layoutmap.engines.tensorflow.selfcheck import check_computing
 from layoutmap.engines.tensorflow.variable import DVariable
 from layoutmap.engines.tested import Needed

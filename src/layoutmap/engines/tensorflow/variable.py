@@ -25,6 +25,7 @@ from layoutmap.engines.tensorflow.arrays import (
 )
 from layoutmap.engines.tensorflow.devices import make_native_layout
 from layoutmap.engines.tensorflow.selfcheck import check_computing
+from layoutmap.engines.tensorflow.traces import check_trace_at_end
 
 dtensor = tf.experimental.dtensor
 
@@ -179,6 +180,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
     def _place_value(self, value: Any) -> object:
         """Return a value in the variable's layout."""
         if not tf.executing_eagerly():
+            check_trace_at_end()
             # DTensor would lay it out by itself, but fails where the variable is sharded and the value replicated.
             if self._layout.is_fully_replicated():
                 return value

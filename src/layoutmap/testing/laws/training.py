@@ -52,22 +52,27 @@ def compare_predictions(trial: Trial) -> Iterator[str]:
 def _compare_eager_calls(trial: Trial) -> Iterator[str]:
     """Compare eager calls of Keras on TensorFlow with one device, for plain inputs and inputs on the mesh.
 
-    DTensor refuses some layouts, which is an error with a reason and no difference.
+    The inputs are plain, replicated, and sharded along the batch. DTensor refuses some layouts, which is an error with
+    a reason and no difference.
     """
-    tree, engine, mesh = (
-        importlib.import_module("keras").tree,
-        get_engine("tensorflow"),
-        trial.case.layout_map.mesh,
-    )
+    tree, engine = importlib.import_module("keras").tree, get_engine("tensorflow")
+    mesh, batch_dim = trial.case.layout_map.mesh, trial.case.map.batch_dim
     assert mesh is not None
-    places = (np.asarray, lambda array: engine.relayout(array, Layout.replicated(mesh, np.ndim(array))))
+
+    def replicate(array: Any) -> object:
+        return engine.relayout(array, Layout.replicated(mesh, np.ndim(array)))
+
+    def shard(array: Any) -> object:
+        if batch_dim is None or np.shape(array)[0] % mesh.dim_size(batch_dim):
+            return replicate(array)
+        return engine.relayout(array, Layout.batch_sharded(mesh, batch_dim, np.ndim(array)))
 
     def call(model: Any, place: Callable[[Any], object]) -> dict[str, Any]:
         outputs = tree.flatten(model(tree.map_structure(place, trial.case.batch[0])))
         return {f"output {n}": engine.to_numpy(output) for n, output in enumerate(outputs)}
 
     expected = call(trial.pair[0], np.asarray)
-    for place in places:
+    for place in (np.asarray, replicate, shard):
         with suppress(EngineError):
             rows = compare_logs("forward", expected, call(trial.pair[1], place), TOLERANCE)
             yield from map(str, trial.exclude_rounding(list(rows)))

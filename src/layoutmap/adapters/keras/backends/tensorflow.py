@@ -52,6 +52,7 @@ from layoutmap.adapters.keras.wraps import CALLS, get_session
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment
 from layoutmap.engines.patches import temporarily, wrap_in_context
+from layoutmap.engines.tensorflow.arrays import constrain_layout
 
 Found = tuple[dict[str, Any], list[Any]]
 
@@ -108,10 +109,10 @@ class TensorFlowBackend(Backend):
                         numbers = each._var_to_optimizer_idx.values()
                         each._var_to_optimizer_idx = dict(zip(keys, numbers, strict=True))
 
-    def relayout_output(self, array: object, layout: Layout, session: KerasSession) -> object:
+    def relayout_output(self, array: Any, layout: Layout, session: KerasSession) -> object:
         """Return a tensor in a layout, or unchanged in an export or in a regathered step."""
         as_it_is = session.on_thread.is_exporting or session.on_thread.gathering
-        return array if as_it_is else session.engine.relayout(array, layout)
+        return array if as_it_is else constrain_layout(array, layout)
 
     def make_layer_wraps(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
         """Return methods to wrap on a layer so that eager calls with unsharded tensors run on the mesh."""

@@ -29,6 +29,7 @@ from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.engines.agreement import CallSchedule
 from layoutmap.engines.patches import temporarily
+from layoutmap.engines.tensorflow.arrays import constrain_layout
 
 dtensor = tf.experimental.dtensor
 
@@ -105,7 +106,7 @@ def make_weight_reader(held: Any, layout: Layout, session: KerasSession) -> Call
         if session.on_thread.gathering:
             # What else has a gradient for the weight, such as a regularizer, is laid out apart.
             return pin_layout(read, wanted, session)
-        return read if wanted == layout else session.engine.relayout(read, wanted)
+        return read if wanted == layout else constrain_layout(read, wanted)
 
     return read_value
 
@@ -158,7 +159,7 @@ def replicate_tensor(value: Any, session: KerasSession) -> Any:
     """Return a replicated tensor, and any other value unchanged."""
     if not isinstance(value, tf.Tensor):
         return value
-    return session.engine.relayout(value, session.policy.replicated(len(value.shape)))
+    return constrain_layout(value, session.policy.replicated(len(value.shape)))
 
 
 def relayout_as_read(gradient: object, held: Any, session: KerasSession) -> Any:

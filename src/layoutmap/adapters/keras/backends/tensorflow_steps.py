@@ -22,9 +22,9 @@ from layoutmap.adapters.keras.training import (
     make_step_wraps,
     materialize_for_training,
 )
-from layoutmap.core.errors import ScopeError
 from layoutmap.engines.agreement import CallSchedule
 from layoutmap.engines.patches import Closing
+from layoutmap.engines.tensorflow.traces import check_trace_at_end
 
 dtensor = tf.experimental.dtensor
 
@@ -71,6 +71,8 @@ class _MeshStep:
         return tf.function(self._step, autograph=False, jit_compile=bool(self._model.jit_compile) or None)
 
     def _step(self, batch: object) -> object:
+        if not tf.executing_eagerly():
+            check_trace_at_end(f"the {self._name} step")
         # A function that computes a gradient runs after the call of its layer, as that of layers in float8.
         with _pin_outputs(self._model, self._session), compute_on_mesh(self._session):
             return getattr(self._model, f"{self._name}_step")(batch)
@@ -112,8 +114,6 @@ class _MeshStep:
             if self._model.run_eagerly:
                 with self._session.lock, self._session.engine.run_on(self._session.policy.mesh):
                     return self._step(batch)
-            if signature not in self._known:
-                self._check_captured(batch)
             self._known.add(signature)
             with DisabledGraphOptimizer(self._session):
                 return self._compiled(batch)
@@ -129,20 +129,6 @@ class _MeshStep:
             materialize_for_training(model, self._session)
         else:
             make_for_training(model, self._session, batch)
-
-    def _check_captured(self, batch: object) -> None:
-        """Refuse a step that writes to a variable outside of the mesh: every device would write to it."""
-        traced = self._compiled.trace_current(batch)
-        written = _find_written_handles(traced.graph)
-        for variable in traced.graph.variables:
-            if not dtensor.is_dtensor(variable) and variable.handle.ref() in written:
-                raise ScopeError(
-                    f"{variable.name}: the {self._name} step writes to a variable that is not on the mesh",
-                    facts={"shape": str(tuple(variable.shape)), "model": self._model.name},
-                    why="every device would write to it, so a counter would count each step many times",
-                    fix="make it with self.add_weight or keras.Variable inside of the scope, as an attribute of a "
-                    "layer, or as layoutmap.DVariable",
-                )
 
 
 def _unshard_value(value: object, session: KerasSession) -> object:
@@ -177,25 +163,6 @@ def _pin_outputs(model: keras.Model, session: KerasSession) -> Generator[None]:
         yield
     finally:
         own["call"] = call
-
-
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If", "Case")
-
-
-def _find_written_handles(graph: tf.Graph) -> set[object]:
-    """Return the outer handles of the variables that a graph or the functions in it may write."""
-    written: set[object] = set()
-    inside = {inner.ref(): outer for outer, inner in graph.captures}
-    for op in graph.get_operations():
-        if op.type.startswith(("Assign", "ResourceScatter", "ResourceApply", "ResourceSparse")):
-            handle = op.inputs[0]
-            if handle.ref() in inside:
-                written.add(inside[handle.ref()].ref())
-        elif op.type in _CALLS:
-            # Called functions are not analyzed, so all that is passed to them counts as written.
-            known = (i for i in op.inputs if i.ref() in inside and i.dtype == tf.resource)
-            written |= {inside[i.ref()].ref() for i in known}
-    return written
 
 
 _ALWAYS_THERE = {"disable_model_pruning", "disable_meta_optimizer"}  # in TensorFlow's options, chosen or not

@@ -1,0 +1,142 @@
+"""Run operations on a mesh that have operands of any kind, as DTensor's default mesh alone cannot (decisions/0220)."""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from layoutmap.core.errors import EngineError
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.engines.patches import Attribute, Patches, temporarily
+from layoutmap.engines.tensorflow.arrays import (
+    convert_layout,
+    default_mesh_lock,
+    get_layout,
+    is_number,
+    move_tensor,
+    to_numpy,
+)
+from layoutmap.engines.tensorflow.traces import check_called_function, is_function, is_read_operation
+from layoutmap.engines.tested import Needed
+
+with Needed("tensorflow"):
+    from tensorflow.python import pywrap_tfe
+
+dtensor = tf.experimental.dtensor
+_current = threading.local()
+
+
+@contextmanager
+def run_on(mesh: Mesh) -> Generator[None]:
+    """Run operations on unsharded tensors on a mesh until the block ends, also by an exception.
+
+    DTensor has one such mesh for all threads, so a thread waits here for another one that is inside.
+    """
+    native_mesh = convert_layout(Layout.replicated(mesh, 0)).mesh
+    with default_mesh_lock, _PATCHES.activate(), temporarily(_current, "mesh", mesh):
+        default_mesh = dtensor.default_mesh(native_mesh)
+        default_mesh.__enter__()
+        try:
+            yield
+        finally:
+            default_mesh.__exit__(None, None, None)
+
+
+def _execute_on_mesh(position: int, execute: Callable[..., Any], *args: Any) -> object:
+    """Execute an operation or a function, also where DTensor refuses it or would run it on each device.
+
+    An operation that writes a variable on no mesh, or draws random numbers that DTensor cannot draw, runs on one
+    device. Any other that DTensor refuses runs again with all operands replicated: DTensor takes no constants but
+    scalars, and has no rule for some layouts.
+
+    Args:
+        position: Place of the operation's name among the arguments.
+        execute: TensorFlow's function, which fails before it runs a part.
+        *args: Its arguments.
+    """
+    mesh: Mesh | None = getattr(_current, "mesh", None)
+    if mesh is None:
+        return execute(*args)
+    name = args[position]
+    unplaced = [
+        i for i, each in enumerate(tf.nest.flatten(list(args[position + 1 :]))) if _is_unplaced_handle(each)
+    ]
+    if unplaced and not is_read_operation(name):
+        if not is_function(name):
+            return _execute_on_one_device(position, execute, args)
+        check_called_function(name, unplaced)
+    try:
+        return execute(*args)
+    except Exception as error:
+        draw = _DRAW.search(str(error))
+        if not draw and not any(refusal in str(error) for refusal in _REFUSALS):
+            raise
+    if draw:
+        if draw[1] != name or (dtensor.num_clients() > 1 and not name.startswith("Stateless")):
+            raise _make_draw_error(draw[1])
+        return _execute_on_one_device(position, execute, args)
+
+    def replicate(value: Any) -> object:
+        if not isinstance(value, (tf.Tensor, np.ndarray)) or not is_number(value.dtype):
+            return value
+        return move_tensor(tf.convert_to_tensor(value), Layout.replicated(mesh, len(value.shape)))
+
+    return execute(*tf.nest.map_structure(replicate, list(args)))
+
+
+def _execute_on_one_device(position: int, execute: Callable[..., Any], args: Sequence[Any]) -> object:
+    """Execute an operation on no mesh with gathered operands."""
+
+    def gather(value: Any) -> object:
+        is_placed = isinstance(value, tf.Tensor) and get_layout(value) is not None
+        return tf.constant(to_numpy(value)) if is_placed else value
+
+    with temporarily(_current, "mesh", None), tf.device(None):
+        gathered = tf.nest.map_structure(gather, list(args))
+        if position == _POSITIONS["TFE_Py_Execute"]:
+            gathered[1] = None  # the device of the block
+        return execute(*gathered)
+
+
+def _is_unplaced_handle(value: object) -> bool:
+    return isinstance(value, tf.Tensor) and value.dtype == tf.resource and not dtensor.is_dtensor(value)
+
+
+def _make_draw_error(operation: str) -> EngineError:
+    return EngineError(
+        f"a tf.function in run_on draws random numbers with {operation}, which DTensor cannot compute",
+        why="its state would be on each device, or DTensor has no rule for it",
+        fix="draw with tf.random.stateless_uniform or stateless_normal, keras.random, or a tf.random.Generator that is "
+        "made in run_on; or draw outside of the function and pass the numbers",
+    )
+
+
+_DRAW = re.compile(
+    r"'tf\.((?:Stateless|Parameterized)?(?:Random\w+|Multinomial|TruncatedNormal\w*|Shuffle))' op "
+    r"(?:does not implement layout|ComputeLayoutForward error: Stateful random)"
+)
+_REFUSALS = (
+    "got a regular tensor",
+    "eager_operation",
+    "non-replicated DTensor is not supported",
+    "to be divisible by sharding",
+)
+_POSITIONS = {"TFE_Py_FastPathExecute": 1, "TFE_Py_Execute": 2}
+_PATCHES = Patches(
+    Attribute(
+        pywrap_tfe,
+        name,
+        lambda execute, position=position: functools.wraps(execute)(
+            functools.partial(_execute_on_mesh, position, execute)
+        ),
+    )
+    for name, position in _POSITIONS.items()
+)

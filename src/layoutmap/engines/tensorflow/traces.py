@@ -1,0 +1,106 @@
+"""Find the variables on no mesh that a compiled function writes: each device would write them (decisions/0009)."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Collection
+from typing import Any
+
+import tensorflow as tf
+
+from layoutmap.core.errors import ScopeError
+from layoutmap.engines.tested import Needed, check_names
+
+with Needed("tensorflow"):
+    from tensorflow.python.eager.context import context
+    from tensorflow.python.framework import auto_control_deps_utils as resource_uses
+    from tensorflow.python.framework.func_graph import FuncGraph
+
+check_names("tensorflow", (FuncGraph, "_add_scope_exit_callback"))
+
+_context: Callable[[], Any] = context
+_CHECKED = "_layoutmap_is_checked"
+
+
+def check_trace_at_end(what: str = "a tf.function") -> None:
+    """Raise a `ScopeError` when the current trace ends if the function writes a variable that is on no mesh.
+
+    Args:
+        what: Function in the words of the message. The first call of a trace names it.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(
+        getattr(graph, "outer_graph", None), FuncGraph
+    ):  # a branch or a loop writes what its function captures
+        graph = graph.outer_graph
+    if not isinstance(graph, FuncGraph) or hasattr(graph, _CHECKED):
+        return
+    setattr(graph, _CHECKED, True)
+    # After another error, that one is raised.
+    graph._add_scope_exit_callback(lambda: sys.exc_info()[0] or _check_written_variables(graph, what))
+
+
+def _check_written_variables(graph: FuncGraph, what: str) -> None:
+    inner_handles = {outer.ref(): inner for outer, inner in graph.captures}
+    unplaced = {
+        inner_handles[variable.handle.ref()].ref(): variable
+        for variable in graph.variables
+        if variable.handle.ref() in inner_handles and not _is_on_mesh(variable)
+    }
+    for operation in graph.get_operations() if unplaced else ():
+        for handle in resource_uses.get_read_write_resource_inputs(operation)[1]:
+            if (variable := unplaced.get(handle.ref())) is not None:
+                raise _make_write_error(variable.name, what)
+
+
+def _is_on_mesh(variable: tf.Variable) -> bool:
+    with tf.init_scope():
+        return tf.experimental.dtensor.is_dtensor(variable.handle)
+
+
+def is_read_operation(name: str) -> bool:
+    """Return whether an operation only reads the variables among its inputs."""
+    return name in resource_uses.RESOURCE_READ_OPS
+
+
+def is_function(name: str) -> bool:
+    """Return whether an operation is a call of a traced function."""
+    return _context().has_function(name)
+
+
+def check_called_function(name: str, unplaced: Collection[int]) -> None:
+    """Raise a `ScopeError` if a traced function writes a variable that is on no mesh.
+
+    Args:
+        name: TensorFlow's name of the function.
+        unplaced: Numbers of the inputs that are variables on no mesh.
+    """
+    if not _find_written_inputs(name).isdisjoint(unplaced):
+        raise _make_write_error(
+            name.removeprefix("__inference_").rpartition("_")[0], "a tf.function in run_on"
+        )
+
+
+@functools.lru_cache(1024)
+def _find_written_inputs(name: str) -> frozenset[int]:
+    """Return the numbers of the variables among the inputs that a traced function writes."""
+    definition = _context().get_function_def(name)
+    numbers = {argument.name: i for i, argument in enumerate(definition.signature.input_arg)}
+    written: set[int] = set()
+    for node in definition.node_def:
+        if not is_read_operation(node.op):
+            read_only = node.attr[resource_uses.READ_ONLY_RESOURCE_INPUTS_ATTR].list.i
+            written |= {
+                numbers[each] for i, each in enumerate(node.input) if each in numbers and i not in read_only
+            }
+    return frozenset(written)
+
+
+def _make_write_error(name: str, what: str) -> ScopeError:
+    return ScopeError(
+        f"{name}: {what} writes to a variable that is not on the mesh",
+        why="every device would write to it, so a counter would count each step many times",
+        fix="make an optimizer or a metric in the scope, a tf.random.Generator in run_on, a variable of a layer with "
+        "self.add_weight or keras.Variable in the scope, and any other as layoutmap.DVariable",
+    )
