@@ -177,8 +177,8 @@ def check_batch(arrays: Sequence[Any], gather: Gather, call: int | None = None, 
             "the processes pass different batches",
             facts=label_processes(texts) | ({} if call is None else {"in call": call}),
             why="every process passes the global batch here, and computes its part of it",
-            fix=f"{hint}read the same data in all processes, in the same order: the same seed for what shuffles it, and no "
-            "sampler that gives each process its own rows",
+            fix=f"{hint}read the same data in all processes, in the same order: the same seed for what shuffles it, "
+            "and no sampler that gives each process its own rows",
         )
 
 
