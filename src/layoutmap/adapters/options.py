@@ -23,8 +23,8 @@ class ScopeOptions:
         check_batches: Whether several processes compare the data that they bring, where it must be the same in all of
             them: each batch of a Keras model, and what the first calls of a torch module are given. It costs a
             checksum of the batch (a second for each GB) and a few bytes between the processes.
-        own: Options that only the model library has, each by its name: for torch `draws`, `gather` and `fully_shard`,
-            see `layoutmap.adapters.torch.options.TorchOptions`, which `own` is then; `None` for others.
+        own: Options that only the model library has, each by its name: for torch `draws`, `gather`, `rows` and
+            `fully_shard`, see `layoutmap.adapters.torch.options.TorchOptions`, which `own` is then; `None` for others.
 
     Example:
         >>> ScopeOptions(batch_dim="batch").strict
@@ -44,6 +44,7 @@ class ScopeOptions:
 
 Draws = Literal["exact", "tiles"]
 Gather = Literal["fully_shard", "own"]
+Rows = Literal["global", "own"]
 
 
 class OptionsByName(TypedDict, total=False):
@@ -55,6 +56,7 @@ class OptionsByName(TypedDict, total=False):
     check_batches: bool
     draws: Draws
     gather: Gather
+    rows: Rows
     fully_shard: Mapping[str, Any]
 
 

@@ -161,13 +161,14 @@ class CallSchedule:
         return begins or self.calls <= _FIRST_CALLS or not self.calls & (self.calls - 1)
 
 
-def check_batch(arrays: Sequence[Any], gather: Gather, call: int | None = None) -> None:
+def check_batch(arrays: Sequence[Any], gather: Gather, call: int | None = None, hint: str = "") -> None:
     """Raise a `ScopeError` if the processes pass different batches, where each of them brings all of it.
 
     Args:
         arrays: The batch of this process.
         gather: Gathers from all processes.
         call: The number of the call of the model, for the message; `None`: it is not known.
+        hint: The start of the fix: what else the library can do.
     """
     described = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
     texts, _ = check_alike(f"{described}, checksum {compute_checksum(*arrays):08x}", gather)
@@ -176,8 +177,8 @@ def check_batch(arrays: Sequence[Any], gather: Gather, call: int | None = None) 
             "the processes pass different batches",
             facts=label_processes(texts) | ({} if call is None else {"in call": call}),
             why="every process passes the global batch here, and computes its part of it",
-            fix="read the same data in all processes, in the same order: the same seed for what shuffles it, and no "
-            "sampler that gives each process its own rows",
+            fix=f"{hint}read the same data in all processes, in the same order: the same seed for what shuffles it, "
+            "and no sampler that gives each process its own rows",
         )
 
 

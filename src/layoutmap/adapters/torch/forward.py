@@ -27,6 +27,7 @@ from layoutmap.adapters.torch.gradient_hooks import Watch
 from layoutmap.adapters.torch.graph_errors import EXPORT_ATTRIBUTES, make_graph_error, refuse_graphs
 from layoutmap.adapters.torch.mesh_context import compute_on_mesh, here, is_running, summing_up
 from layoutmap.adapters.torch.module_results import ModuleResults
+from layoutmap.adapters.torch.own_rows import OwnRows, has_own_rows
 from layoutmap.adapters.torch.process_checks import ProcessChecks
 from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
@@ -193,11 +194,16 @@ class Forward:
             self.context.warn_of_idle_dims(
                 type(self._get_module()).__name__, _find_sharded_dims((args, kwargs))
             )
-        with self._comparisons.compared_call(args, kwargs), compute_on_mesh(self.context):
+        own = OwnRows((args, kwargs), self.context) if is_plain and has_own_rows(self.context) else None
+        with self._comparisons.compared_call(args, kwargs, own), compute_on_mesh(self.context):
+            if own is not None:
+                args, kwargs = own.place((args, kwargs))
             args, kwargs = place_inputs((args, kwargs), self.context)
             self._check_rows()
             with summing_up(not all(map(is_batch_divisible, list_tensors((args, kwargs))))):
                 result = self._run(args, kwargs)
+        if own is not None:
+            return own.take(result)
         return unshard_tensors(result) if is_plain else reduce_partial_sums(result)
 
     def _check_rows(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import torch
 
-from layoutmap.adapters.options import Draws, Gather, ScopeOptions, check_names
+from layoutmap.adapters.options import Draws, Gather, Rows, ScopeOptions, check_names
 from layoutmap.core.errors import ScopeError, join_names
 
 _DECIDED = ("mesh", "dp_mesh_dims", "shard_placement_fn", "ignored_params")
@@ -28,6 +28,9 @@ class TorchOptions:
             `"fully_shard"`: by torch's function of that name, which gathers the next block's ahead, where it can;
             `scope.plan` says which weights it cannot. `"own"`: by this library, which allows `torch.autograd.grad` by
             weights and gradients of gradients.
+        rows: Which rows each process passes to a model. `"global"`: all rows of the batch, the same in all processes.
+            `"own"`: its own rows, equally many in each process, as a `DistributedSampler` gives them. A loss that
+            `forward` returns covers the rows of all processes. Outputs with rows are those of the process.
         fully_shard: What torch's `fully_shard` is called with, by name: `mp_policy`, `offload_policy` and
             `reshard_after_forward`, as in `{"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}`. For
             several processes only.
@@ -35,6 +38,7 @@ class TorchOptions:
 
     draws: Draws = "exact"
     gather: Gather = "fully_shard"
+    rows: Rows = "global"
     fully_shard: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
@@ -58,6 +62,13 @@ class TorchOptions:
         _check_choice(
             "gather", made.gather, Gather, "it says how weights that are sharded over batch_dim are gathered"
         )
+        _check_choice("rows", made.rows, Rows, "it says which rows of the batch each process passes")
+        if made.rows == "own" and options.batch_dim is None:
+            raise ScopeError(
+                'rows="own": the scope has no batch_dim',
+                why="without it all processes compute with the same rows",
+                fix="pass batch_dim=, the mesh dim over which rows are split, or leave rows out",
+            )
         if made.fully_shard:
             _check_use(made, options, across)
             _check_fully_shard(made.fully_shard)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import list_tensors
 from layoutmap.adapters.torch.fingerprints import describe_module
+from layoutmap.adapters.torch.own_rows import OwnRows
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.engines.agreement import CallSchedule, check_batch, check_program, check_values
 from layoutmap.engines.torch.dtensor_ops import same_draws
@@ -56,18 +57,34 @@ class ProcessChecks:
         check_values(sums, self._context.gather)
 
     @contextmanager
-    def compared_call(self, args: Args, kwargs: Kwargs) -> Generator[None]:
+    def compared_call(self, args: Args, kwargs: Kwargs, own: OwnRows | None) -> Generator[None]:
         """Refuse batches and random numbers that differ between processes, in calls that are due.
+
+        Args:
+            args: The arguments of the call.
+            kwargs: Those with names.
+            own: The rows of this process. `None`: it passes the global batch.
 
         Raises:
             EngineError: They differ.
         """
         context = self._context
-        if not (context.across and context.options.check_batches and self._schedule.count_call()):
+        is_compared = context.across and context.options.check_batches
+        is_due = is_compared and self._schedule.count_call()
+        if is_compared and own is not None:
+            own.check(is_due=is_due)
+        if not is_due:
             yield
             return
-        given = list_tensors((args, kwargs))
-        values = [context.engine.to_numpy(t) for t in given if not isinstance(t, DTensor)]
-        check_batch(values, context.gather, self._schedule.calls)
+        if own is None:
+            self._check_batch(args, kwargs)
         with same_draws(context.engine.native(context.policy.replicated(0), 0)[0], context.gather):
             yield
+
+    def _check_batch(self, args: Args, kwargs: Kwargs) -> None:
+        context = self._context
+        given = list_tensors((args, kwargs))
+        values = [context.engine.to_numpy(t) for t in given if not isinstance(t, DTensor)]
+        own_rows = 'pass rows="own" to the scope if each process has its own rows, or '
+        hint = own_rows if context.options.batch_dim else ""
+        check_batch(values, context.gather, self._schedule.calls, hint)

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.boundary import gather_tensors, unshard_tensors
 from layoutmap.adapters.torch.forward import find_forward
+from layoutmap.adapters.torch.own_rows import has_own_rows
+from layoutmap.core.errors import ScopeError
 from layoutmap.engines.patches import Attribute, patch_if_present
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
@@ -38,7 +40,7 @@ def patch_accelerate() -> Iterator[Attribute]:
     def wrap_prepare(own: Function) -> Function:
         def prepare(self: object, *args: object, **options: object) -> object:
             if any(map(_is_shared, args)):
-                _count_as_one()  # before a data loader among them is split
+                _count_as_one(*args)  # before a data loader among them is split
             return own(self, *args, **options)
 
         return prepare
@@ -111,7 +113,15 @@ _AS_ONE = _ProcessesAsOne()
 
 
 # Each process computes the global batch as a program on one device does (decisions/0215).
-def _count_as_one() -> None:
+def _count_as_one(*values: object) -> None:
+    for model in values:
+        own = find_forward(model) if isinstance(model, torch.nn.Module) else None
+        if own is not None and has_own_rows(own.context):
+            raise ScopeError(
+                f'{type(model).__name__}: Trainer and accelerate cannot train with rows="own"',
+                why="they give every process the global batch, as on one device",
+                fix='leave rows="own" out of the scope',
+            )
     change(_AS_ONE)
 
 
@@ -122,7 +132,7 @@ def patch_trainer() -> Iterator[Attribute]:
     def wrap_creation(own: Function) -> Function:
         def create_accelerator_and_postprocess(self: Any) -> None:
             if _is_shared(self.model):
-                _count_as_one()
+                _count_as_one(self.model)
             own(self)
 
         return create_accelerator_and_postprocess
