@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.long] if HERE != "jax" else []
 SOURCE = frameworks.ROOT / "src"
 A_LIBRARY = {"jax": "pytree", "tensorflow": "keras-tensorflow", "torch": "torch"}[HERE]
 A_FAULT = {"torch": "33", "jax": "539", "tensorflow": "0"}[HERE]
-"""The seed of one whose program is small: of torch's tensor.data, of XLA's gradient of pooling; a small pytree has it, too."""
+"""The seed of a fault with a small program: of tensor.data on torch, and of the gradient of pooling on JAX."""
 KEPT = ("--json", "found.json", "--report", "found.html")
 
 
