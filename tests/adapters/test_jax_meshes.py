@@ -113,7 +113,7 @@ def train(net, optimizer, num=3):
         return loss
 
     losses = [float(step(net, optimizer, X, TARGET)) for _ in range(num)]
-    assert 1 == len(step._programs), "a step is compiled once"
+    assert 1 == len(step._programs.by_signature), "a step is compiled once"
     return losses
 
 

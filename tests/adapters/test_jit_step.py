@@ -523,3 +523,39 @@ def test_the_first_step_names_an_idle_dim_once(specs, place, is_idle):
     assert ["step: mesh dim 'batch' is idle"] * is_idle == [str(w.message).splitlines()[0] for w in ours]
     assert all("pass batch_dim='batch' to jit_step" in str(w.message) for w in ours)
     assert all(w.filename == __file__ for w in ours)
+
+
+def test_known_calls_are_not_checked_again(layout_map, monkeypatch):
+    """A call like an earlier one runs at once, also in turns with others; one that differs in anything is checked."""
+    rows, columns = (lm.Layout(spec, layout_map.mesh) for spec in (["batch", "model"], ["model", None]))
+    weight = lambda layout=rows: lm.dtensor.relayout(np.ones((8, 8), np.float32), layout)  # noqa: E731
+    x = np.ones((4, 8), np.float32)
+    calls = [
+        (weight(), x, 1),
+        (weight(), x[:2], 1),
+        (weight(columns), x, 1),
+        (weight(), x.astype(np.float16), 1),
+        (weight(), jnp.asarray(x), 1),
+        (weight(), lm.dtensor.relayout(x, rows), 1),
+        (weight(), x, 2),
+    ]
+    step = lm.jit_step(lambda w, x, n: (w * n, (x @ w).sum() * n), batch_dim="batch", static_argnums=2)
+    find, found = type(step._programs).find, []
+    monkeypatch.setattr(type(step._programs), "find", lambda *args: found.append(args) or find(*args))
+    expected = []
+    for number, call in enumerate(calls, 1):
+        expected.append(jax.device_get(step(*call)))
+        assert len(found) == number
+    for call, values in [*zip(calls, expected, strict=True)] * 2:
+        results = step(*call)
+        np.testing.assert_array_equal(results[0], values[0])
+        assert results[1] == values[1]
+        assert results[0].sharding == call[0].sharding
+    assert len(found) == len(calls)
+
+
+def test_equal_numbers_are_not_one_donated_array(layout_map):
+    """Only arrays can be donated twice: equal numbers beside an array that is passed twice are not."""
+    w = lm.dtensor.relayout(np.ones(8, np.float32), lm.Layout(["batch"], layout_map.mesh))
+    step = lm.jit_step(lambda kept, given: (kept[0] + kept[1], given["a"] + given["b"]), donate_argnums=1)
+    assert step((w, w), {"a": 1, "b": 1})[1] == 2

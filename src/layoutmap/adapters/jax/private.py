@@ -9,12 +9,18 @@ the name is gone, traces are slow again.
 `flax.nnx.Variable._raw_value`, found in flax 0.12: the value of a Variable. `set_raw_value` checks twice in which trace
 it is, which takes longer than all else between two steps of `jit_step`; after the first Variable that is known.
 If the name is gone, or JAX itself holds the Variable, `set_raw_value` is called for each.
+
+`jax.Array._sharding`: the sharding of an array. `sharding` is a function of Python that returns it, which would be the
+slowest part of a comparison of 400 arrays. If the name is gone, each array is described by its public attributes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
+
+import jax
 
 from layoutmap.engines.patches import Attribute, Patches
 
@@ -46,3 +52,26 @@ def has_plain_value(variable: Any) -> bool:
 def put_value(variable: object, value: object) -> None:
     """Give a Variable of flax.nnx a value, where it is known that it may be changed."""
     object.__setattr__(variable, "_raw_value", value)
+
+
+def has_sharding(array: object) -> bool:
+    """Return whether `are_same_arrays` reads an array."""
+    return isinstance(array, jax.Array) and hasattr(array, "_sharding")
+
+
+def are_same_arrays(arrays: Iterable[Any], avals: list[Any], shardings: list[Any]) -> bool:
+    """Return whether arrays have certain types and shardings, and none is deleted.
+
+    Equal types and shardings are put into the lists, since the same objects compare faster the next time.
+    """
+    try:
+        for n, (array, aval, sharding) in enumerate(zip(arrays, avals, shardings, strict=True)):
+            if array.aval is not aval or array._sharding is not sharding:
+                if array.aval != aval or array._sharding != sharding:
+                    return False
+                avals[n], shardings[n] = array.aval, array._sharding
+            if array.is_deleted():
+                return False
+    except AttributeError:  # it is no array of JAX
+        return False
+    return True

@@ -1,0 +1,430 @@
+"""Programs of a compiled step: the shardings of its arguments and results, and `jax.jit` with them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr
+from jax.sharding import NamedSharding, PartitionSpec
+
+from layoutmap.adapters.fingerprints import hash_lowered, list_versions
+from layoutmap.adapters.jax.microbatches import find_consecutive_splits
+from layoutmap.adapters.jax.objects import find_changed_arrays, is_object, open_objects
+from layoutmap.adapters.jax.outputs import Input, Place, Tree, choose_shardings
+from layoutmap.adapters.jax.private import are_same_arrays, has_sharding
+from layoutmap.adapters.jax.step_arguments import (
+    NUMBERS,
+    Call,
+    Given,
+    Key,
+    StepOptions,
+    Variant,
+    fill,
+    find_constants,
+)
+from layoutmap.adapters.jax.tracing import is_key
+from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError
+from layoutmap.core.idle_dims import make_idle_dims_warning
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.specs import count_batch_shards, format_batch_dim, list_batch_dims
+from layoutmap.core.users_line import find_user_stacklevel
+from layoutmap.engines import get_engine
+from layoutmap.engines.agreement import check_program
+from layoutmap.engines.jax.ambient import leave_ambient_mesh, use_mesh
+from layoutmap.engines.jax.padded import Shape, find_padded_shape, pad, unpad, unwrap
+
+ARRAYS = (jax.Array, np.ndarray, np.generic)
+Signature = tuple[Variant, tuple[jax.core.ShapedArray, ...], tuple[Any, ...], frozenset[int]]
+"""Facts for which a step is compiled: all but arrays, types and shardings of arrays, and those that JAX places."""
+
+_SMALL = 1024  # elements: an array off the mesh that has more may be meant as a batch
+
+
+@dataclass(slots=True, eq=False)
+# `jax.jit` takes shardings and donation per leaf, so a step is compiled as a function of leaves (decisions/0186).
+class Program:
+    """Step that is compiled for certain shapes and layouts, as a function of its arguments' leaves."""
+
+    shardings: Sequence[NamedSharding]  # of the leaves
+    donated: Sequence[bool]
+    of_objects: Sequence[int]  # the leaves that are arrays of objects of nnx
+    compiled: Any = None  # returns the leaves of the results, and the new arrays of objects
+    result_shardings: tuple[Sequence[object], object] = ((), None)
+    logical_results: tuple[dict[int, Shape], dict[int, Shape]] = field(default_factory=lambda: ({}, {}))
+    tree: Tree = None  # of the results, set when the function is traced
+    constants: dict[int, object] = field(default_factory=dict[int, object])  # the results that are no arrays
+
+
+# Checks take longer than a small step, so a call is compared with earlier ones (decisions/0270).
+class KnownCall:
+    """Call with checked arguments, and the program for calls like it.
+
+    Args:
+        given: Its arguments.
+        call: The same, with constants apart.
+        program: The program.
+        places: Leaves to place before the program runs: whether each is a batch.
+    """
+
+    def __init__(self, given: Given, call: Call, program: Program, places: Mapping[int, bool]):
+        self._head, self._tree = given.head, given.tree
+        self._constants = {n for n, *_ in call.variant.constants}
+        self._others = [
+            (n, _describe_leaf(leaf, n in self._constants))
+            for n, leaf in enumerate(given.leaves)
+            if n in self._constants or not has_sharding(leaf)
+        ][::-1]
+        arrays = [leaf for leaf in given.leaves if has_sharding(leaf)]
+        self._avals, self._shardings = [each.aval for each in arrays], [each.sharding for each in arrays]
+        self.variant, self.program, self.places = call.variant, program, places
+
+    def match(self, given: Given) -> tuple[list[Any], bool] | None:
+        """Return the arrays of a call, and whether one of them is passed twice, or None for a call that differs."""
+        if given.head != self._head or given.tree != self._tree:
+            return None
+        leaves = arrays = given.leaves
+        others = []
+        if self._others:
+            arrays = [*leaves]
+            for n, description in self._others:
+                if _describe_leaf(leaves[n], n in self._constants) != description:
+                    return None
+                del arrays[n]
+                if hasattr(leaf := unwrap(leaves[n]), "is_deleted"):
+                    others.append(leaf)
+            if self._constants or self.variant.padded:
+                leaves = [unwrap(leaf) for n, leaf in enumerate(leaves) if n not in self._constants]
+        if not are_same_arrays(arrays, self._avals, self._shardings):
+            return None
+        if others:
+            if any(each.is_deleted() for each in others):
+                return None
+            arrays = [*arrays, *others]
+        return leaves, len({*map(id, arrays)}) < len(arrays)
+
+
+def _describe_leaf(leaf: Any, is_constant: bool) -> object:
+    if is_constant:
+        return type(leaf), leaf
+    names = "shape", "dtype", "aval", "sharding"
+    value = unwrap(leaf)
+    return type(leaf), getattr(leaf, "shape", None), *(getattr(value, name, None) for name in names)
+
+
+class Programs:
+    """Programs of a step by the shapes and layouts of its arguments.
+
+    Args:
+        options: The step and its options.
+    """
+
+    def __init__(self, options: StepOptions):
+        self._options = options
+        self._has_stepped = False
+        self.by_signature: dict[Signature, Program] = {}
+
+    def find(self, call: Call, kinds: tuple[type, ...]) -> tuple[Program, dict[int, bool]]:
+        """Return the program for a call, and the leaves to place before it runs: whether each is a batch."""
+        self._options.check_arguments(call)
+        self._options.check_leaves(call, call.leaves)
+        names, owners = call.list_names()
+        mesh, native = self.find_mesh(names, call.leaves)
+        num_rows = {np.shape(leaf)[0] for leaf in call.leaves if isinstance(leaf, np.ndarray) and leaf.ndim}
+        off_mesh, places, shapes = dict[int, bool](), dict[int, bool](), list[jax.ShapeDtypeStruct]()
+        shardings: list[Any] = [getattr(leaf, "sharding", None) for leaf in call.leaves]
+        for n, (leaf, sharding) in enumerate(zip(call.leaves, shardings, strict=True)):
+            if not isinstance(leaf, kinds + NUMBERS):
+                self._options.refuse_leaf(names[n], leaf)
+            if sharding is None or 1 == len(sharding.device_set) < mesh.size:
+                is_of_object, rank = owners[n] in call.variant.nodes, np.ndim(leaf)
+                is_batch = not is_of_object and (
+                    (
+                        self._options.batches is None
+                        and not native.is_multi_process
+                        and _has_key_per_row(leaf, num_rows)
+                    )
+                    or self._is_batch(call.variant.keys[owners[n]], leaf, names[n])
+                )
+                if is_batch:
+                    self._check_rows(mesh, native, np.shape(leaf), names[n])
+                dims = [self._options.batch_dim if is_batch else None] * min(rank, 1) + [None] * (rank - 1)
+                shardings[n], off_mesh[n] = NamedSharding(native, PartitionSpec(*dims)), is_batch
+                if native.is_multi_process or isinstance(leaf, jax.Array) or is_of_object:
+                    places[n] = is_batch
+            # Leaves that jax.jit places are not on the mesh when it traces them.
+            is_placed_by_jit = n in off_mesh and n not in places
+            shapes.append(describe_shape(leaf, None if is_placed_by_jit else shardings[n]))
+        avals, by_jit = tuple(map(jax.typeof, shapes)), frozenset(off_mesh.keys() - places)
+        signature = call.variant, avals, tuple(shardings), by_jit
+        if signature not in self.by_signature:
+            with_layouts = {owner for n, owner in enumerate(owners) if n not in off_mesh}
+            inputs = list[Input]()
+            logical = dict(call.variant.padded)
+            for n, (name, owner, shape) in enumerate(zip(names, owners, shapes, strict=True)):
+                is_donated = call.variant.keys[owner] in self._options.donate
+                kept = shardings[n] if is_donated or owner in with_layouts else None
+                inputs.append(Input(name, logical.get(n) or shape.shape, kept, is_donated))
+            program = self._compile(call, inputs, owners, shardings, shapes)
+            if any(
+                s.shape and (off_mesh.get(n) or (n in off_mesh and s.size > _SMALL))
+                for n, s in enumerate(shapes)
+            ):
+                self._warn_of_idle_dims(mesh, shardings, program.compiled, shapes)
+            if native.is_multi_process:
+                # On CPUs, the step before and what is gathered could block each other.
+                jax.block_until_ready(call.leaves)
+                gather = functools.partial(get_engine("jax").all_gather, mesh=mesh)
+                with leave_ambient_mesh():
+                    lowered = hash_lowered(self._options.name, program.compiled.lower(*shapes))
+                check_program(self._options.name, [*list_versions("jax", "jaxlib"), lowered], gather)
+            self.by_signature[signature] = program
+        return self.by_signature[signature], places
+
+    def _compile(
+        self,
+        call: Call,
+        inputs: Sequence[Input],
+        owners: Sequence[int],
+        shardings: Sequence[NamedSharding],
+        shapes: Sequence[jax.ShapeDtypeStruct],
+    ) -> Program:
+        """Trace the step for leaves of some shapes and shardings, and choose the shardings of its results."""
+        options, variant = self._options, call.variant
+        structure = call.objects.structure if call.objects is not None else None
+        of_objects = [n for n, owner in enumerate(owners) if owner in variant.nodes]
+        program = Program(shardings, [each.is_donated for each in inputs], of_objects)
+
+        def run(*leaves: Any) -> tuple[list[Any], dict[int, object]]:
+            values, before = variant.fill_tree(leaves), [leaves[n] for n in of_objects]
+            opened = open_objects(structure, before) if variant.nodes else ()
+            for n, value in (
+                *zip(variant.nodes, opened, strict=True),
+                *((n, x) for n, _, x in variant.static),
+            ):
+                values[n] = value
+            count = variant.num_positional
+            named = dict(zip(map(str, variant.keys[count:]), values[count:], strict=True))
+            with use_mesh(shardings[0].mesh):
+                out = options.function(*values[:count], **named)
+            _check_results(options.name, out)
+            found, program.tree = jax.tree.flatten(out)
+            program.constants = find_constants(program.tree, dict(enumerate(found)))
+            arrays = [leaf for n, leaf in enumerate(found) if n not in program.constants]
+            changed_from = [inputs[n] for n in of_objects]
+            return arrays, find_changed_arrays(
+                structure, opened, before, changed_from
+            ) if variant.nodes else {}
+
+        run.__name__ = run.__qualname__ = self._options.name
+        donate = [n for n, each in enumerate(inputs) if each.is_donated]
+        padded = dict(variant.padded)
+        logical = [
+            jax.ShapeDtypeStruct(padded[n], each.dtype) if n in padded else each
+            for n, each in enumerate(shapes)
+        ]
+        # JAX traces a function once for both.
+        with leave_ambient_mesh():
+            traced = jax.jit(run, donate_argnums=donate).trace(*logical)
+        self._warn_of_splits(traced.jaxpr.jaxpr, inputs, shardings)
+        arrays, changed = traced.out_info
+        results = fill(program.tree, dict.fromkeys(program.constants), arrays)
+        chosen = choose_shardings(results, traced.jaxpr.jaxpr, inputs, self._list_arguments(variant))
+        kept = {n: shardings[of_objects[n]] for n in changed}
+        program.result_shardings = chosen, kept
+        of_results, of_changed = dict(enumerate(arrays)), dict(changed)
+        padded_results = (
+            _find_padded(of_results, dict(enumerate(chosen))),
+            _find_padded(of_changed, kept),
+        )
+        program.logical_results = (
+            {n: of_results[n].shape for n in padded_results[0]},
+            {n: of_changed[n].shape for n in padded_results[1]},
+        )
+
+        # XLA partitions arrays of any shape, but JAX passes only even shards to a program and back (decisions/0230).
+        def run_padded(*stored: Any) -> tuple[list[Any], dict[int, object]]:
+            leaves = (unpad(each, padded[n]) if n in padded else each for n, each in enumerate(stored))
+            results = run(*leaves)
+            for made, shapes in zip(results, padded_results, strict=True):
+                for n, shape in shapes.items():
+                    made[n] = pad(made[n], shape)
+            return results
+
+        run_padded.__name__ = run_padded.__qualname__ = self._options.name
+        program.compiled = jax.jit(
+            run_padded if padded else run,
+            in_shardings=tuple(shardings),
+            out_shardings=program.result_shardings,
+            donate_argnums=donate,
+        )
+        return program
+
+    def _warn_of_splits(
+        self, jaxpr: Jaxpr, inputs: Sequence[Input], shardings: Sequence[NamedSharding]
+    ) -> None:
+        """Warn of a scan over microbatches that each have rows of few devices."""
+        sizes = shardings[0].mesh.shape if shardings else {}
+        dims = {dim for dim in list_batch_dims(self._options.batch_dim) if sizes[dim] > 1}
+        sharded = [n for n, each in enumerate(shardings) if dims & {*jax.tree.leaves(tuple(each.spec[:1]))}]
+        for number, count in find_consecutive_splits(jaxpr, sharded):
+            name, rows = inputs[number].name, inputs[number].shape[0]
+            warning = LayoutMapWarning(
+                f"{self._options.name}: a scan goes over {count} microbatches of {name}, "
+                "and each device computes all rows",
+                facts={"rows": f"{rows}, sharded over {', '.join(sorted(dims))}"},
+                why=f"x.reshape({count}, ..) puts consecutive rows into a microbatch, which are on few devices",
+                fix=f"split it by layoutmap.microbatches(x, {count}), which takes some rows of each device",
+            )
+            warnings.warn(warning, stacklevel=find_user_stacklevel())
+
+    def _list_arguments(self, variant: Variant) -> list[Place]:
+        """List the arguments that results can replace, in the order of the function's own."""
+        leaves = range(variant.tree.num_leaves - len(variant.constants))
+        values = variant.fill_tree(leaves, with_constants=False)
+        start, found = 0, list[tuple[int, Place]]()
+        for number, (key, value) in enumerate(zip(variant.keys, values, strict=True)):
+            tree = jax.tree.structure(value)
+            if number not in variant.nodes and key not in self._options.static:
+                known = [*self._options.parameters, key]
+                found.append((key if isinstance(key, int) else known.index(key), (tree, start)))
+            start += tree.num_leaves
+        return [place for _, place in sorted(found, key=lambda each: each[0])]
+
+    def find_mesh(self, names: Sequence[str], leaves: Sequence[Any]) -> tuple[Mesh, jax.sharding.Mesh]:
+        """Return the mesh of a call's arrays."""
+        first: tuple[str, jax.sharding.Mesh, Mesh] | None = None
+        for name, leaf in zip(names, leaves, strict=True):
+            layout = get_engine("jax").get_layout(leaf)
+            if layout is None:
+                continue
+            if first is None:
+                first = name, leaf.sharding.mesh, layout.mesh
+            elif leaf.sharding.mesh != first[1]:
+                raise MeshError(
+                    f"{self._options.name}: {first[0]} and {name} are on different meshes",
+                    facts={first[0]: str(first[1]), name: str(leaf.sharding.mesh)},
+                    why="a step computes on one mesh",
+                    fix="lay them out on one",
+                )
+        if first is None:
+            raise LayoutError(
+                f"{self._options.name}: no argument has a layout",
+                why="a step keeps the layouts of its arguments, and none of these is on a mesh",
+                fix="build the parameters with layout_map.build(..), or lay them out: layout_map.apply(params)",
+            )
+        _, native, mesh = first
+        check_dim(
+            f"{self._options.name}: batch_dim", self._options.batch_dim, mesh, "batches are sharded over it"
+        )
+        return mesh, native
+
+    def _is_batch(self, key: Key, leaf: Any, name: str) -> bool:
+        """Return whether a leaf that is not on the mesh is a batch."""
+        if self._options.batches is not None:
+            return key in self._options.batches
+        if isinstance(leaf, (np.ndarray, jax.ShapeDtypeStruct)):
+            return True
+        if self._options.batch_dim is not None and np.size(leaf) > _SMALL:
+            warning = LayoutMapWarning(
+                f"{self._options.name}: {name} is on one device, and is replicated on the mesh",
+                facts={"shape": np.shape(leaf)},
+                why="it is a JAX array, and only numpy arrays are taken as batches",
+                fix="if it is a batch, pass batch_argnums=...; if not, lay it out first: lm.dtensor.relayout(..)",
+            )
+            warnings.warn(warning, stacklevel=find_user_stacklevel())
+        return False
+
+    def _check_rows(self, mesh: Mesh, native: jax.sharding.Mesh, shape: tuple[int, ...], name: str) -> None:
+        """Refuse a batch with uneven shards. With several processes, JAX checks the rows of each."""
+        if not shape or self._options.batch_dim is None or native.is_multi_process:
+            return
+        layout = Layout.batch_sharded(mesh, self._options.batch_dim, len(shape))
+        size = count_batch_shards(self._options.batch_dim, mesh)
+        if layout.find_uneven_axes(shape):
+            error, rows = (
+                layout.make_uneven_error(shape, 0, f"{self._options.name}: {name}"),
+                shape[0] - shape[0] % size,
+            )
+            raise LayoutError(
+                error.what,
+                facts=error.facts,
+                why=f"{error.why}, the devices of {format_batch_dim(self._options.batch_dim)}",
+                fix=f"take a batch of {rows} rows, pad it to {rows + size}, or leave batch_dim out",
+            )
+
+    def _warn_of_idle_dims(
+        self,
+        mesh: Mesh,
+        shardings: Sequence[NamedSharding],
+        compiled: jax.stages.Wrapped,
+        shapes: Sequence[jax.ShapeDtypeStruct],
+    ) -> None:
+        """Warn at the first step about mesh dims that shard no argument, and that the function itself does not use."""
+        if self._has_stepped:
+            return
+        self._has_stepped = True
+        used = {dim for each in shardings for dim in jax.tree.leaves(tuple(each.spec))}
+        used.update(list_batch_dims(self._options.batch_dim))
+        idle = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name not in used]
+        if idle:  # lowering takes time, so it is done for such meshes alone
+            with leave_ambient_mesh():
+                lines = compiled.lower(*shapes).as_text().splitlines()
+            # Shardy names a dim wherever it is used. Another partitioner numbers devices, so nothing is known then.
+            uses = [line for line in lines if "sdy." in line and "sdy.mesh @" not in line]
+            idle = [dim for dim in idle if uses and not any(f'"{dim}"' in line for line in uses)]
+        if idle:
+            warning = make_idle_dims_warning(
+                self._options.name, mesh, idle, self._options.batch_dim, "jit_step"
+            )
+            warnings.warn(warning, stacklevel=find_user_stacklevel())
+
+
+def _check_results(name: str, out: object) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(out, is_leaf=is_object)[0]:
+        if is_object(leaf):
+            raise ScopeError(
+                f"{name}: it returns a {type(leaf).__name__}",
+                facts={"where": jax.tree_util.keystr(path)},
+                why="objects of nnx are changed in place, and what is returned would be a copy",
+                fix="return the loss and metrics only",
+            )
+
+
+def _find_padded(shapes: Mapping[int, Any], shardings: Mapping[int, Any]) -> dict[int, Shape]:
+    """Return the padded shapes of results with axes that do not divide, by number."""
+    found = {
+        n: find_padded_shape(each.shape, shardings[n])
+        for n, each in shapes.items()
+        if isinstance(shardings[n], NamedSharding)
+    }
+    return {n: shape for n, shape in found.items() if shape != shapes[n].shape}
+
+
+def _has_key_per_row(leaf: Any, num_rows: Set[int]) -> bool:
+    """Return whether an array has a random key for each row of a batch."""
+    return isinstance(leaf, jax.Array) and is_key(leaf) and leaf.ndim > 0 and leaf.shape[0] in num_rows
+
+
+def describe_shape(leaf: object, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+    """Return the type of a leaf in a sharding."""
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
+
+
+def place_leaf(leaf: object, sharding: NamedSharding, is_batch: bool) -> jax.Array:
+    """Place a leaf on the mesh. A number becomes an array of a weak type, as where JAX traces it."""
+    array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else jnp.asarray(leaf)
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding, may_alias=False)
+    if is_batch and isinstance(array, np.ndarray):
+        return jax.make_array_from_process_local_data(sharding, array)
+    return jax.make_array_from_callback(array.shape, sharding, np.asarray(array).__getitem__)
