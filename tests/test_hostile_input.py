@@ -166,6 +166,27 @@ def test_a_sample(name):
     run()
 
 
+def holders_in(data):
+    """All objects and lists of a JSON value."""
+    return [each for each in values_in(data) if isinstance(each, dict | list)]
+
+
+def test_half_a_character_in_each_place_of_a_plan():
+    """A lone surrogate as any value or key is refused, or is part of a name."""
+    layout_map = lm.LayoutMap(lm.Mesh(None, "model=2"), {"d1.kernel": (None, "model"), "none": (None,)})
+    text = make_plan(VARIABLES, layout_map, layers=["d1"]).to_json()
+    for number, holder in enumerate(holders_in(json.loads(text))):
+        for key in list(holder) if isinstance(holder, dict) else range(len(holder)):
+            for is_key in {False, isinstance(holder, dict)}:
+                data = json.loads(text)
+                changed = holders_in(data)[number]
+                if is_key:
+                    changed["\ud800"] = changed.pop(key)
+                else:
+                    changed[key] = "\ud800"
+                check("plan", json.dumps(data))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", READERS)
 def test_many(name):

@@ -9,6 +9,7 @@ import torch
 from cases import few, some
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch_models import Lion
 from torch_pairs import assert_close
 
@@ -201,15 +202,17 @@ def test_the_comparison_changes_nothing_of_the_program():
 
     optimizer = Counted(model.parameters(), partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     optimizer.register_step_post_hook(lambda *_: seen.add_(10))
+    of_all = register_optimizer_step_post_hook(lambda *_: seen.add_(100))
     before = [each.detach().clone() for each in model.parameters()]
     for each in model.parameters():
         each.grad = torch.ones_like(each)
     torch.manual_seed(3)
     optimizer.step()
+    of_all.remove()
 
     torch.manual_seed(3)
     assert calls[-1] == torch.rand(()).item()
-    assert 11 == seen.item()
+    assert 211 == seen.item()  # of the optimizer and of the inner one
     for old, each in zip(before, model.parameters(), strict=True):
         assert_close(old - 0.1, each)
 

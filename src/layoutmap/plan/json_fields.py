@@ -89,6 +89,12 @@ def convert(data: Any, kind: type[T], place: str = "") -> T:
     """
     try:
         return msgspec.convert(data, kind)
+    except UnicodeEncodeError as error:  # msgspec encodes keys, and texts in the place of other values
+        found = shorten_repr(error.object)
+        raise make_file_error(
+            f"{place or 'plan'}: {found} is no text",
+            "it has half of a surrogate pair, which no encoding has",
+        ) from error
     except msgspec.ValidationError as error:
         match = _MESSAGE.fullmatch(str(error))
         what, path = (match[1], match[2] or "") if match else (str(error), "")
