@@ -319,6 +319,8 @@ def left_by_failed_passes(num_processes=1):
     """What is wrong after backward passes that failed, and when their models are gone."""
     # On simulated devices the library gathers, whatever is asked for; between processes torch does.
     ways = some(("own", "fully_shard"), "own" if num_processes == 1 else "fully_shard")
+    gc.collect()
+    gc.freeze()  # else each count walks the objects of torch and transformers, which takes half a second
     wrong = []
     for number, (name, make_fail) in enumerate(WAYS_TO_FAIL.items()):
         for how in ways:

@@ -29,7 +29,7 @@ def test_drawn_programs_with_hooks():
 
 def test_drawn_programs_with_hooks_in_two_processes(tmp_path):
     """The same, however weights are gathered; passes that fail leave nothing."""
-    assert [[], []] == wrong_in_processes(tmp_path, 2, 100 if EVERYTHING else 3)
+    assert [[], []] == wrong_in_processes(tmp_path, 2, 100 if EVERYTHING else 1)
 
 
 @pytest.mark.long

@@ -446,8 +446,8 @@ def test_a_killed_receiver_is_an_error_of_the_sender(share):
         here, _ = server.accept()
         start = time.monotonic()
         with here, pytest.raises(CheckpointError, match="has ended, or closed the connection"):
-            lm.stream(make_module(0, 20_000)).write(here, timeout_seconds=100)
-    assert time.monotonic() - start < 60
+            lm.stream(make_module(0, 20_000)).write(here, timeout_seconds=250)
+    assert time.monotonic() - start < 200
     assert -signal.SIGKILL == forked.wait_for_all([receiver])[0].returncode
 
 

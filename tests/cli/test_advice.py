@@ -96,8 +96,8 @@ def check(found, memory):
 
 
 def test_advice_that_is_taken_does_what_it_says(taken):
-    """The two best, as options and as Python: the exit code is 0 where it says that a step fits."""
-    found = list(taken(lm.LayoutMap("data=2,model=2", RULES, rest="replicated"), 8, 4000, 2))
+    """The best, as options and as Python: the exit code is 0 where it says that a step fits."""
+    found = list(taken(lm.LayoutMap("data=2,model=2", RULES, rest="replicated"), 8, 4000, 1))
 
     whats = check(found, 4000)
     assert whats

@@ -1,5 +1,6 @@
 """Completion of the command line: what a shell offers is what the parser takes."""
 
+import shlex
 import subprocess
 import sys
 
@@ -8,13 +9,33 @@ import pytest
 from layoutmap.cli.completion import SHELLS
 from layoutmap.cli.main import main
 
-# As readline does it: calls the function that `complete` has registered, with the words of the line.
+# As readline does it: calls the function that `complete` has registered, with the words of a line.
 PRESS_TAB = r"""
 source <({python} -m layoutmap.cli.main completion bash) || exit 1
-COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMP_LINE="$*" COMP_POINT=${{#COMP_LINE}}
-"$(complete -p layoutmap | sed 's/.*-F \([^ ]*\).*/\1/')" layoutmap "${{@: -1}}" "${{@: -2:1}}"
-printf '%s\n' "${{COMPREPLY[@]}}"
+press() {{
+  COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMP_LINE="$*" COMP_POINT=${{#COMP_LINE}} COMPREPLY=()
+  "$(complete -p layoutmap | sed 's/.*-F \([^ ]*\).*/\1/')" layoutmap "${{@: -1}}" "${{@: -2:1}}"
+  echo "${{COMPREPLY[@]}}"
+}}
 """
+OFFERED = {
+    "layoutmap ": "checkpoint completion devices diff explain guard inspect lint plan presets schema search selftest "
+    "suggest",
+    "layoutmap pl": "plan",
+    "layoutmap plan m:f --ba": "--backend --batch-dim",
+    "layoutmap plan m:f --backend ": "jax tensorflow torch",
+    "layoutmap explain m:f d1 --library ": "jax keras torch",
+    "layoutmap devices --engine t": "tensorflow torch",
+    "layoutmap plan m:f --optimizer adam": "adam adamax adamw",
+    "layoutmap plan m:f --rules ru": "rules.yaml",
+    "layoutmap plan m:f --json ": "plan.json rules.yaml saved",
+    "layoutmap diff pl": "plan.json",
+    "layoutmap diff plan.json ru": "rules.yaml",
+    "layoutmap checkpoint ": "describe history verify relayout export convert",
+    "layoutmap checkpoint describe ": "saved",
+    "layoutmap checkpoint relayout saved new --rules ru": "rules.yaml",
+    "layoutmap completion z": "zsh",
+}
 
 
 @pytest.fixture
@@ -25,42 +46,15 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        (
-            "layoutmap ",
-            "checkpoint completion devices diff explain guard inspect lint plan presets schema search selftest suggest",
-        ),
-        ("layoutmap pl", "plan"),
-        ("layoutmap plan m:f --ba", "--backend --batch-dim"),
-        ("layoutmap plan m:f --backend ", "jax tensorflow torch"),
-        ("layoutmap explain m:f d1 --library ", "jax keras torch"),
-        ("layoutmap devices --engine t", "tensorflow torch"),
-        ("layoutmap plan m:f --optimizer adam", "adam adamax adamw"),
-        ("layoutmap plan m:f --rules ru", "rules.yaml"),
-        ("layoutmap plan m:f --json ", "plan.json rules.yaml saved"),
-        ("layoutmap diff pl", "plan.json"),
-        ("layoutmap diff plan.json ru", "rules.yaml"),
-        ("layoutmap checkpoint ", "describe history verify relayout export convert"),
-        ("layoutmap checkpoint describe ", "saved"),
-        ("layoutmap checkpoint relayout saved new --rules ru", "rules.yaml"),
-        ("layoutmap completion z", "zsh"),
-    ],
-)
-def test_what_bash_offers(line, offered, folder):
-    """Commands, options, their choices and files, in a bash of its own."""
-    script = PRESS_TAB.format(python=sys.executable)
-    ran = subprocess.run(
-        ["bash", "-c", script, "bash", *line.split(" ")],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def test_what_bash_offers(folder):
+    """Commands, options, their choices and files."""
+    presses = [f"press {' '.join(map(shlex.quote, line.split(' ')))}" for line in OFFERED]
+    script = "\n".join([PRESS_TAB.format(python=sys.executable), *presses])
+    ran = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, timeout=240)
 
     assert (0, "") == (ran.returncode, ran.stderr)
-    assert sorted(offered.split()) == sorted(ran.stdout.split())
+    found = [sorted(line.split()) for line in ran.stdout.splitlines()]
+    assert [sorted(offered.split()) for offered in OFFERED.values()] == found
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -12,7 +12,7 @@ FAULTS = [(2, "output"), (4, "gradient"), (4, "step")]
 """Seeds of models and faults that were not found while a value below 1 was compared with 1."""
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", few(SEEDS, 14))
 def test_numbers_of_any_size_agree(seed):
     """Outputs, losses, gradients and steps from 1e-7 to 100 agree where the model is right."""
     report = ScaledModel(seed).check_parity()
@@ -24,7 +24,7 @@ def test_numbers_of_any_size_agree(seed):
     ("seed", "fault"),
     few(
         [*FAULTS, *((seed, list(STAGES)[seed % len(STAGES)]) for seed in SEEDS if seed not in (2, 4))],
-        FAULTS[0],
+        FAULTS[1],
     ),
 )
 def test_a_wrong_number_of_any_size_is_found(seed, fault):

@@ -131,7 +131,7 @@ def test_each_kind_has_a_turn(run):
 
 
 @pytest.mark.skipif(HERE != "jax", reason="optax, which is hidden, is a package of JAX")
-@pytest.mark.parametrize("is_alone", [False, True], ids=["with arrays", "alone"])
+@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "with arrays"])
 def test_a_missing_package_is_no_fault(run, tmp_path, is_alone):
     """Without optax models of pytrees are "not tried", by its name; if nothing else is tried: exit code 2."""
     (tmp_path / "sitecustomize.py").write_text(
