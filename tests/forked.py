@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
-import gc
 import multiprocessing
 import os
 import runpy
@@ -33,10 +32,7 @@ TIMEOUT_SECONDS = 300
 LOADED = {
     "jax": ("jax", "keras"),
     "tensorflow": ("tensorflow",),
-    "torch": (
-        *("torch", "torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd"),
-        # "transformers.models.llama.modeling_llama",
-    ),
+    "torch": ("torch", "torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd"),
 }
 
 EIGHT_DEVICES = """
@@ -133,7 +129,6 @@ def _run(
 ) -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
-    gc.freeze()  # else each collection walks the frameworks' objects, which takes half a second
     faulthandler.enable(2)  # what ends by SIGSEGV or SIGABRT says where
     os.environ.clear()
     os.environ.update(settings)

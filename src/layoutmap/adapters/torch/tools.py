@@ -184,7 +184,7 @@ def _patch_peft() -> Iterator[Attribute]:
 
 
 def _patch_safetensors() -> Iterator[Attribute]:
-    import safetensors.torch
+    from safetensors import torch as functions  # its package lacks the name while it is imported
 
     def wrap_deduplication(own: Function) -> Function:
         def remove_duplicate_names(state_dict: dict[str, torch.Tensor], **options: object) -> object:
@@ -204,8 +204,8 @@ def _patch_safetensors() -> Iterator[Attribute]:
 
         return flatten_as_ptr
 
-    yield from patch_if_present(safetensors.torch, "_remove_duplicate_names", wrap_deduplication)
-    yield from patch_if_present(safetensors.torch, "_flatten_as_ptr", wrap_flatten)
+    yield from patch_if_present(functions, "_remove_duplicate_names", wrap_deduplication)
+    yield from patch_if_present(functions, "_flatten_as_ptr", wrap_flatten)
 
 
 def _patch_data_parallel() -> Iterator[Attribute]:
