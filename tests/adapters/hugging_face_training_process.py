@@ -55,10 +55,7 @@ def make_model(make):
 def train_by_trainer(folder, make=make_llama, resume=None, lora=False, **options):
     model = make_model(make)
     if lora:
-        torch.manual_seed(1)
-        model = peft.get_peft_model(
-            model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-        )
+        model = add_lora(model)
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
     settings |= {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
     settings |= {"max_grad_norm": 0.5, "learning_rate": 1e-2, "adam_epsilon": 1e-3, "logging_steps": 1}
@@ -103,7 +100,53 @@ def train_by_accelerate(folder):
     return losses, model
 
 
+def add_lora(model):
+    torch.manual_seed(1)
+    return peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    )
+
+
+def train_by_lightning(folder, make=make_llama):
+    import lightning
+
+    losses = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = make()
+
+        def training_step(self, batch, index):
+            loss = self.net(**batch).loss
+            losses.append(loss.item())
+            return loss
+
+        def validation_step(self, batch, index):
+            self.log("loss", self.net(**batch).loss, batch_size=len(batch["labels"]))
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), 1e-2, eps=1e-3)
+
+    options = {"accelerator": "cpu", "devices": 1, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    data = [torch.utils.data.DataLoader(draw_data(*each), batch_size=4) for each in ((22, 1), (7, 2))]
+    path = None
+    for num_epochs in (1, 3):  # the second continues from the files of the first
+        model = make_model(Module)
+        kept = lightning.pytorch.callbacks.ModelCheckpoint(folder, save_last=True, monitor="loss")
+        trainer = lightning.Trainer(
+            max_epochs=num_epochs, callbacks=[kept], default_root_dir=folder, **options
+        )
+        trainer.fit(model, *data, ckpt_path=path, weights_only=False)
+        losses.append(trainer.callback_metrics["loss"].item())
+        path = kept.last_model_path
+    return losses, model
+
+
 CASES = {
+    "lightning": lambda folder, _: train_by_lightning(folder),
+    "lightning lora": lambda folder, _: train_by_lightning(folder, lambda: add_lora(make_llama())),
     "adamw": lambda folder, _: train_by_trainer(folder, gradient_checkpointing=True),
     "sgd": lambda folder, _: train_by_trainer(folder, optim="sgd"),
     "bf16": lambda folder, _: train_by_trainer(folder, bf16=True),

@@ -20,7 +20,7 @@ import layoutmap as lm
 
 WORKER = Path(__file__).with_name("hugging_face_process.py")
 TRAINED = ("adamw", "sgd", "loop")
-TRAINED_LONG = ("bf16", "lora", "module", "resumed")
+TRAINED_LONG = ("bf16", "lora", "module", "resumed", "lightning", "lightning lora")
 # PEFT asks transformers for a name that it has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

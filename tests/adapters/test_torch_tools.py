@@ -1,5 +1,7 @@
 """What programs put around torch models, and models of transformers."""
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -235,3 +237,21 @@ def test_operations_of_one_device_are_counted(rules, parts):
         first = counted(model)
 
     assert [counted(make()) / parts] * 2 == [first, counted(model)]
+
+
+LATE = """
+import torch, layoutmap as lm
+layout_map = lm.LayoutMap("batch=2,model=2", {}, rest="replicated")
+model = layout_map.build(lambda: torch.nn.Linear(4, 4), library="torch", batch_dim="batch")
+import safetensors.torch
+file = safetensors.torch.save(model.state_dict())
+assert sorted(safetensors.torch.load(file)) == ["bias", "weight"]
+"""
+
+
+@pytest.mark.every_case
+def test_libraries_are_imported_after_a_model_is_sharded():
+    """A package lacks the name of a module of its own while that is imported, and transformers imports safetensors."""
+    ended = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
+
+    assert 0 == ended.returncode, ended.stderr

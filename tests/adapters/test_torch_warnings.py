@@ -8,6 +8,7 @@ from torch import nn
 from torch_pairs import assert_close
 
 import layoutmap as lm
+from layoutmap.adapters.torch import slow_calls
 
 PROCESSES = ("torch",)
 RULES = {r".*\.weight": ("model", None), r".*bias": (None,)}
@@ -85,3 +86,23 @@ def test_parameters_that_are_not_replaced():
     model[2][0].load_state_dict(nn.Linear(8, 8).state_dict(), assign=True)
 
     assert [] == warned(train, model, 8)
+
+
+def test_a_slow_step_on_simulated_devices_recommends_torchrun_once(capsys, monkeypatch):
+    """The second slow call of a model says so, if a person sees stderr or asks for progress."""
+    monkeypatch.setattr(slow_calls, "_PATIENCE_SECONDS", -1.0)
+    told = []
+    for progress in (True, None):
+        layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=2"), RULES)
+        model = layout_map.build(make_model, batch_dim="batch", library="torch", progress=progress)
+        capsys.readouterr()
+        for _ in range(3):
+            train(model, 4)
+        told.append(capsys.readouterr().err)
+
+    assert "" == told[1]
+    assert told[0].startswith(
+        "layoutmap: this step took 0 s to the loss, since one process computes the parts of "
+    )
+    assert told[0].endswith(" PROGRAM\n")
+    assert 1 == told[0].count("\n")

@@ -29,6 +29,7 @@ from layoutmap.adapters.torch.mesh_context import compute_on_mesh, here, is_runn
 from layoutmap.adapters.torch.module_results import ModuleResults
 from layoutmap.adapters.torch.own_rows import OwnRows, has_own_rows
 from layoutmap.adapters.torch.process_checks import ProcessChecks
+from layoutmap.adapters.torch.slow_calls import SlowCalls
 from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.patches import temporarily
@@ -76,6 +77,7 @@ class Forward:
         self._watch: Watch | None = None
         self._comparisons = ProcessChecks(context)
         self._has_warned = False
+        self._slow_calls = SlowCalls()
         self.compiled: Compiled | None = None
         self._graphs = {} if graphs is None else graphs
         self._as_called: dict[object, Mapping[Forward, Compiled]] = {}
@@ -195,7 +197,11 @@ class Forward:
                 type(self._get_module()).__name__, _find_sharded_dims((args, kwargs))
             )
         own = OwnRows((args, kwargs), self.context) if is_plain and has_own_rows(self.context) else None
-        with self._comparisons.compared_call(args, kwargs, own), compute_on_mesh(self.context):
+        with (
+            self._slow_calls.measure(self.context.options.progress),
+            self._comparisons.compared_call(args, kwargs, own),
+            compute_on_mesh(self.context),
+        ):
             if own is not None:
                 args, kwargs = own.place((args, kwargs))
             args, kwargs = place_inputs((args, kwargs), self.context)

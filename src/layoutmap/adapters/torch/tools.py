@@ -15,6 +15,8 @@ transformers 5.23   PreTrainedModel.save_pretrained, and that of peft.PeftModel:
                     there are; resize_token_embeddings(...): its fix is to be one that the caller can follow
                     Trainer._save, _save_optimizer_and_scheduler, _save_rng_state, _save_checkpoint: what all
                     processes gather, and the first writes; create_accelerator_and_postprocess(): knows the model
+lightning 2.6       SingleDeviceStrategy.save_checkpoint, remove_checkpoint, barrier, broadcast,
+                    reduce_boolean_decision: the first process writes what all gather, and decides
 torch               nn.parallel.DistributedDataParallel(module): for a model that each process has for itself;
                     distributed.fsdp._fully_shard._fully_shard._validate_module(module, name): the first that
                     fully_shard does
@@ -36,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.torch.boundary import gather_tensors
 from layoutmap.adapters.torch.forward import find_forward
 from layoutmap.adapters.torch.pretrained import save_shards, wrap_save_file
-from layoutmap.adapters.torch.trainers import patch_accelerate, patch_trainer
+from layoutmap.adapters.torch.trainers import patch_accelerate, patch_lightning, patch_trainer
 from layoutmap.core.errors import EngineError, ScopeError
 from layoutmap.engines.patches import Attribute, patch_if_present
 from layoutmap.engines.tested import Needed
@@ -182,7 +184,7 @@ def _patch_peft() -> Iterator[Attribute]:
 
 
 def _patch_safetensors() -> Iterator[Attribute]:
-    import safetensors.torch
+    from safetensors import torch as functions  # its package lacks the name while it is imported
 
     def wrap_deduplication(own: Function) -> Function:
         def remove_duplicate_names(state_dict: dict[str, torch.Tensor], **options: object) -> object:
@@ -202,8 +204,8 @@ def _patch_safetensors() -> Iterator[Attribute]:
 
         return flatten_as_ptr
 
-    yield from patch_if_present(safetensors.torch, "_remove_duplicate_names", wrap_deduplication)
-    yield from patch_if_present(safetensors.torch, "_flatten_as_ptr", wrap_flatten)
+    yield from patch_if_present(functions, "_remove_duplicate_names", wrap_deduplication)
+    yield from patch_if_present(functions, "_flatten_as_ptr", wrap_flatten)
 
 
 def _patch_data_parallel() -> Iterator[Attribute]:
@@ -237,8 +239,8 @@ def _refuse_wrapping(what: str, module: torch.nn.Module) -> None:
             f"{what}: {type(module).__name__} is in layouts",
             why="it expects a separate model and batch in each process; a model in layouts spans all processes, takes "
             "the global batch, and gathers its weights and reduces its gradients itself",
-            fix="leave it out: a loop of your own, Trainer of transformers, and accelerate do without. A rule such as "
-            '("batch", None) with batch_dim="batch" shards a weight as fully_shard does',
+            fix="leave it out: a loop of your own, Trainer of transformers, accelerate, and Lightning with devices=1 "
+            'do without. A rule such as ("batch", None) with batch_dim="batch" shards weights as fully_shard does',
         )
 
 
@@ -250,4 +252,6 @@ _TOOLS: dict[str, Callable[[], Iterator[Attribute]]] = {
     "peft": _patch_peft,
     "accelerate": patch_accelerate,
     "safetensors.torch": _patch_safetensors,
+    "lightning.pytorch.strategies": functools.partial(patch_lightning, "lightning.pytorch.strategies"),
+    "pytorch_lightning.strategies": functools.partial(patch_lightning, "pytorch_lightning.strategies"),
 }

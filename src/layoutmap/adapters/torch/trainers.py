@@ -1,12 +1,13 @@
-"""Trainer of transformers and accelerate with a model that several processes share.
+"""Trainer of transformers, accelerate, and Lightning with a model that several processes share.
 
-Both wrap a model in DistributedDataParallel and give each process rows of its own. A sharded model takes the global
+They wrap a model in DistributedDataParallel and give each process rows of its own. A sharded model takes the global
 batch and reduces its gradients itself, so its processes count as one: each runs the program of one device, with the
 same rows. All processes gather weights and states that are saved, and the first writes them.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -181,3 +182,62 @@ def patch_trainer() -> Iterator[Attribute]:
     yield from patch_if_present(Trainer, "_save_optimizer_and_scheduler", wrap_save_optimizer)
     yield from patch_if_present(Trainer, "_save_rng_state", wrap_save_draws)
     yield from patch_if_present(Trainer, "_save_checkpoint", wrap_checkpoint)
+
+
+def patch_lightning(strategies: str) -> Iterator[Attribute]:
+    """Yield the patches of Lightning. Its package `strategies` has a class for each way to train.
+
+    The class for one device trains a sharded model in all processes. The first of them writes checkpoints, with plain
+    tensors that all gather.
+    """
+    single = importlib.import_module(f"{strategies}.single_device").SingleDeviceStrategy
+
+    def take_part(self: Any) -> bool:
+        return _is_shared(self.lightning_module)
+
+    def wrap_save(own: Function) -> Function:
+        def save_checkpoint(self: Any, checkpoint: object, *args: object, **options: object) -> None:
+            gathered = tree_map(_gather_value, checkpoint) if take_part(self) else checkpoint
+            if not take_part(self) or not simulation.get_rank():
+                own(self, gathered, *args, **options)
+            self.barrier()
+
+        return save_checkpoint
+
+    def wrap_remove(own: Function) -> Function:
+        def remove_checkpoint(self: Any, *args: object, **options: object) -> None:
+            if not take_part(self) or not simulation.get_rank():
+                own(self, *args, **options)
+            self.barrier()
+
+        return remove_checkpoint
+
+    def wrap_barrier(own: Function) -> Function:
+        def barrier(self: Any, *args: object, **options: object) -> None:
+            own(self, *args, **options)
+            if take_part(self):
+                dist.barrier()  # pyright: ignore[reportUnknownMemberType]
+
+        return barrier
+
+    def wrap_broadcast(own: Function) -> Function:
+        def broadcast(self: Any, obj: object, src: int = 0) -> object:
+            found = [own(self, obj, src)]
+            if take_part(self):
+                dist.broadcast_object_list(found, src)  # pyright: ignore[reportUnknownMemberType]
+            return found[0]
+
+        return broadcast
+
+    # One process may have written a file before another looks for it.
+    def wrap_decision(own: Function) -> Function:
+        def reduce_boolean_decision(self: Any, decision: bool, *args: object, **options: object) -> object:
+            return self.broadcast(own(self, decision, *args, **options))
+
+        return reduce_boolean_decision
+
+    yield from patch_if_present(single, "save_checkpoint", wrap_save)
+    yield from patch_if_present(single, "remove_checkpoint", wrap_remove)
+    yield from patch_if_present(single, "barrier", wrap_barrier)
+    yield from patch_if_present(single, "broadcast", wrap_broadcast)
+    yield from patch_if_present(single, "reduce_boolean_decision", wrap_decision)

@@ -1,0 +1,46 @@
+"""Say once, on stderr, that simulated devices are slow, and recommend torchrun."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+
+from layoutmap.core.terminals import is_watched
+from layoutmap.engines.torch import simulation
+
+_PATIENCE_SECONDS = 2.0
+
+
+class SlowCalls:
+    """The training calls of one model."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+
+    @contextmanager
+    def measure(self, progress: bool | None) -> Generator[None]:
+        """Measure a call, and print a notice after the first slow one. The first call also sets up the devices.
+
+        Args:
+            progress: The option of the scope. `None`: the notice is printed if stderr is a terminal.
+        """
+        if self._num_calls < 0 or not torch.is_grad_enabled() or not simulation.is_simulated():
+            yield
+            return
+        begin = time.monotonic()
+        yield
+        self._num_calls += 1
+        seconds = time.monotonic() - begin
+        if self._num_calls > 1 and seconds > _PATIENCE_SECONDS:
+            self._num_calls = -1
+            if progress or (progress is None and is_watched()):
+                size = simulation.get_world_size()
+                print(
+                    f"layoutmap: this step took {seconds:.0f} s to the loss, since one process computes the parts of "
+                    f"{size} simulated devices in turn. Faster: torchrun --nproc-per-node {size} PROGRAM",
+                    file=sys.stderr,
+                )
