@@ -105,7 +105,7 @@ def make_weight_reader(held: Any, layout: Layout, session: KerasSession) -> Call
         held.read_layout = wanted
         if session.on_thread.gathering:
             # What else has a gradient for the weight, such as a regularizer, is laid out apart.
-            return pin_layout(read, wanted, session)
+            return pin_layout(read, wanted)
         return read if wanted == layout else constrain_layout(read, wanted)
 
     return read_value
@@ -162,9 +162,9 @@ def replicate_tensor(value: Any, session: KerasSession) -> Any:
     return constrain_layout(value, session.policy.replicated(len(value.shape)))
 
 
-def relayout_as_read(gradient: object, held: Any, session: KerasSession) -> Any:
+def relayout_as_read(gradient: Any, held: Any) -> Any:
     """Return a gradient in the layout in which its weight took part in the computation."""
-    return gradient if held.read_layout is None else session.engine.relayout(gradient, held.read_layout)
+    return gradient if held.read_layout is None else constrain_layout(gradient, held.read_layout)
 
 
 def place_on_mesh(batch: object, session: KerasSession, schedule: CallSchedule | None = None) -> Any:

@@ -140,7 +140,7 @@ def _unshard_value(value: object, session: KerasSession) -> object:
 
 def _pin_to_batch(output: Any, session: KerasSession) -> object:
     shape: Any = output.shape.as_list() if isinstance(output, tf.Tensor) else [None]
-    return output if None in shape else pin_layout(output, session.policy.derive_batch_layout(shape), session)
+    return output if None in shape else pin_layout(output, session.policy.derive_batch_layout(shape))
 
 
 @contextmanager
