@@ -236,23 +236,6 @@ def relayout_in_trace(tensor: Array, layout: Layout) -> tf.Tensor:
         return dtensor.relayout(tensor, convert_layout(layout))
 
 
-def constrain_layout(tensor: Array, layout: Layout) -> tf.Tensor:
-    """Return a tensor in a layout. In a compiled function DTensor chooses the layout of its gradient.
-
-    That saves the collective that brings the gradient of a gathered weight into the weight's layout twice.
-    """
-    if tensor.shape.rank is not None:
-        fit_layout(layout, read_shape(unwrap_variable(tensor)))
-    if tf.executing_eagerly() or not tensor.dtype.is_floating:
-        return move_tensor(tensor, layout)
-
-    @tf.custom_gradient
-    def constrain(tensor: Array) -> Any:
-        return relayout_in_trace(tensor, layout), lambda upstream: upstream
-
-    return constrain(tensor)
-
-
 def _move_values(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
     present = get_layout(tensor)
     if present is not None and dtensor.num_clients() > 1 and not present.is_fully_replicated():

@@ -52,7 +52,7 @@ from layoutmap.adapters.keras.wraps import CALLS, get_session
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment
 from layoutmap.engines.patches import temporarily, wrap_in_context
-from layoutmap.engines.tensorflow.arrays import constrain_layout
+from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 Found = tuple[dict[str, Any], list[Any]]
 

@@ -29,7 +29,7 @@ from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.engines.agreement import CallSchedule
 from layoutmap.engines.patches import temporarily
-from layoutmap.engines.tensorflow.arrays import constrain_layout
+from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 dtensor = tf.experimental.dtensor
 
