@@ -162,7 +162,7 @@ def replicate_tensor(value: Any, session: KerasSession) -> Any:
     return constrain_layout(value, session.policy.replicated(len(value.shape)))
 
 
-def relayout_as_read(gradient: Any, held: Any) -> Any:
+def relayout_as_read(gradient: tf.Tensor, held: Any) -> tf.Tensor:
     """Return a gradient in the layout in which its weight took part in the computation."""
     return gradient if held.read_layout is None else constrain_layout(gradient, held.read_layout)
 

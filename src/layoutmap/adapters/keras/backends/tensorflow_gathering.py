@@ -24,7 +24,7 @@ from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines.patches import temporarily
-from layoutmap.engines.tensorflow.arrays import constrain_layout
+from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 
 class Gathering(IntEnum):
@@ -169,7 +169,7 @@ def pin_layout(value: tf.Tensor, layout: Layout) -> tf.Tensor:
 
     @tf.custom_gradient
     def constrain(tensor: tf.Tensor) -> Any:
-        def backward(upstream: Any) -> object:
+        def backward(upstream: tf.Tensor | tf.IndexedSlices) -> object:
             # Rows of an embedding stay rows: optimizers step by each, as in plain Keras on TensorFlow.
             return upstream if isinstance(upstream, tf.IndexedSlices) else constrain_layout(upstream, layout)
 

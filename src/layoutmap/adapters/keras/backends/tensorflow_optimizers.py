@@ -17,7 +17,7 @@ from layoutmap.adapters.keras.backends.tensorflow_calls import (
 )
 from layoutmap.adapters.keras.pending import is_pending
 from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.engines.tensorflow.arrays import constrain_layout
+from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 
 def wrap_var_key(optimizer: keras.Optimizer) -> Callable[..., object]:
