@@ -30,6 +30,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.engines.agreement import CallSchedule
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.tensorflow.constraints import constrain_layout
+from layoutmap.engines.tensorflow.traces import place_captured_arrays
 
 dtensor = tf.experimental.dtensor
 
@@ -45,7 +46,9 @@ def wrap_call(layer: keras.Layer, session: KerasSession, name: str) -> Callable[
             return plain(*args, **kwargs)
         with temporarily(here, "call_depth", here.call_depth + 1), compute_on_mesh(session):
             if not tf.executing_eagerly():
-                return plain(*args, **kwargs)
+                results = plain(*args, **kwargs)
+                place_captured_arrays(functools.partial(replicate_tensor, session=session))
+                return results
             session.refuse_in_a_plan(layer.name)
             has_unsharded = any(map(is_unsharded_array, keras.tree.flatten((args, kwargs))))
             # The session's lock first, as where weights are made: two threads would else wait for each other.
