@@ -1,4 +1,7 @@
-"""Run operations on a mesh that have operands of any kind, as DTensor's default mesh alone cannot (decisions/0220)."""
+"""Run operations on a mesh that have operands of any kind, as DTensor's default mesh alone cannot (decisions/0220).
+
+Variables on no mesh are written once (decisions/0273).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the variables on no mesh that a compiled function writes: each device would write them (decisions/0009)."""
+"""Find the variables on no mesh that a compiled function writes: each device would write them (decisions/0273)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ check_names("tensorflow", (FuncGraph, "_add_scope_exit_callback"))
 
 _context: Callable[[], Any] = context
 _CHECKED = "_layoutmap_is_checked"
+_REPLACED = "_layoutmap_replaced"
 
 
 def check_trace_at_end(what: str = "a tf.function") -> None:
@@ -29,16 +30,45 @@ def check_trace_at_end(what: str = "a tf.function") -> None:
     Args:
         what: Function in the words of the message. The first call of a trace names it.
     """
-    graph = tf.compat.v1.get_default_graph()
-    while isinstance(
-        getattr(graph, "outer_graph", None), FuncGraph
-    ):  # a branch or a loop writes what its function captures
-        graph = graph.outer_graph
+    graph = _find_outer_graph()
     if not isinstance(graph, FuncGraph) or hasattr(graph, _CHECKED):
         return
     setattr(graph, _CHECKED, True)
     # After another error, that one is raised.
     graph._add_scope_exit_callback(lambda: sys.exc_info()[0] or _check_written_variables(graph, what))
+
+
+def place_captured_arrays(place: Callable[[tf.Tensor], tf.Tensor]) -> None:
+    """Replace the arrays on no mesh that the function being traced captures, which DTensor does not take as inputs.
+
+    Args:
+        place: Function that returns an array on the mesh.
+    """
+    graph = _find_outer_graph()
+    with tf.init_scope():
+        captures = [
+            (array, placeholder, tf.experimental.dtensor.is_dtensor(array))
+            for array, placeholder in (graph.captures if isinstance(graph, FuncGraph) else ())
+            if not tf.is_symbolic_tensor(array) and array.dtype not in (tf.variant, tf.string)
+        ]
+        # One that captures nothing on the mesh may run on one device, as in a `tf.data` pipeline.
+        if not any(is_placed for _, _, is_placed in captures):
+            return
+        for array, placeholder, is_placed in captures:
+            if not is_placed and array.dtype != tf.resource:
+                # The key is that of the old array, whose later uses in the trace then have the same placeholder. It is
+                # kept, since another array could get its id.
+                placed = place(array)
+                graph.function_captures.add_or_replace(key=id(array), external=placed, internal=placeholder)
+                setattr(placed, _REPLACED, array)
+
+
+def _find_outer_graph() -> Any:
+    """Return the graph of the traced function. Each branch or loop in it takes its captures from there."""
+    graph: Any = tf.compat.v1.get_default_graph()
+    while isinstance(getattr(graph, "outer_graph", None), FuncGraph):
+        graph = graph.outer_graph
+    return graph
 
 
 def _check_written_variables(graph: FuncGraph, what: str) -> None:

@@ -157,7 +157,7 @@ class TensorFlowBackend(Backend):
             gradients = [None if each is None else tf.convert_to_tensor(each) for each in found]
             if session is not None:
                 pairs = zip(gradients, held, strict=True)
-                gradients = [None if g is None else relayout_as_read(g, h, session) for g, h in pairs]
+                gradients = [None if g is None else relayout_as_read(g, h) for g, h in pairs]
             return losses, gradients
 
         compiled = functools.partial(tf.function, compute, autograph=False)

@@ -30,6 +30,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.engines.agreement import CallSchedule
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.tensorflow.constraints import constrain_layout
+from layoutmap.engines.tensorflow.traces import place_captured_arrays
 
 dtensor = tf.experimental.dtensor
 
@@ -45,7 +46,9 @@ def wrap_call(layer: keras.Layer, session: KerasSession, name: str) -> Callable[
             return plain(*args, **kwargs)
         with temporarily(here, "call_depth", here.call_depth + 1), compute_on_mesh(session):
             if not tf.executing_eagerly():
-                return plain(*args, **kwargs)
+                results = plain(*args, **kwargs)
+                place_captured_arrays(functools.partial(replicate_tensor, session=session))
+                return results
             session.refuse_in_a_plan(layer.name)
             has_unsharded = any(map(is_unsharded_array, keras.tree.flatten((args, kwargs))))
             # The session's lock first, as where weights are made: two threads would else wait for each other.
@@ -105,7 +108,7 @@ def make_weight_reader(held: Any, layout: Layout, session: KerasSession) -> Call
         held.read_layout = wanted
         if session.on_thread.gathering:
             # What else has a gradient for the weight, such as a regularizer, is laid out apart.
-            return pin_layout(read, wanted, session)
+            return pin_layout(read, wanted)
         return read if wanted == layout else constrain_layout(read, wanted)
 
     return read_value
@@ -162,9 +165,9 @@ def replicate_tensor(value: Any, session: KerasSession) -> Any:
     return constrain_layout(value, session.policy.replicated(len(value.shape)))
 
 
-def relayout_as_read(gradient: object, held: Any, session: KerasSession) -> Any:
+def relayout_as_read(gradient: tf.Tensor, held: Any) -> tf.Tensor:
     """Return a gradient in the layout in which its weight took part in the computation."""
-    return gradient if held.read_layout is None else session.engine.relayout(gradient, held.read_layout)
+    return gradient if held.read_layout is None else constrain_layout(gradient, held.read_layout)
 
 
 def place_on_mesh(batch: object, session: KerasSession, schedule: CallSchedule | None = None) -> Any:

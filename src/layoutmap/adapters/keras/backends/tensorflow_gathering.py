@@ -24,6 +24,7 @@ from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines.patches import temporarily
+from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 
 class Gathering(IntEnum):
@@ -158,24 +159,23 @@ def pin_layer_values(values: object, session: KerasSession) -> Any:
     def pin(value: object) -> object:
         if not isinstance(value, tf.Tensor) or not value.shape.is_fully_defined() or not value.shape.rank:
             return value
-        return pin_layout(value, _make_batch_layout(value.shape.as_list(), session), session)
+        return pin_layout(value, _make_batch_layout(value.shape.as_list(), session))
 
     return keras.tree.map_structure(pin, values, none_is_leaf=True)
 
 
-def pin_layout(value: tf.Tensor, layout: Layout, session: KerasSession) -> tf.Tensor:
+def pin_layout(value: tf.Tensor, layout: Layout) -> tf.Tensor:
     """Return a tensor in a layout that its gradient keeps."""
-    relayout = session.engine.relayout  # not the session: TensorFlow keeps `back` for good
 
     @tf.custom_gradient
     def constrain(tensor: tf.Tensor) -> Any:
-        def backward(upstream: object) -> object:
+        def backward(upstream: tf.Tensor | tf.IndexedSlices) -> object:
             # Rows of an embedding stay rows: optimizers step by each, as in plain Keras on TensorFlow.
-            return upstream if isinstance(upstream, tf.IndexedSlices) else relayout(upstream, layout)
+            return upstream if isinstance(upstream, tf.IndexedSlices) else constrain_layout(upstream, layout)
 
-        return relayout(tensor, layout), backward
+        return constrain_layout(tensor, layout), backward
 
-    return constrain(value) if value.dtype.is_floating else relayout(value, layout)
+    return constrain(value) if value.dtype.is_floating else constrain_layout(value, layout)
 
 
 def _make_batch_layout(shape: Sequence[Any], session: KerasSession) -> Layout:

@@ -17,6 +17,7 @@ from layoutmap.adapters.keras.backends.tensorflow_calls import (
 )
 from layoutmap.adapters.keras.pending import is_pending
 from layoutmap.adapters.keras.protocol import KerasSession
+from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 
 def wrap_var_key(optimizer: keras.Optimizer) -> Callable[..., object]:
@@ -60,7 +61,7 @@ def _place_gradient(gradient: object, weight: keras.Variable | tf.Variable, sess
         return _replicate_rows(gradient, weight, session)
     held: Any = weight if isinstance(weight, tf.Variable) else weight.value
     # First as the layer has read the weight, so that the backward pass mirrors the forward pass.
-    gradient = session.engine.relayout(relayout_as_read(gradient, held, session), layout)
+    gradient = constrain_layout(relayout_as_read(gradient, held), layout)
     held.read_layout = None  # what updates it is in its own layout, and is not gathered for it
     return gradient
 

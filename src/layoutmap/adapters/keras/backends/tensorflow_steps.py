@@ -66,8 +66,9 @@ class _MeshStep:
         self._compiled = RegatheredFunction(self._compile_step, session, f"{model.name}: the {name} step")
 
     def _compile_step(self) -> Callable[..., object]:
-        # DTensor may refuse the step, so it can be compiled again with more gathered (decisions/0010).
         """Return the step as a `tf.function`."""
+        # DTensor may refuse the step, so it can be compiled again with more gathered (decisions/0010).
+        # Collectives that were joined made it no faster (decisions/0274).
         return tf.function(self._step, autograph=False, jit_compile=bool(self._model.jit_compile) or None)
 
     def _step(self, batch: object) -> object:
@@ -140,7 +141,7 @@ def _unshard_value(value: object, session: KerasSession) -> object:
 
 def _pin_to_batch(output: Any, session: KerasSession) -> object:
     shape: Any = output.shape.as_list() if isinstance(output, tf.Tensor) else [None]
-    return output if None in shape else pin_layout(output, session.policy.derive_batch_layout(shape), session)
+    return output if None in shape else pin_layout(output, session.policy.derive_batch_layout(shape))
 
 
 @contextmanager
