@@ -422,7 +422,8 @@ class JitStep:
         for n, (leaf, sharding) in enumerate(zip(call.leaves, shardings, strict=True)):
             if not isinstance(leaf, kinds + _NUMBERS):
                 self._refuse(names[n], leaf)
-            if sharding is None or 1 == len(sharding.device_set) < mesh.size:
+            is_on_mesh = mesh.size == 1 and isinstance(sharding, NamedSharding)
+            if sharding is None or (len(sharding.device_set) == 1 and not is_on_mesh):
                 is_of_object, rank = owners[n] in call.variant.nodes, np.ndim(leaf)
                 is_batch = not is_of_object and (
                     (
@@ -430,7 +431,7 @@ class JitStep:
                         and not native.is_multi_process
                         and _has_key_per_row(leaf, num_rows)
                     )
-                    or self._is_batch(call.variant.keys[owners[n]], leaf, names[n])
+                    or self._is_batch(call.variant.keys[owners[n]], leaf, names[n], mesh)
                 )
                 if is_batch:
                     self._check_rows(mesh, native, np.shape(leaf), names[n])
@@ -600,13 +601,13 @@ class JitStep:
         check_dim(f"{self._name}: batch_dim", self._batch_dim, mesh, "batches are sharded over it")
         return mesh, native
 
-    def _is_batch(self, key: Key, leaf: Any, name: str) -> bool:
+    def _is_batch(self, key: Key, leaf: Any, name: str, mesh: Mesh) -> bool:
         """Return whether a leaf that is not on the mesh is a batch."""
         if self._batches is not None:
             return key in self._batches
         if isinstance(leaf, (np.ndarray, jax.ShapeDtypeStruct)):
             return True
-        if self._batch_dim is not None and np.size(leaf) > _SMALL:
+        if self._batch_dim is not None and np.size(leaf) > _SMALL and mesh.size > 1:
             warning = LayoutMapWarning(
                 f"{self._name}: {name} is on one device, and is replicated on the mesh",
                 facts={"shape": np.shape(leaf)},
