@@ -81,6 +81,7 @@ def test_each_fence_is_a_block_of_code(site):
         shown = article(page)
         fences, blocks = len(FENCE.findall(text)), shown.count("<pre")
         marks = shown_marks(shown)
+        marks += re.findall(r"<blockquote>\s*<blockquote>", shown)  # examples as prose
         if marks or blocks < fences or (blocks > fences and "::: layoutmap" not in text):
             wrong.append((page.name, fences, blocks, marks))
 

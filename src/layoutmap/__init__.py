@@ -18,6 +18,7 @@ from layoutmap.core.errors import (
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.match import Rule
 from layoutmap.core.mesh import Mesh
+from layoutmap.engines.launchers import report_errors_to_torchrun
 from layoutmap.plan.problems import Problem
 from layoutmap.rules.rule_set import Activations
 from layoutmap.scope.context import Scope
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from layoutmap.saving.sync import plan_sync
 
     DVariable: Any  # a class of an engine; even for types, nothing here needs its framework
+
+report_errors_to_torchrun()
 
 __version__ = "0.1.0"
 

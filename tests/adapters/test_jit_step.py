@@ -207,6 +207,19 @@ def stacked_params(mesh=None):
     return {name: lm.dtensor.relayout(made[name], lm.Layout(specs[name], mesh)) for name in made}
 
 
+def test_a_mesh_of_one_device_takes_arrays_that_are_on_no_mesh():
+    """Batches of numpy and of JAX, of its device and of another, before weights and behind them; nothing warns."""
+    for device in ("CPU:0", "CPU:1"):
+        layout = lm.Layout([None, "model"], lm.create_mesh("batch=1,model=1", devices=[device]))
+        kernel = lm.dtensor.relayout(np.ones((40, 8), np.float32), layout)
+        step = lm.jit_step(lambda a, b: a @ b, batch_dim="batch")
+        for x in (batch(rows=64), jnp.asarray(batch(rows=64))):
+            np.testing.assert_allclose(
+                step(x, kernel), np.asarray(x) @ np.ones((40, 8)), rtol=1e-5, atol=1e-5
+            )
+            assert (8, 64) == lm.jit_step(lambda a, b: a @ b)(kernel.T, x.T).shape
+
+
 @pytest.mark.parametrize("kind", ["accumulated", "stacked"])
 def test_accumulation_remat_and_scan(layout_map, kind):
     """Gradient accumulation, rematerialization and a scan over stacked blocks keep numbers and layouts."""

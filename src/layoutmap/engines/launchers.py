@@ -1,9 +1,15 @@
-"""Detect the launcher of this process, SLURM or torchrun, from environment variables."""
+"""Detect the launcher of this process, SLURM or torchrun, and give torchrun the error that ends it."""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+import time
 from dataclasses import dataclass
+from types import TracebackType
+
+from layoutmap.core.errors import LayoutMapError
 
 
 @dataclass(frozen=True)
@@ -39,3 +45,28 @@ def detect_launcher() -> Launcher | None:
         if all(map(str.isdecimal, numbers)):
             return Launcher(name, *map(int, numbers))
     return None
+
+
+def report_errors_to_torchrun() -> None:
+    """Write an error of this library that ends the process to the file that torchrun reads.
+
+    torchrun then repeats the error as the root cause in its last lines. Without the file, it prints a link there.
+    Other errors and other launchers are not affected.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return
+    call_earlier_hook = sys.excepthook
+
+    def write_error(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
+        call_earlier_hook(kind, error, place)
+        # torch's @record has written the file before, with the traceback
+        if isinstance(error, LayoutMapError) and not os.path.exists(file):
+            message = {
+                "message": f"{kind.__name__}: {error}",
+                "extraInfo": {"timestamp": str(int(time.time()))},
+            }
+            with open(file, "w", encoding="utf-8") as opened:
+                json.dump({"message": message}, opened)
+
+    sys.excepthook = write_error

@@ -1,11 +1,12 @@
 """Hypothesis strategies for the values of this library: meshes, layouts, shapes, paths, patterns and maps.
 
->>> from hypothesis import given
->>> from layoutmap.testing import strategies
->>> @given(strategies.layouts())
-... def test_text_round_trips(layout):
-...     assert layout == type(layout).from_string(layout.to_string())
->>> test_text_round_trips()
+Example:
+    >>> from hypothesis import given
+    >>> from layoutmap.testing import strategies
+    >>> @given(strategies.layouts())
+    ... def test_text_round_trips(layout):
+    ...     assert layout == type(layout).from_string(layout.to_string())
+    >>> test_text_round_trips()
 """
 
 from __future__ import annotations

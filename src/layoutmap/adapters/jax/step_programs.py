@@ -144,7 +144,8 @@ class Programs:
         for n, (leaf, sharding) in enumerate(zip(call.leaves, shardings, strict=True)):
             if not isinstance(leaf, kinds + NUMBERS):
                 self._options.refuse_leaf(names[n], leaf)
-            if sharding is None or 1 == len(sharding.device_set) < mesh.size:
+            is_on_mesh = mesh.size == 1 and isinstance(sharding, NamedSharding)
+            if sharding is None or (len(sharding.device_set) == 1 and not is_on_mesh):
                 is_of_object, rank = owners[n] in call.variant.nodes, np.ndim(leaf)
                 is_batch = not is_of_object and (
                     (
@@ -152,7 +153,7 @@ class Programs:
                         and not native.is_multi_process
                         and _has_key_per_row(leaf, num_rows)
                     )
-                    or self._is_batch(call.variant.keys[owners[n]], leaf, names[n])
+                    or self._is_batch(call.variant.keys[owners[n]], leaf, names[n], mesh)
                 )
                 if is_batch:
                     self._check_rows(mesh, native, np.shape(leaf), names[n])
@@ -327,13 +328,13 @@ class Programs:
         )
         return mesh, native
 
-    def _is_batch(self, key: Key, leaf: Any, name: str) -> bool:
+    def _is_batch(self, key: Key, leaf: Any, name: str, mesh: Mesh) -> bool:
         """Return whether a leaf that is not on the mesh is a batch."""
         if self._options.batches is not None:
             return key in self._options.batches
         if isinstance(leaf, (np.ndarray, jax.ShapeDtypeStruct)):
             return True
-        if self._options.batch_dim is not None and np.size(leaf) > _SMALL:
+        if self._options.batch_dim is not None and np.size(leaf) > _SMALL and mesh.size > 1:
             warning = LayoutMapWarning(
                 f"{self._options.name}: {name} is on one device, and is replicated on the mesh",
                 facts={"shape": np.shape(leaf)},

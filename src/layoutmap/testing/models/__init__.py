@@ -2,21 +2,23 @@
 
 Each seed always gives the same case in one release of this library. A failing case is printed as a program:
 
->>> case = draw(3)
->>> case.make_model().count_params() > 0, case.plan().errors
-(True, ())
->>> program = str(case)
->>> program.count("lm.check_parity(")
-1
+Example:
+    >>> case = draw(3)
+    >>> case.make_model().count_params() > 0, case.plan().errors
+    (True, ())
+    >>> program = str(case)
+    >>> program.count("lm.check_parity(")
+    1
 
 As a Hypothesis strategy, cases shrink to few layers and rules:
 
->>> from hypothesis import given, settings
->>> @settings(max_examples=2, deadline=None)
-... @given(cases())
-... def test_plans_are_stable(case):
-...     assert case.plan().fingerprint == case.plan().fingerprint
->>> test_plans_are_stable()
+Example:
+    >>> from hypothesis import given, settings
+    >>> @settings(max_examples=2, deadline=None)
+    ... @given(cases())
+    ... def test_plans_are_stable(case):
+    ...     assert case.plan().fingerprint == case.plan().fingerprint
+    >>> test_plans_are_stable()
 """
 
 from __future__ import annotations
