@@ -85,7 +85,8 @@ def _compare_with_map(here: Assignment, asked: Assignment) -> list[tuple[str, st
     """Return the layout that another map gives a variable, and whether it is the same."""
     rule = asked.match and asked.match.rule
     agrees = here.layout.mesh.mesh_dims == asked.layout.mesh.mesh_dims and (
-        here.layout.sharding_specs == asked.layout.sharding_specs
+        (here.layout.sharding_specs, here.layout.host_memory)
+        == (asked.layout.sharding_specs, asked.layout.host_memory)
     )
     says = f"{rule or 'no rule'}: {asked.layout}"
     return [("the map says", escape_text(says)), ("", "the same" if agrees else "another layout")]

@@ -40,6 +40,7 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_program
 from layoutmap.engines.jax.ambient import leave_ambient_mesh, use_mesh
 from layoutmap.engines.jax.padded import PaddedArray, Shape, find_padded_shape, pad, unpad, unwrap
+from layoutmap.engines.jax.trees import set_memory
 
 _SMALL = 1024  # elements: an array off the mesh that has more may be meant as a batch
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -480,7 +481,9 @@ class JitStep:
         of_objects = [n for n, owner in enumerate(owners) if owner in variant.nodes]
         program = _Program(shardings, [each.is_donated for each in inputs], of_objects)
 
-        def run(*leaves: Any) -> tuple[list[Any], dict[int, object]]:
+        def run(*stored: Any) -> tuple[list[Any], dict[int, object]]:
+            # JAX computes with no array in host memory. The shardings of the results return those that were there.
+            leaves = [set_memory(each, "device") for each in stored]
             values, before = variant.fill_tree(leaves), [leaves[n] for n in of_objects]
             opened = open_objects(structure, before) if variant.nodes else ()
             for n, value in (

@@ -94,7 +94,8 @@ def make_named_sharding(layout: Layout) -> NamedSharding:
 
 @functools.lru_cache(_MAX_NATIVES)
 def _make_named_sharding(layout: Layout, axis_types: tuple[AxisType, ...]) -> NamedSharding:
-    return NamedSharding(_make_native_mesh(layout.mesh, axis_types), make_partition_spec(layout))
+    mesh, spec = _make_native_mesh(layout.mesh, axis_types), make_partition_spec(layout)
+    return NamedSharding(mesh, spec, memory_kind=layout.host_memory or None)
 
 
 def make_partition_spec(layout: Layout) -> PartitionSpec:

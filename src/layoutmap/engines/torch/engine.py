@@ -30,6 +30,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
 from layoutmap.engines.agreement import check_computed
 from layoutmap.engines.checks import (
+    check_device_memory,
     check_draws,
     check_initial_value,
     check_initializers,
@@ -102,14 +103,16 @@ class TorchEngine:
         """Refuse a layout that no DTensor can have. It needs no device and no process group.
 
         Raises:
-            EngineError: The mesh's devices come in an order that torch does not keep.
+            EngineError: It is in host memory, or the mesh's devices come in an order that torch does not keep.
         """
+        check_device_memory(layout, "torch", "a DTensor has its shards on the devices of its mesh")
         check_device_order(layout.mesh)
 
     @skip_function_modes
     def native(self, layout: Layout, rank: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Return the `(DeviceMesh, placements)` of a layout."""
         layout.check_rank((None,) * rank)
+        self.check_layout(layout)
         return convert_layout(layout)
 
     # -- arrays
