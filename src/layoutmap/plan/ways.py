@@ -192,7 +192,8 @@ def _edit_rules(
         (after.activations, before.activations, activations),
     ):
         for rule in there.rules:
-            made.add(rule.pattern, changed.get(rule.pattern, _get_specs(rule.layout)), uneven=rule.uneven)
+            specs = changed.get(rule.pattern, _get_specs(rule.layout))
+            made.add(rule.pattern, specs, uneven=rule.uneven, memory=rule.layout.memory)
         for pattern, specs in changed.items():
             if pattern not in there:
                 made.add(pattern, specs)

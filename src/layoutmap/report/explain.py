@@ -133,7 +133,13 @@ def _suggest_change(assignment: Assignment) -> Iterator[tuple[str, str]]:
         yield "change it", suggest_rule_change(match.rule, (variable.path, *variable.aliases))
     elif match.is_found:
         specs = tuple(replace_unsharded(assignment.layout.sharding_specs))
-        yield "to say so", f"layout_map[{format_path_pattern([match.path])}] = {specs}"
+        pattern, memory = format_path_pattern([match.path]), assignment.layout.host_memory
+        rule = (
+            f"layout_map.add({pattern}, {specs}, memory={memory!r})"
+            if memory
+            else f"layout_map[{pattern}] = {specs}"
+        )
+        yield "to say so", rule
     else:
         rule = f"layout_map[{format_path_pattern([match.path])}] = {(None,) * len(variable.shape)}"
         yield "change it", f"{rule}, with mesh dims where it is to be sharded"

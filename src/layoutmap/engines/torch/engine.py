@@ -30,7 +30,6 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
 from layoutmap.engines.agreement import check_computed
 from layoutmap.engines.checks import (
-    check_device_memory,
     check_draws,
     check_initial_value,
     check_initializers,
@@ -39,6 +38,7 @@ from layoutmap.engines.checks import (
 )
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import (
+    check_memory,
     convert_layout,
     describe_placement,
     fit_layout,
@@ -105,14 +105,13 @@ class TorchEngine:
         Raises:
             EngineError: It is in host memory, or the mesh's devices come in an order that torch does not keep.
         """
-        check_device_memory(layout, "torch", "a DTensor has its shards on the devices of its mesh")
+        check_memory(layout)
         check_device_order(layout.mesh)
 
     @skip_function_modes
     def native(self, layout: Layout, rank: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Return the `(DeviceMesh, placements)` of a layout."""
         layout.check_rank((None,) * rank)
-        self.check_layout(layout)
         return convert_layout(layout)
 
     # -- arrays
