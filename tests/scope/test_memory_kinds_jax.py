@@ -1,5 +1,7 @@
 """Arrays in host memory stay there, and plans, differences and guards tell them from those of the devices."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import optax
@@ -197,3 +199,30 @@ def test_slots_are_in_the_memory_of_their_weights_or_in_one_of_their_own():
         assert kinds_of(state) == kinds_of(moved)
     with pytest.raises(lm.LayoutError, match=r'memory=\'host\'(?s:.*)"pinned_host" or "unpinned_host"'):
         layout_map.build_optimizer(optax.adam(0.1), params, memory="host")
+
+
+def test_a_memory_that_the_devices_do_not_have_is_refused(monkeypatch):
+    """GPUs have no unpinned host memory. The error lists the kinds of memory that there are."""
+    device = SimpleNamespace(
+        platform="gpu", addressable_memories=lambda: [SimpleNamespace(kind="pinned_host")]
+    )
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
+    layout = lm.Layout(["model"], lm.create_mesh("model=2,other=4"), memory="unpinned_host")
+    with pytest.raises(lm.EngineError, match=r'no unpinned_host memory here(?s:.*)use memory="pinned_host"'):
+        lm.dtensor.relayout(np.ones(8, np.float32), layout)
+
+
+def test_relayout_moves_arrays_between_memories():
+    """`memory="device"` and the layout of an array on devices move it out of the host, also while JAX traces."""
+    mesh = lm.create_mesh(MESH)
+    host, device = (lm.Layout(["batch", None], mesh, memory=memory) for memory in ("pinned_host", "device"))
+    array = lm.dtensor.relayout(np.ones((8, 8), np.float32), host)
+    on_device = lm.dtensor.relayout(array, device)
+    for moved, expected in (
+        (lm.dtensor.relayout(array, lm.Layout([None, "model"], mesh)), "pinned_host"),
+        (lm.dtensor.relayout_like(array, on_device), "device"),
+        (lm.dtensor.relayout_like(on_device, array), "pinned_host"),
+        (jax.jit(lambda x: lm.dtensor.relayout(x, device) + 1)(array), "device"),
+        (jax.jit(lambda x: lm.dtensor.relayout(x + 1, host))(on_device), "pinned_host"),
+    ):
+        assert expected == moved.sharding.memory_kind

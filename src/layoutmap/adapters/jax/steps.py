@@ -482,7 +482,7 @@ class JitStep:
         program = _Program(shardings, [each.is_donated for each in inputs], of_objects)
 
         def run(*stored: Any) -> tuple[list[Any], dict[int, object]]:
-            # JAX computes with no array in host memory. The shardings of the results return those that were there.
+            # JAX mixes no memories in an operation, and the shardings of the results return each (decisions/0264).
             leaves = [set_memory(each, "device") for each in stored]
             values, before = variant.fill_tree(leaves), [leaves[n] for n in of_objects]
             opened = open_objects(structure, before) if variant.nodes else ()

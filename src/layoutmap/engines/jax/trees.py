@@ -44,7 +44,7 @@ def is_flax_box(node: object) -> bool:
 
 
 def set_memory(array: jax.Array, memory: str | None) -> jax.Array:
-    """Return a traced array in a kind of memory; `None`: where it is."""
+    """Return a traced array in a kind of memory, and with `None` the array itself."""
     if memory is None:
         return array
     space = jax.memory.Space.Host if memory == "pinned_host" else jax.memory.Space.Device
