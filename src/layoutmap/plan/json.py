@@ -206,7 +206,7 @@ def _convert_variable(assignment: Assignment) -> dict[str, Any]:
     variable = assignment.variable
     usual = VariableSpec(variable.path, variable.shape, variable.dtype)
     written: dict[str, Any] = {"path": variable.path, "shape": variable.shape, "dtype": variable.dtype}
-    for field in ("kind", "aliases", "parent", "axes", "parent_shape", "model", "trainable", "memory"):
+    for field in ("kind", "aliases", "parent", "axes", "parent_shape", "model", "trainable"):
         if getattr(variable, field) != getattr(usual, field):
             written[field] = getattr(variable, field)
     if variable.use is not None:
