@@ -41,6 +41,7 @@ def changed(layout_map, rules=None, activations=None, mesh=None):
         (made.activations, layout_map.activations, dict(activations or {})),
     ):
         for rule in before.rules:
-            after.add(rule.pattern, new.pop(rule.pattern, rule.layout.sharding_specs), uneven=rule.uneven)
+            specs, memory = new.pop(rule.pattern, rule.layout.sharding_specs), rule.layout.memory
+            after.add(rule.pattern, specs, uneven=rule.uneven, memory=memory)
         after.update(copy.copy(new))
     return made

@@ -158,7 +158,7 @@ def relayout(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
     Args:
         tensor: A framework array, sharded or not, or a numpy array.
         layout: The target layout: a `Layout`, a `jax.sharding.NamedSharding`, or, for a tensor on a mesh, specs such as
-            `(None, "model")` or `jax.P(None, "model")`.
+            `(None, "model")` or `jax.P(None, "model")`. With `memory`, the tensor moves to that memory.
         engine: The engine of the result if `tensor` is a numpy array. `None` means the framework in use.
 
     Raises:
@@ -183,7 +183,8 @@ def relayout(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
 
 def relayout_like(tensor: Any, layout_tensor: Any, *, engine: str | None = None) -> Any:
     """Return the same values in the layout of another tensor (see `relayout`)."""
-    return relayout(tensor, fetch_layout(layout_tensor), engine=engine)
+    layout = fetch_layout(layout_tensor)
+    return relayout(tensor, layout.replace_memory(layout.memory or "device"), engine=engine)
 
 
 def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:

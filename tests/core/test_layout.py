@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from layoutmap.core.errors import LayoutError, MeshError
-from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.layout import MEMORY_KINDS, UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.testing import strategies
 
@@ -31,9 +31,10 @@ TWINS = {
 
 
 @pytest.mark.parametrize("journey", TWINS)
-@given(layout=strategies.layouts())
-def test_a_layout_is_the_same_after_any_journey(journey: str, layout: Layout):
+@given(layout=strategies.layouts(), memory=st.sampled_from([None, *MEMORY_KINDS]))
+def test_a_layout_is_the_same_after_any_journey(journey: str, layout: Layout, memory: str | None):
     """A layout that was written, sent or copied and is read again is equal, with an equal hash."""
+    layout = layout.replace_memory(memory)
     again = TWINS[journey](layout)
 
     assert layout == again
@@ -49,6 +50,19 @@ def test_spellings_of_one_layout_are_equal():
         assert layout == Layout(specs, MESH)
     assert (UNSHARDED, "model") == layout.sharding_specs
     assert "(unsharded, model)" == str(layout)
+    assert layout == layout.replace_memory("device")
+
+
+def test_a_layout_in_host_memory_is_another_one_with_the_same_shards():
+    """Its axes stay in host memory when some are deleted, and a wrong word is an error with the right ones."""
+    layout = Layout(["batch", "model"], MESH, memory="pinned_host")
+    assert layout not in (Layout(["batch", "model"], MESH), layout.replace_memory("unpinned_host"))
+    assert Layout(["model"], MESH, memory="pinned_host") == layout.delete(0)
+    assert (4, 2) == layout.shard_shape((8, 8))
+    with pytest.raises(
+        LayoutError, match=r'memory=\'host\'(?s:.*)"device"(?s:.*)"pinned_host" or "unpinned_host"'
+    ):
+        Layout([None], MESH, memory="host")
 
 
 def test_a_layout_equals_no_other_type():

@@ -111,6 +111,18 @@ def test_the_forms_of_a_layout_are_tensorflows(layout: Layout):
     assert layout == Layout.from_str(tf_layout.as_proto().SerializeToString())
 
 
+def test_tensorflow_refuses_a_layout_in_host_memory():
+    """It has no form for one, and must not read it as another layout."""
+    layout = X_Y.replace_memory("pinned_host")
+    message = type(their_layout(X_Y).as_proto()).FromString(layout.serialized_string())
+    for read in (
+        lambda: dtensor.Layout.from_string(layout.to_string()),
+        lambda: dtensor.Layout.from_proto(message),
+    ):
+        with pytest.raises(Exception, match="memory::pinned_host"):
+            read()
+
+
 def test_tensorflow_reads_our_message():
     """`dtensor.Layout.from_proto` takes our bytes, parsed into TensorFlow's class of message."""
     message = type(their_layout(X_Y).as_proto()).FromString(X_Y.serialized_string())

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import layoutmap as lm
+from layoutmap.core.layout import MEMORY_KINDS
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.completeness import has_weights
@@ -90,7 +91,7 @@ def spec(**changes):
 
 def relaid(old, plan, draw):
     """The variable in another layout."""
-    layouts = strategies.layouts(plan.mesh, max_rank=3)
+    layouts = strategies.layouts(plan.mesh, max_rank=3).map(lambda new: new.replace_memory(old.layout.memory))
     return [replace(old, layout=draw(layouts.filter(lambda layout: layout != old.layout)))]
 
 
@@ -116,8 +117,15 @@ def of_output(plan, draw):
     return replace(plan, activations=(replace(first, rule=Rule(1, "added", draw(layouts))), *rest))
 
 
+def moved(old, plan, draw):
+    """The variable in another memory."""
+    layouts = st.sampled_from(MEMORY_KINDS).map(old.layout.replace_memory)
+    return [replace(old, layout=draw(layouts.filter(lambda layout: layout != old.layout)))]
+
+
 CHANGES = {
     "layout": of_variable(relaid),
+    "memory": of_variable(moved),
     "shape": spec(shape=st.lists(st.integers(0, 12), max_size=3).map(tuple)),
     "dtype": spec(dtype=st.sampled_from(["float32", "bfloat16", "int8"])),
     "kind": spec(kind=st.sampled_from(Kind)),
@@ -154,6 +162,8 @@ def how(what, assignment):
     """A variable, or a layer's output, as a change of it tells it."""
     if what in ("layout", "output"):
         return str(assignment.layout)
+    if what == "memory":
+        return assignment.layout.host_memory or "device"
     v = assignment.variable
     if what in ("added", "removed"):
         return f"{v.dtype}{list(v.shape)} {assignment.layout}"

@@ -316,12 +316,13 @@ def test_a_derived_variable_follows_unless_a_rule_is_meant_for_it(drawn):
 
 @given(strategies.plans())
 def test_bytes_are_those_of_all_shards(drawn):
-    """What the devices hold together is what their shards hold; what does not fit is left out."""
+    """The devices and the host store the shards together; what does not fit is left out."""
     _, _, plan = drawn
     fitting = [a for a in plan.assignments if a.fits]
 
     assert sum(a.variable.global_bytes for a in plan.assignments) == plan.global_bytes
-    assert sum(a.shard_bytes for a in fitting) == plan.device_bytes
+    assert sum(a.shard_bytes for a in fitting if a.layout.host_memory) == plan.host_bytes
+    assert sum(a.shard_bytes for a in fitting) == plan.device_bytes + plan.host_bytes
     for a in fitting:
         size = a.layout.mesh.size
         slices = [a.layout.shard_slices(a.variable.shape, i) for i in range(size)]

@@ -1,5 +1,7 @@
 """Arrays in host memory stay there, and plans, differences and guards tell them from those of the devices."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import optax
@@ -96,3 +98,131 @@ def test_a_module_and_the_state_of_an_optimizer_stay_in_host_memory(tmp_path):
     layout_map.apply(model)
     assert expected == kinds_of(nnx.state((model, optimizer)))
     assert 2 == sum(bool(a.variable.memory) for a in lm.inspect(model, optimizer).assignments)
+
+
+def make_map(memory, axis_types="auto"):
+    """Rules that give every kernel a layout in a kind of memory."""
+    layout_map = lm.LayoutMap(lm.create_mesh(MESH, axis_types=axis_types), rest="replicated")
+    layout_map.add(".*kernel", (None, "model") if axis_types == "auto" else ("batch", None), memory=memory)
+    return layout_map
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def train(tx, memory, slots=None, axis_types="auto", steps=3):
+    """Losses and state after some steps, and the state before them."""
+    layout_map = make_map(memory, axis_types)
+    model = layout_map.build(Net, library="jax")
+    optimizer = layout_map.build_optimizer(tx, model, memory=slots)
+
+    @lm.jit_step(donate_argnums=(0, 1), batch_dim="batch" if axis_types == "auto" else None)
+    def step(model, optimizer, x):
+        loss, gradients = nnx.value_and_grad(lambda net: (net(x) ** 2).mean())(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    before = nnx.state((model, optimizer))
+    kinds = kinds_of(before)
+    rng = np.random.default_rng(0)
+    losses = [float(step(model, optimizer, rng.normal(size=(8, 8)).astype("float32"))) for _ in range(steps)]
+    after = nnx.state((model, optimizer))
+    assert kinds == kinds_of(after)
+    assert 1 == len(step._programs) == step._programs.popitem()[1].compiled._cache_size()
+    return kinds, losses, values_of(after)
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.parametrize("tx", [optax.sgd(0.1, momentum=0.9), optax.adamw(0.01)], ids=["sgd", "adamw"])
+def test_steps_with_host_memory_have_the_bits_of_device_memory(tx, axis_types):
+    """A step computes on devices, and returns each weight and slot to its memory, with one compilation."""
+    _, losses, values = train(tx, None, axis_types=axis_types)
+    for memory, slots in (("pinned_host", None), ("unpinned_host", None), (None, "pinned_host")):
+        kinds, *rest = train(tx, memory, slots, axis_types)
+        assert (memory or slots) in kinds
+        assert [losses, values] == rest
+
+
+def test_a_step_takes_donated_host_memory():
+    """The results reuse it, also in a step of plain arrays."""
+    tree = make_map("pinned_host").apply({"kernel": np.ones((8, 8), np.float32)})
+    step = lm.jit_step(
+        lambda tree, x: jax.tree.map(lambda w: w - 0.1 * x.T @ (x @ w), tree), donate_argnums=0
+    )
+    new = step(tree, np.ones((4, 8), np.float32))
+    assert tree["kernel"].is_deleted()
+    assert ["pinned_host"] == kinds_of(new)
+
+
+def test_rules_in_host_memory_are_planned_built_and_saved(tmp_path):
+    """A plan, and one that is read from a file, count them apart; the model as built is as planned."""
+    layout_map = make_map("pinned_host")
+    plan = lm.plan(Net, layout_map, library="jax")
+    assert (2 * 8 * 16 * 4 // 4, (16 + 8) * 4) == (plan.host_bytes, plan.device_bytes)
+    assert (plan.host_bytes, plan.device_bytes) == (
+        plan.memory.host,
+        plan.memory.total - plan.memory.gradients,
+    )
+    assert plan == lm.Plan.from_json(plan.to_json())
+    assert layout_map == lm.LayoutMap.from_yaml(layout_map.to_yaml())
+    model = layout_map.build(Net, library="jax")
+    assert not plan.diff(lm.inspect(model))
+    lm.save(model, tmp_path)
+    assert kinds_of(nnx.state(model)) == kinds_of(
+        nnx.state(lm.load(Net, tmp_path, layout_map=layout_map, library="jax"))
+    )
+    back = make_map("device")
+    assert [("memory", "pinned_host", "device")] * 2 == [
+        (each.what, each.before, each.after) for each in plan.diff(lm.plan(Net, back, library="jax"))
+    ]
+    assert {"device"} == {*kinds_of(nnx.state(back.apply(model)))}
+
+
+def test_slots_are_in_the_memory_of_their_weights_or_in_one_of_their_own():
+    """Counts stay on devices. A wrong word is an error with the right ones."""
+    params = make_map("pinned_host").apply({"kernel": np.ones((8, 8), np.float32)})
+    layout_map = make_map(None)
+    for memory, expected in ((None, "pinned_host"), ("device", "device"), ("unpinned_host", "unpinned_host")):
+        plan = layout_map.plan_optimizer(optax.adam(0.1), params, memory=memory)
+        state = layout_map.build_optimizer(optax.adam(0.1), params, memory=memory)
+        assert ["device", expected, expected] == kinds_of(state)
+        assert expected == (plan["optimizer.kernel.0.mu"].layout.host_memory or "device")
+        moved = layout_map.apply_optimizer(
+            optax.adam(0.1).init({"kernel": np.ones((8, 8), np.float32)}), params, memory=memory
+        )
+        assert kinds_of(state) == kinds_of(moved)
+    with pytest.raises(lm.LayoutError, match=r'memory=\'host\'(?s:.*)"pinned_host" or "unpinned_host"'):
+        layout_map.build_optimizer(optax.adam(0.1), params, memory="host")
+
+
+def test_a_memory_that_the_devices_do_not_have_is_refused(monkeypatch):
+    """GPUs have no unpinned host memory. The error lists the kinds of memory that there are."""
+    device = SimpleNamespace(
+        platform="gpu", addressable_memories=lambda: [SimpleNamespace(kind="pinned_host")]
+    )
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
+    layout = lm.Layout(["model"], lm.create_mesh("model=2,other=4"), memory="unpinned_host")
+    with pytest.raises(lm.EngineError, match=r'no unpinned_host memory here(?s:.*)use memory="pinned_host"'):
+        lm.dtensor.relayout(np.ones(8, np.float32), layout)
+
+
+def test_relayout_moves_arrays_between_memories():
+    """`memory="device"` and the layout of an array on devices move it out of the host, also while JAX traces."""
+    mesh = lm.create_mesh(MESH)
+    host, device = (lm.Layout(["batch", None], mesh, memory=memory) for memory in ("pinned_host", "device"))
+    array = lm.dtensor.relayout(np.ones((8, 8), np.float32), host)
+    on_device = lm.dtensor.relayout(array, device)
+    for moved, expected in (
+        (lm.dtensor.relayout(array, lm.Layout([None, "model"], mesh)), "pinned_host"),
+        (lm.dtensor.relayout_like(array, on_device), "device"),
+        (lm.dtensor.relayout_like(on_device, array), "pinned_host"),
+        (jax.jit(lambda x: lm.dtensor.relayout(x, device) + 1)(array), "device"),
+        (jax.jit(lambda x: lm.dtensor.relayout(x + 1, host))(on_device), "pinned_host"),
+    ):
+        assert expected == moved.sharding.memory_kind

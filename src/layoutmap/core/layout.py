@@ -19,7 +19,13 @@ from layoutmap.core.mesh import UNSHARDED, Mesh, convert_mesh, is_dtensor_class
 from layoutmap.core.old_names import OldName
 from layoutmap.core.specs import ShardingSpec, format_specs, list_spec_dims, read_specs, spec_from_dims
 
-__all__ = ["UNSHARDED", "Layout", "convert_layout"]
+__all__ = ["UNSHARDED", "Layout", "check_memory", "convert_layout"]
+
+MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
+"""The kinds of memory that a layout can name, as JAX calls them."""
+
+_MEMORY_SPEC = "memory"
+"""The first part of the spec that follows those of the axes in text and messages, for a layout in host memory."""
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -30,9 +36,11 @@ class Layout:
         sharding_specs: For each axis the name of a mesh dim, a tuple of names (major to minor: the first splits
             coarsest), or `UNSHARDED`; `None` means `UNSHARDED`. A tuple of one name is that name.
         mesh: The mesh, or one of `tf.experimental.dtensor`.
+        memory: The memory that stores the shards: `"device"`, or host memory, which is `"pinned_host"` or
+            `"unpinned_host"`. `None`: that of the devices, and an array that exists stays in its memory.
 
     Raises:
-        LayoutError: A spec is no dim of the mesh, or a dim is used twice.
+        LayoutError: A spec is no dim of the mesh, a dim is used twice, or there is no such memory.
 
     Example:
         >>> mesh = Mesh(None, "batch=2,model=4")
@@ -53,8 +61,18 @@ class Layout:
     mesh: Mesh
     shard_counts: tuple[int, ...] = field(compare=False)
     """The number of pieces of every axis."""
+    memory: str | None = field(compare=False)
+    """The memory as it was given. `None` and `"device"` are equal, but `"device"` moves an array out of the host."""
+    host_memory: str
+    """The kind of host memory that stores the shards, or an empty text for the memory of the devices."""
 
-    def __init__(self, sharding_specs: Iterable[str | Sequence[str] | None], mesh: Mesh):
+    def __init__(
+        self,
+        sharding_specs: Iterable[str | Sequence[str] | None],
+        mesh: Mesh,
+        *,
+        memory: str | None = None,
+    ):
         mesh = convert_mesh(mesh)
         if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(
@@ -62,27 +80,31 @@ class Layout:
                 why=f"it is {describe_type(mesh)}, not a layoutmap.Mesh",
                 fix='make one: layoutmap.create_mesh("batch=2,model=4")',
             )
-        self._set(read_specs(sharding_specs, mesh), mesh)
+        check_memory(memory, "layout")
+        self._set(read_specs(sharding_specs, mesh), mesh, memory)
 
-    def _set(self, specs: tuple[ShardingSpec, ...], mesh: Mesh) -> None:
+    def _set(self, specs: tuple[ShardingSpec, ...], mesh: Mesh, memory: str | None) -> None:
         object.__setattr__(self, "sharding_specs", specs)
         object.__setattr__(self, "mesh", mesh)
         sizes = mesh.dim_sizes
         counts = tuple(math.prod(sizes[dim] for dim in list_spec_dims(spec)) for spec in specs)
         object.__setattr__(self, "shard_counts", counts)
+        object.__setattr__(self, "memory", memory)
+        object.__setattr__(self, "host_memory", "" if memory in (None, "device") else memory)
 
     # -- making layouts
 
     @classmethod
-    def from_valid_specs(cls, specs: Iterable[ShardingSpec], mesh: Mesh) -> Layout:
+    def from_valid_specs(cls, specs: Iterable[ShardingSpec], mesh: Mesh, memory: str | None = None) -> Layout:
         """Make a layout of specs that are known to be valid, without checking them.
 
         Args:
             specs: For each axis a dim, a tuple of dims, which may be empty, or `UNSHARDED`, of a layout on this mesh.
             mesh: The mesh.
+            memory: See `Layout`.
         """
         layout = object.__new__(cls)
-        layout._set(tuple(map(spec_from_dims, map(list_spec_dims, specs))), mesh)
+        layout._set(tuple(map(spec_from_dims, map(list_spec_dims, specs))), mesh, memory)
         return layout
 
     @classmethod
@@ -149,7 +171,23 @@ class Layout:
         given: Iterable[Any] = dims if isinstance(dims, Iterable) and not isinstance(dims, str) else [dims]
         gone = {check_axis(axis, self.rank) for axis in given}
         kept = (s for i, s in enumerate(self.sharding_specs) if i not in gone)
-        return Layout.from_valid_specs(kept, self.mesh)
+        return Layout.from_valid_specs(kept, self.mesh, self.memory)
+
+    def replace_memory(self, memory: str | None) -> Layout:
+        """Return this layout in another kind of memory.
+
+        Args:
+            memory: See `Layout`.
+
+        Raises:
+            LayoutError: There is no such memory.
+
+        Example:
+            >>> print(Layout(["x", None], Mesh(None, "x=2")).replace_memory("pinned_host"))
+            (x, unsharded) in pinned_host
+        """
+        check_memory(memory, "layout")
+        return Layout.from_valid_specs(self.sharding_specs, self.mesh, memory)
 
     # -- asking a layout
 
@@ -370,7 +408,8 @@ class Layout:
     def to_string(self) -> str:
         """Return the layout as text, byte-compatible with TensorFlow's.
 
-        An axis sharded over several mesh dims, which TensorFlow cannot express, is written `x:y`.
+        An axis sharded over several mesh dims, which TensorFlow cannot express, is written `x:y`. Host memory, which
+        it cannot express either, follows the axes as `memory::pinned_host`.
 
         Example:
             >>> Layout(["x", None], Mesh(["TPU:0"], "x=1")).to_string()
@@ -421,18 +460,43 @@ class Layout:
         return cls._from_fields(tf_format.read_layout_proto(proto_str))
 
     def _to_fields(self) -> tf_format.LayoutFields:
-        specs = tuple((s,) if isinstance(s, str) else s for s in self.sharding_specs)
-        return tf_format.LayoutFields(specs, self.mesh.to_fields())
+        specs = [(s,) if isinstance(s, str) else s for s in self.sharding_specs]
+        # No dim has an empty name, so this is no spec of an axis, and TensorFlow refuses it (decisions/0263).
+        if self.host_memory:
+            specs.append((_MEMORY_SPEC, "", self.host_memory))
+        return tf_format.LayoutFields(tuple(specs), self.mesh.to_fields())
 
     @classmethod
     def _from_fields(cls, fields: tf_format.LayoutFields) -> Layout:
-        return cls(fields.specs, Mesh.from_fields(fields.mesh))
+        specs, memory = fields.specs, None
+        if specs and specs[-1][:2] == (_MEMORY_SPEC, ""):
+            specs, memory = specs[:-1], ":".join(specs[-1][2:])
+        return cls(specs, Mesh.from_fields(fields.mesh), memory=memory)
 
     def __str__(self) -> str:
-        return format_specs(self.sharding_specs)
+        specs = format_specs(self.sharding_specs)
+        return f"{specs} in {self.host_memory}" if self.host_memory else specs
 
     def __repr__(self) -> str:
-        return f"Layout({list(self.sharding_specs)!r}, {self.mesh!r})"
+        memory = f", memory={self.memory!r}" if self.memory else ""
+        return f"Layout({list(self.sharding_specs)!r}, {self.mesh!r}{memory})"
+
+
+def check_memory(memory: object, where: str, error: type[LayoutMapError] = LayoutError) -> str | None:
+    """Return a kind of memory, or `None`, after a check.
+
+    Raises:
+        LayoutMapError: There is no such kind. It is of the type `error`.
+    """
+    if memory is None or memory in MEMORY_KINDS:
+        return memory  # type: ignore[return-value]
+    raise error(
+        f"{where}: memory={memory!r} is no kind of memory",
+        why='arrays are in the memory of the devices, "device", or of the host, "pinned_host" or "unpinned_host"',
+        fix='use "pinned_host", from which devices copy fastest'
+        if "host" in str(memory)
+        else "use one of these",
+    )
 
 
 def convert_layout(value: Any, mesh: Mesh | None = None, rank: int | None = None) -> Layout:
@@ -452,9 +516,9 @@ def convert_layout(value: Any, mesh: Mesh | None = None, rank: int | None = None
         return value
     if is_dtensor_class(value, "Layout"):
         return Layout.from_string(value.to_string())
+    memory = None
     if _is_jax_class(value, "NamedSharding"):
-        _check_memory_kind(value)
-        mesh, value = convert_mesh(value.mesh), value.spec
+        memory, mesh, value = _find_memory(value), convert_mesh(value.mesh), value.spec
     if _is_jax_class(value, "PartitionSpec"):
         if getattr(value, "unreduced", None):
             raise LayoutError(
@@ -474,20 +538,14 @@ def convert_layout(value: Any, mesh: Mesh | None = None, rank: int | None = None
             why="a tuple of specs is bound to the layout map's mesh, and it has none",
             fix="make the map with one, LayoutMap(mesh), or pass a Layout",
         )
-    return Layout(value, mesh)  # pyright: ignore[reportUnknownArgumentType]
+    return Layout(value, mesh, memory=memory)  # pyright: ignore[reportUnknownArgumentType]
 
 
-def _check_memory_kind(sharding: Any) -> None:
-    """Refuse a sharding in another memory than the default one of its devices, since a layout has no memory kind."""
+def _find_memory(sharding: Any) -> str | None:
+    """Return the memory kind of a `NamedSharding`, or None for the default one of its devices."""
     is_abstract = type(sharding.mesh).__name__ == "AbstractMesh"
     usual = None if is_abstract else sharding.mesh.devices.flat[0].default_memory().kind
-    if sharding.memory_kind not in (None, usual):
-        raise LayoutError(
-            f"{sharding} is not a layout",
-            facts={"memory": sharding.memory_kind},
-            why="a layout says how an array is sharded, and not in which memory it is",
-            fix="leave memory_kind out, and move the result: jax.device_put(x, sharding)",
-        )
+    return None if sharding.memory_kind == usual else sharding.memory_kind
 
 
 def _is_jax_class(value: object, name: str) -> bool:

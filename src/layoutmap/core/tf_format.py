@@ -6,8 +6,9 @@ check what the fields mean.
     mesh    NAME|x=4,y=2|0,1,2,..|0,1,2,..|local devices[|all devices]
     layout  sharding_specs:x,unsharded, mesh:<mesh>
 
-Two things TensorFlow cannot say have a form here that TensorFlow refuses: an axis sharded over several mesh dimensions
-(`x:y`, major to minor) and a mesh without devices (`NAME|x=4,y=2`; in a message, no device ids).
+Three things TensorFlow cannot say have a form here that TensorFlow refuses: an axis sharded over several mesh dims
+(`x:y`, major to minor), host memory (`memory::pinned_host` after the specs of all axes), and a mesh without devices
+(`NAME|x=4,y=2`; in a message, no device ids).
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def fit_layout(layout: Layout, shape: Sequence[int], uneven: Uneven) -> Layout:
     for axis in bad:
         dims = layout.list_mesh_dims(axis) if uneven == "shrink" else ()
         specs[axis] = _find_largest_subset(dims, check_shape(shape)[axis] or 0, layout)
-    return Layout.from_valid_specs(specs, layout.mesh)
+    return Layout.from_valid_specs(specs, layout.mesh, layout.memory)
 
 
 def _find_largest_subset(dims: Sequence[str], size: int, layout: Layout) -> tuple[str, ...]:
@@ -129,7 +129,7 @@ def keep_largest_dims(layout: Layout) -> Layout:
         largest = max(layout.list_mesh_dims(axis), key=layout.mesh.dim_size, default="")
         if largest and layout.num_shards(axis) > layout.mesh.dim_size(largest):
             specs[axis] = largest
-    return Layout.from_valid_specs(specs, layout.mesh)
+    return Layout.from_valid_specs(specs, layout.mesh, layout.memory)
 
 
 def derive_layout(parent: Layout, axes: Axes) -> Layout:
@@ -147,7 +147,8 @@ def derive_layout(parent: Layout, axes: Axes) -> Layout:
         >>> print(derive_layout(kernel, ((0,), ())), derive_layout(kernel, ((1,),)))
         (unsharded, unsharded) (model,)
     """
-    return Layout([parent.list_mesh_dims(of[0]) if of else () for of in axes], parent.mesh)
+    specs = [parent.list_mesh_dims(of[0]) if of else () for of in axes]
+    return Layout.from_valid_specs(specs, parent.mesh, parent.memory)
 
 
 def add_sharding_dim(layout: Layout, shape: Sequence[int], dim: str) -> Layout:
@@ -169,5 +170,5 @@ def add_sharding_dim(layout: Layout, shape: Sequence[int], dim: str) -> Layout:
     for axis, size in enumerate(shape):
         if size and size % (layout.num_shards(axis) * layout.mesh.dim_size(dim)) == 0:
             dims[axis] = (*dims[axis], dim)
-            return Layout.from_valid_specs(dims, layout.mesh)
+            return Layout.from_valid_specs(dims, layout.mesh, layout.memory)
     return layout

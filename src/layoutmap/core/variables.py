@@ -66,7 +66,8 @@ class VariableSpec:
         trainable: Whether a weight is trained; a frozen one has no gradient. Of the other kinds none is trained.
         name: What its library calls it, for rules over such names: `keras:dense/kernel`; empty if there are none. It
             is no part of the plan's value: where a rule asks for it, it is an alias.
-        memory: The kind of memory that holds it, as `"pinned_host"`; empty: that of the devices.
+        memory: The kind of host memory that stores it, as `"pinned_host"`; empty: that of the devices. In a plan it is
+            that of the layout, and no value of its own.
         no_padding: Why its library cannot store it padded; empty if it can. It is no part of the plan's value.
 
     Example:
@@ -86,7 +87,7 @@ class VariableSpec:
     use: Use | None = None
     trainable: bool = True
     name: str = field(default="", compare=False, repr=False)
-    memory: str = ""
+    memory: str = field(default="", compare=False)
     no_padding: str = field(default="", compare=False, repr=False)
 
     @property
@@ -181,7 +182,7 @@ class Assignment:
     @property
     def device_bytes(self) -> int:
         """Size of the shard in device memory in bytes, or 0 for a variable in host memory."""
-        return 0 if self.variable.memory else self.shard_bytes
+        return 0 if self.layout.host_memory else self.shard_bytes
 
 
 def make_unique_names(names: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ import numpy as np
 from layoutmap.core.blocks import BlockReader, Index, NumpyArray, compute_block_shape
 from layoutmap.core.errors import EngineError, MeshError, join_names
 from layoutmap.core.initializers import Initializer
+from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 
@@ -20,6 +21,21 @@ _MAX_REMEMBERED = 512
 
 
 # -- devices
+
+
+def check_device_memory(layout: Layout, framework: str, why: str) -> None:
+    """Refuse a layout in host memory, for a framework that stores its arrays on devices.
+
+    Raises:
+        EngineError: It is in host memory.
+    """
+    if layout.host_memory:
+        raise EngineError(
+            f"{framework} cannot store an array in {layout.host_memory}",
+            facts={"layout": str(layout)},
+            why=why,
+            fix="leave memory out, or use JAX",
+        )
 
 
 def make_no_devices_error(framework: str, kind: str, usable: str, why: str) -> EngineError:

@@ -130,7 +130,7 @@ def _unify_mesh(mesh: Mesh, place: Place, engine: Engine) -> Place:
     """Return the placement on `mesh` if its own mesh has the same devices."""
     if not isinstance(place, Layout) or place.mesh is mesh or not _is_same_mesh(place.mesh, mesh, engine):
         return place
-    return Layout(place.sharding_specs, mesh)
+    return Layout(place.sharding_specs, mesh, memory=place.memory)
 
 
 def _is_same_mesh(one: Mesh, other: Mesh, engine: Engine) -> bool:
@@ -155,7 +155,11 @@ def _find_layout_on_mesh(mesh: Mesh, place: Place, rank: int, engine: Engine) ->
     if isinstance(place, Layout):
         if place.mesh == mesh:
             return place
-        return Layout(place.sharding_specs, mesh) if _is_submesh(place.mesh, mesh, engine) else None
+        return (
+            Layout(place.sharding_specs, mesh, memory=place.memory)
+            if _is_submesh(place.mesh, mesh, engine)
+            else None
+        )
     # A mesh of a plan names no devices until it is bound.
     on_all = len(place.devices) == mesh.size and place.devices == engine.bind(mesh).devices
     return Layout.replicated(mesh, rank) if place.is_copied or on_all else None

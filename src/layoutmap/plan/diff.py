@@ -99,6 +99,9 @@ class PlanDiff:
     @property
     def _line(self) -> str:
         sizes = f"; per device {format_bytes(self.before.device_bytes)} -> {format_bytes(self.after.device_bytes)}"
+        if self.before.host_bytes or self.after.host_bytes:
+            host = (format_bytes(plan.host_bytes) for plan in (self.before, self.after))
+            sizes += f", in host memory {' -> '.join(host)}"
         lacking = [
             f"; the plan {name} is incomplete: {missing.what}"
             for name, plan in (("before", self.before), ("after", self.after))
@@ -170,7 +173,7 @@ def _diff_variables(
             ("shape", was.shape, now.shape),
             ("dtype", was.dtype, now.dtype),
             ("kind", was.kind, now.kind),
-            ("memory", was.memory or "device", now.memory or "device"),
+            ("memory", old.layout.host_memory or "device", new.layout.host_memory or "device"),
             # Not the meshes of the layouts: that they differ is one change.
             ("layout", old.layout.sharding_specs, new.layout.sharding_specs),
         ):

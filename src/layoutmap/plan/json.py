@@ -14,7 +14,8 @@ the kind of a weight, aliases that there are none of. Where a variable's layout 
 since an axis does not divide, that one is there as `asked`. Which of a mesh's devices are this process's is not written
 down. A plan with the cost of a step has it as `cost` (see `json_cost`). The verdict is for who reads the file: it
 follows from the rest, and is worked out anew when the file is read. Files of versions 1 and 2 have no verdict; in
-those of version 2 each plan has a cost.
+those of version 2 each plan has a cost. `memory` is the host memory of a variable, and `rule_memory` the memory that
+its rule names.
 
 Writer and reader are in one file, so that a field is added to both or to none.
 """
@@ -27,7 +28,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -150,7 +151,14 @@ def compute_fingerprint(plan: PlanTable) -> str:
     no part in it: two plans on one mesh have the same one exactly if their `diff` has no change but of kinds.
     """
     variables = [
-        (a.variable.model, a.variable.path, a.variable.shape, a.variable.dtype, _convert_specs(a.layout))
+        (
+            a.variable.model,
+            a.variable.path,
+            a.variable.shape,
+            a.variable.dtype,
+            *([a.layout.host_memory] if a.layout.host_memory else []),
+            _convert_specs(a.layout),
+        )
         for a in plan.assignments
     ]
     outputs = [(m.path, _convert_specs(m.layout)) for m in plan.activations if m.layout is not None]
@@ -198,13 +206,15 @@ def _convert_variable(assignment: Assignment) -> dict[str, Any]:
     variable = assignment.variable
     usual = VariableSpec(variable.path, variable.shape, variable.dtype)
     written: dict[str, Any] = {"path": variable.path, "shape": variable.shape, "dtype": variable.dtype}
-    for field in ("kind", "aliases", "parent", "axes", "parent_shape", "model", "trainable", "memory"):
+    for field in ("kind", "aliases", "parent", "axes", "parent_shape", "model", "trainable"):
         if getattr(variable, field) != getattr(usual, field):
             written[field] = getattr(variable, field)
     if variable.use is not None:
         written["use"] = variable.use.roles
         if variable.use.head_size is not None:
             written["head_size"] = variable.use.head_size
+    if assignment.layout.host_memory:
+        written["memory"] = assignment.layout.host_memory
     written["layout"] = _convert_specs(assignment.layout)
     if assignment.match is not None:
         match = _convert_match(assignment.match)
@@ -227,16 +237,24 @@ def _convert_match(match: Match) -> dict[str, Any]:
         }
         if match.rule.uneven != _ERROR:
             written["uneven"] = match.rule.uneven
+        if match.rule.layout.memory:
+            written["rule_memory"] = match.rule.layout.memory
     if match.others:
         written["others"] = [
-            [r.number, r.pattern, _convert_specs(r.layout), *([r.uneven] if r.uneven != _ERROR else [])]
-            for r in match.others
+            [r.number, r.pattern, _convert_specs(r.layout), *_convert_settings(r)] for r in match.others
         ]
     if match.near_misses:
         written["near_misses"] = match.near_misses
     if match.otherwise != _OTHERWISE:
         written["otherwise"] = match.otherwise
     return written
+
+
+def _convert_settings(rule: Rule) -> list[Any]:
+    """Return the `uneven` setting and the memory of a rule. The usual ones at the end are left out."""
+    if rule.layout.memory:
+        return [rule.uneven, rule.layout.memory]
+    return [rule.uneven] if rule.uneven != _ERROR else []
 
 
 def _convert_verdict(plan: PlanTable) -> dict[str, Any]:
@@ -257,6 +275,7 @@ def _convert_problem(problem: Problem) -> dict[str, Any]:
 
 _Specs = tuple[str | tuple[str, ...] | None, ...]
 _Shape = tuple[Number, ...]
+_Memory = Literal["device", "pinned_host", "unpinned_host"]
 
 
 class _Rule(PlanRow):
@@ -264,6 +283,7 @@ class _Rule(PlanRow):
     pattern: str
     layout: _Specs
     uneven: UnevenSetting = _ERROR
+    memory: _Memory | None = None
 
 
 class _Match(PlanObject):
@@ -271,6 +291,7 @@ class _Match(PlanObject):
     rule: tuple[Count, str] | msgspec.UnsetType | None = msgspec.UNSET
     asked: _Specs | None = None
     uneven: UnevenSetting = _ERROR
+    rule_memory: _Memory | None = None
     others: tuple[_Rule, ...] = ()
     near_misses: tuple[str, ...] = ()
     otherwise: str = _OTHERWISE
@@ -293,7 +314,7 @@ class _Variable(_Match, kw_only=True):
     use: tuple[str, ...] | None = None
     head_size: Count | None = None
     trainable: bool = True
-    memory: str = ""
+    memory: Literal["", "pinned_host", "unpinned_host"] = ""
     global_init: str = ""
     padded: bool = False
 
@@ -341,9 +362,9 @@ def _read_mesh(item: _Mesh) -> Mesh:
         raise make_file_error(f"mesh: {error.what}", error.why, error.fix) from error
 
 
-def _read_layout(specs: _Specs, place: str, mesh: Mesh) -> Layout:
+def _read_layout(specs: _Specs, place: str, mesh: Mesh, memory: str | None = None) -> Layout:
     try:
-        return Layout(specs, mesh)
+        return Layout(specs, mesh, memory=memory)
     except LayoutMapError as error:
         raise make_file_error(f"{place}: {error.what}", error.why, error.fix) from error
 
@@ -392,12 +413,15 @@ def _read_variable(item: _Variable, place: str, mesh: Mesh) -> Assignment:
         item.trainable,
         memory=item.memory,
     )
-    layout = _read_layout(item.layout, f"{place}.layout", mesh)
+    layout = _read_layout(item.layout, f"{place}.layout", mesh, item.memory or None)
     match = None
     if item.rule is not msgspec.UNSET:
         match = _read_match(item, place, mesh, layout)
     elif (
-        item.asked or item.others or item.near_misses or (item.uneven, item.otherwise) != (_ERROR, _OTHERWISE)
+        item.asked
+        or item.others
+        or item.near_misses
+        or (item.uneven, item.otherwise, item.rule_memory) != (_ERROR, _OTHERWISE, None)
     ):
         raise make_file_error(f"{place} has no 'rule'", "it has what a rule asked for")
     return Assignment(variable, layout, match, item.global_init, item.padded)
@@ -416,9 +440,9 @@ def _read_match(item: _Match, place: str, mesh: Mesh, layout: Layout | None) -> 
         asked = layout if item.asked is None else _read_layout(item.asked, f"{place}.asked", mesh)
         if asked is None:
             raise make_file_error(f"{place} has no 'layout'", "every plan has one")
-        rule = Rule(*item.rule, asked, item.uneven)
+        rule = Rule(*item.rule, asked.replace_memory(item.rule_memory), item.uneven)
     others = tuple(
-        Rule(r.number, r.pattern, _read_layout(r.layout, f"{place}.others[{i}][2]", mesh), r.uneven)
+        Rule(r.number, r.pattern, _read_layout(r.layout, f"{place}.others[{i}][2]", mesh, r.memory), r.uneven)
         for i, r in enumerate(item.others)
     )
     return Match(item.path, rule, others, item.near_misses, item.otherwise)

@@ -42,6 +42,13 @@ def collect_keras_layouts(plan: PlanTable) -> dict[str, Layout]:
                 "the plan is not of a Keras model, or it was read from a file, which has no such names",
                 "make the plan here: lm.plan(make_model, layout_map).to_keras()",
             )
+        if layout.host_memory:
+            raise _make_unsupported_error(
+                f"the layout {layout}",
+                path,
+                "a keras.distribution.TensorLayout names no memory",
+                "train with layout_map.scope(), which can, or leave memory out",
+            )
         if any(isinstance(spec, tuple) for spec in layout.sharding_specs):
             raise _make_unsupported_error(
                 f"the layout {layout}",

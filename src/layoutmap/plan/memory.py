@@ -61,6 +61,7 @@ class Memory:
         gradients: A gradient for each of them.
         slots: What the optimizer keeps, as far as it is in the plan.
         state: All else: moving statistics, frozen weights, random states, metrics.
+        host: All of these in host memory, for each device. They are in none of the others.
         could_be_sharded: Variables that are replicated and need not be, those that would save most first. Each is
             sharded as its layer computes best with: see `layoutmap.plan.lint.suggest`.
     """
@@ -69,11 +70,12 @@ class Memory:
     gradients: int
     slots: int
     state: int
+    host: int
     could_be_sharded: tuple[ShardableVariable, ...]
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All of them but `host`."""
         return self.weights + self.gradients + self.slots + self.state
 
     @property
@@ -116,7 +118,8 @@ class Memory:
         listed = ", ".join(
             f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts.items() if num_bytes
         )
-        return f"per device: {listed or 'nothing'}; {format_bytes(self.total)} in total"
+        host = f", and {format_bytes(self.host)} in host memory" if self.host else ""
+        return f"per device: {listed or 'nothing'}; {format_bytes(self.total)} in total{host}"
 
     def __repr__(self) -> str:
         return f"<Memory: {self._line}>"
@@ -129,7 +132,9 @@ def count_memory(plan: PlanTable) -> Memory:
     gradients = sum(a.shard_bytes for a in fitting if a.variable.is_trained)
     slots = sum(a.device_bytes for a in fitting if a.variable.kind is Kind.SLOT)
     could = sorted(_find_shardable(plan, fitting), key=lambda each: -each.saved_bytes)
-    return Memory(weights, gradients, slots, plan.device_bytes - weights - slots, tuple(could))
+    return Memory(
+        weights, gradients, slots, plan.device_bytes - weights - slots, plan.host_bytes, tuple(could)
+    )
 
 
 def _find_shardable(plan: PlanTable, fitting: list[Assignment]) -> Iterator[ShardableVariable]:

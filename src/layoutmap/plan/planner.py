@@ -166,6 +166,7 @@ class _Planning:
         key = variable.key
         if key not in self._done:
             asked, match, uneven = self._find_layout(variable)
+            asked, variable = _choose_memory(asked, variable)
             is_uneven = asked.rank == len(variable.shape) and bool(asked.find_uneven_axes(variable.shape))
             # An array that exists in uneven shards needs no answer: its engine has padded it.
             is_given = key in self.given
@@ -285,6 +286,15 @@ class _Planning:
         self.won[rule.number] += 1
         for other in others:
             self.beaten.setdefault(other.number, (rule, path))
+
+
+def _choose_memory(layout: Layout, variable: VariableSpec) -> tuple[Layout, VariableSpec]:
+    """Return a layout and its variable in the memory that the layout names, or else in that of the variable."""
+    if layout.memory is None and variable.memory:
+        layout = layout.replace_memory(variable.memory)
+    if layout.host_memory != variable.memory:
+        variable = replace(variable, memory=layout.host_memory)
+    return layout, variable
 
 
 def _derive_setting(setting: UnevenSetting) -> UnevenSetting:

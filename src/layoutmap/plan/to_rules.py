@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from layoutmap.core.errors import RuleError, join_names
 from layoutmap.core.paths import split_at_numbers
@@ -56,13 +57,27 @@ def derive_rules(plan: PlanTable) -> RuleSet:
     return _make_map(plan, rules)
 
 
+class _Memory(NamedTuple):
+    """Kind of host memory, after the specs of all axes, so that rules are found for specs and memory together."""
+
+    kind: str
+
+
 def _get_specs(assignment: Assignment) -> Specs:
-    return tuple(replace_unsharded(assignment.layout.sharding_specs))
+    specs, memory = replace_unsharded(assignment.layout.sharding_specs), assignment.layout.host_memory
+    return (*specs, _Memory(memory)) if memory else specs
 
 
 def _make_map(plan: PlanTable, rules: dict[str, Specs]) -> RuleSet:
     uneven = "pad" if any(a.is_padded for a in plan.assignments) else "error"
-    return RuleSet(plan.mesh, rules, uneven=uneven, rest="replicated")
+    made = RuleSet(plan.mesh, uneven=uneven, rest="replicated")
+    for pattern, specs in rules.items():
+        *axes, last = specs or (None,)
+        if isinstance(last, _Memory):
+            made.add(pattern, axes, memory=last.kind)
+        else:
+            made.add(pattern, specs)
+    return made
 
 
 def _find_mismatches(plan: PlanTable, rules: dict[str, Specs]) -> Iterator[Assignment]:

@@ -48,11 +48,14 @@ def list_ruled_variables(plan: PlanTable, call: str) -> list[Assignment]:
     """Return the variables of a plan for which another library has rules: all except slots and metrics.
 
     Raises:
-        PlanError: The plan has errors, or a slot is not laid out as its weight.
+        PlanError: The plan has errors, a variable is in host memory, or a slot is not laid out as its weight.
     """
     plan.check()
     for a in plan.assignments:
         v = a.variable
+        if a.layout.host_memory:
+            why, fix = "rules there name no memory", "leave memory out of the rules"
+            raise make_unsupported_error(call, v.path, f"the layout {a.layout}", why, fix)
         if v.kind is Kind.SLOT and not a.layout.is_fully_replicated():
             parent = plan[v.parent].layout if v.parent and v.parent in plan else None
             if v.axes is not None or a.layout != parent:

@@ -203,7 +203,8 @@ def _iterate_variables(plan: PlanTable) -> Iterator[tuple[str, str, str, int]]:
             replace_numbers(v.parent or v.path if v.kind is Kind.SLOT else v.path),
             f"{v.dtype}{list(a.shard_shape)}",
         )
-        yield kind, path, shape, a.shard_bytes
+        if not a.layout.host_memory:
+            yield kind, path, shape, a.shard_bytes
         if v.is_trained and plan.cost is None:
             yield "gradients", path, shape, a.shard_bytes
 
@@ -224,7 +225,7 @@ def _plan_alternatives(plan: PlanTable, needed: int, there: int) -> tuple[Advice
         variables = [replace(v, dtype=way.dtype) if way.dtype and _can_use_bfloat16(v) else v for v in counts]
         table = make_table(variables, way.rules, complete=False).check()
         found = zip(table.assignments, counts.values(), strict=True)
-        return sum(a.shard_bytes * (1 + a.variable.is_trained) * number for a, number in found)
+        return sum((a.device_bytes + a.shard_bytes * a.variable.is_trained) * number for a, number in found)
 
     if try_count(lambda: count_bytes(before)) != needed:  # rules alone do not give this memory
         return ()
@@ -263,6 +264,7 @@ def _count_similar(plan: PlanTable) -> dict[VariableSpec, int]:
             v.kind,
             rule and rule.number,
             a.layout.sharding_specs,
+            a.layout.host_memory,
         )
         one = first.setdefault(key, v)
         counts[one] = counts.get(one, 0) + 1

@@ -115,7 +115,7 @@ class Way:
         return replace(self, inputs=tuple(inputs))
 
     def shard_weights(self, dim: str, plan: PlanTable) -> Way | None:
-        """Return the way with each weight of two or more axes also sharded over `dim`, or None without such a weight.
+        """Return the way with each weight of two or more axes on devices also sharded over `dim`, or None without one.
 
         Args:
             dim: The mesh dim.
@@ -126,7 +126,7 @@ class Way:
             return replace(self, rules=preset.rules(self.mesh), preset=preset)
         groups: dict[Any, list[Assignment]] = {}
         for a in plan.assignments:
-            if not a.variable.follows and a.fits and a.layout.rank > 1:
+            if not a.variable.follows and a.fits and a.layout.rank > 1 and not a.layout.host_memory:
                 rule = a.match.rule if a.match else None
                 groups.setdefault(rule or split_at_numbers(a.variable.path), []).append(a)
         changed = {
@@ -192,7 +192,8 @@ def _edit_rules(
         (after.activations, before.activations, activations),
     ):
         for rule in there.rules:
-            made.add(rule.pattern, changed.get(rule.pattern, _get_specs(rule.layout)), uneven=rule.uneven)
+            specs = changed.get(rule.pattern, _get_specs(rule.layout))
+            made.add(rule.pattern, specs, uneven=rule.uneven, memory=rule.layout.memory)
         for pattern, specs in changed.items():
             if pattern not in there:
                 made.add(pattern, specs)

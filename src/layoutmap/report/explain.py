@@ -85,7 +85,8 @@ def _compare_with_map(here: Assignment, asked: Assignment) -> list[tuple[str, st
     """Return the layout that another map gives a variable, and whether it is the same."""
     rule = asked.match and asked.match.rule
     agrees = here.layout.mesh.mesh_dims == asked.layout.mesh.mesh_dims and (
-        here.layout.sharding_specs == asked.layout.sharding_specs
+        (here.layout.sharding_specs, here.layout.host_memory)
+        == (asked.layout.sharding_specs, asked.layout.host_memory)
     )
     says = f"{rule or 'no rule'}: {asked.layout}"
     return [("the map says", escape_text(says)), ("", "the same" if agrees else "another layout")]
@@ -132,7 +133,13 @@ def _suggest_change(assignment: Assignment) -> Iterator[tuple[str, str]]:
         yield "change it", suggest_rule_change(match.rule, (variable.path, *variable.aliases))
     elif match.is_found:
         specs = tuple(replace_unsharded(assignment.layout.sharding_specs))
-        yield "to say so", f"layout_map[{format_path_pattern([match.path])}] = {specs}"
+        pattern, memory = format_path_pattern([match.path]), assignment.layout.host_memory
+        rule = (
+            f"layout_map.add({pattern}, {specs}, memory={memory!r})"
+            if memory
+            else f"layout_map[{pattern}] = {specs}"
+        )
+        yield "to say so", rule
     else:
         rule = f"layout_map[{format_path_pattern([match.path])}] = {(None,) * len(variable.shape)}"
         yield "change it", f"{rule}, with mesh dims where it is to be sharded"

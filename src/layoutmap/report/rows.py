@@ -64,10 +64,10 @@ def make_rows(plan: PlanTable) -> list[Row]:
         v = a.variable
         rule = a.match.rule.number if a.match and a.match.rule else None
         parent = layouts.get((v.model, v.parent or ""))
-        follows = v.kind is Kind.SLOT and parent == (v.shape, a.layout) and not v.memory
+        follows = v.kind is Kind.SLOT and parent == (v.shape, a.layout)
         is_number = v.kind is Kind.SLOT and parent is not None and v.shape == ()
         if follows or is_number:
-            key = (v.model, follows, v.path.rpartition(f"{v.parent}.")[2], v.dtype, v.memory, is_number)
+            key = (v.model, follows, v.path.rpartition(f"{v.parent}.")[2], v.dtype, is_number)
         else:
             key = (
                 v.model,
@@ -76,7 +76,6 @@ def make_rows(plan: PlanTable) -> list[Row]:
                 v.shape,
                 v.dtype,
                 v.kind,
-                v.memory,
                 a.layout,
                 rule,
                 a.global_init,

@@ -9,6 +9,7 @@ from layoutmap.core.errors import format_count
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.paths import merge_paths, split_at_numbers
+from layoutmap.core.specs import format_specs
 from layoutmap.core.text_table import format_bytes, format_html_table, format_pre, format_table
 from layoutmap.core.variables import format_variable_names, has_several_models
 from layoutmap.plan.completeness import NOT_BUILT
@@ -117,15 +118,15 @@ def format_row(row: Row) -> tuple[str, ...]:
     if row.follows:
         cells = ("", "as its weight", "")
     else:
-        layout = "replicated" if a.layout.is_fully_replicated() else str(a.layout)
+        layout = str(a.layout)
+        if a.layout.is_fully_replicated():
+            layout = layout.replace(format_specs(a.layout.sharding_specs), "replicated", 1)
         cells = (
             format_shape(a.variable.shape),
             layout,
             format_shape(a.shard_shape) if a.fits else "does not fit",
         )
     shape, layout, shard = cells
-    if a.variable.memory:
-        layout = f"{layout} in {a.variable.memory}"
     held = format_bytes(row.shard_bytes) if a.fits else ""
     return (
         row.path,

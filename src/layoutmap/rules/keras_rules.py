@@ -48,7 +48,7 @@ def pad_layout(rule: Rule, rank: int) -> Layout:
     if not is_keras_rule(rule.pattern) or layout.rank >= rank:
         return layout
     padding = [UNSHARDED] * (rank - layout.rank)
-    return Layout.from_valid_specs([*layout.sharding_specs, *padding], layout.mesh)
+    return Layout.from_valid_specs([*layout.sharding_specs, *padding], layout.mesh, layout.memory)
 
 
 def read_keras_map(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[object, ...]]]:

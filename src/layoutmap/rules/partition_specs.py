@@ -92,7 +92,9 @@ def read_spec(given: object, where: str) -> Specs:
     memory = getattr(given, "memory_kind", None)
     if memory not in (None, "device"):
         raise _make_unsupported_error(
-            where, f"memory kind {memory!r}", "a layout says on which devices a shard is, in their memory"
+            where,
+            f"memory kind {memory!r}",
+            "rules of PartitionSpecs name mesh dims; add the rule with memory=",
         )
     spec: Any = getattr(given, "spec", given)
     for name in ("unreduced", "reduced"):

@@ -25,6 +25,7 @@ class Activations(Rules):
     """
 
     _rule_kind = "activation rule"
+    _has_memory = False
     _paths = "layers' paths"
     _written = "layout_map.activations"
     _example = r"blocks\.\d+"
@@ -149,6 +150,7 @@ class RuleSet(Rules):
                 activations={pattern: layout.sharding_specs for pattern, layout in self.activations.items()},
                 uneven=self.uneven,
                 uneven_rules=self._list_uneven_rules(),
+                memory_rules={pattern: layout.memory for pattern, layout in self.items() if layout.memory},
                 rest=self.rest,
                 reasons={rule.pattern: rule.reason for rule in self.rules if rule.reason},
             )
@@ -225,9 +227,10 @@ class RuleSet(Rules):
     def _from_fields(cls, fields: yaml_file.RulesFields, mesh: Mesh | None) -> Self:
         made = cls(mesh, uneven=fields.uneven, rest=fields.rest)
         rules = [
-            (pattern, specs, fields.uneven_rules.get(pattern), "") for pattern, specs in fields.rules.items()
+            (pattern, specs, fields.uneven_rules.get(pattern), "", fields.memory_rules.get(pattern))
+            for pattern, specs in fields.rules.items()
         ]
-        outputs = [(pattern, specs, None, "") for pattern, specs in fields.activations.items()]
+        outputs = [(pattern, specs, None, "", None) for pattern, specs in fields.activations.items()]
         try:
             made._add(rules)
             made.activations._add(outputs)
@@ -238,7 +241,8 @@ class RuleSet(Rules):
         return made
 
     def __repr__(self) -> str:
-        if self._list_uneven_rules():  # only `add` can say it for one rule
+        # Only `add` has these settings of single rules.
+        if self._list_uneven_rules() or any(layout.memory for layout in self.values()):
             return f"{type(self).__name__}.from_yaml({self.to_yaml()!r}, {self.mesh!r})"
         parts = [repr(self.mesh), _format_rules(self)]
         if self._activations:
@@ -254,9 +258,9 @@ class RuleSet(Rules):
         return "\n".join([super().__str__(), *rest, *([str(self._activations)] if self._activations else [])])
 
 
-def _add_one(rules: Rules, pattern: str, specs: Any, uneven: Any, reason: str) -> None:
+def _add_one(rules: Rules, pattern: str, specs: Any, uneven: Any, reason: str, memory: str | None) -> None:
     if pattern not in rules:
-        rules.add(pattern, specs, uneven=uneven, reason=reason)
+        rules.add(pattern, specs, uneven=uneven, reason=reason, memory=memory)
 
 
 def read_mesh(mesh: object) -> Mesh | None:

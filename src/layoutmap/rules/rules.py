@@ -25,8 +25,8 @@ from layoutmap.rules.table import Entry, Table
 _MISSING: Any = object()
 
 
-_NewRule = tuple[object, object, object, str]
-"""A pattern, a layout and `uneven` (`None`: as the map says), unchecked, and the reason of the rule."""
+_NewRule = tuple[object, object, object, str, str | None]
+"""A pattern, a layout and `uneven` (`None`: as the map says), unchecked, the reason of the rule, and its memory."""
 
 
 @dataclass(slots=True)
@@ -63,6 +63,7 @@ class Rules(MutableMapping[str, Layout]):
     _written = "layout_map"
     _example = r".*\.kernel"
     _otherwise = "it is replicated"
+    _has_memory = True
 
     def __init__(
         self, slot: MeshSlot, rules: Mapping[str, object] | None = None, uneven: UnevenSetting = "error"
@@ -138,7 +139,7 @@ class Rules(MutableMapping[str, Layout]):
                 does; the layout is none, names a dim that the mesh does not have, or is on another mesh than the rest
                 of the map. Nothing is changed then.
         """
-        self._add([(pattern, layout, None, "")])
+        self._add([(pattern, layout, None, "", None)])
 
     def add(
         self,
@@ -147,6 +148,7 @@ class Rules(MutableMapping[str, Layout]):
         *,
         uneven: UnevenSetting | None = None,
         reason: str = "",
+        memory: str | None = None,
     ) -> None:
         """Add a rule, after all others, and say more of it.
 
@@ -155,6 +157,7 @@ class Rules(MutableMapping[str, Layout]):
             layout: See `__setitem__`.
             uneven: What happens to an axis that does not divide, as for `LayoutMap`. `None`: the map's setting.
             reason: Why the rule gives this layout, for readers: `str` shows it, and `to_yaml` writes it as a comment.
+            memory: The kind of memory, as for `Layout`. `None`: that of the layout.
 
         Raises:
             RuleError: See `__setitem__`.
@@ -167,7 +170,7 @@ class Rules(MutableMapping[str, Layout]):
                   # 4 heads
                1  .*\\.key\\.kernel  (unsharded, model, unsharded)  uneven="replicate"
         """
-        self._add([(pattern, layout, uneven, reason)])
+        self._add([(pattern, layout, uneven, reason, memory)])
 
     def _add(self, new: Iterable[_NewRule]) -> None:
         new = list(new)
@@ -177,8 +180,8 @@ class Rules(MutableMapping[str, Layout]):
     def _check_rules(self, new: Iterable[_NewRule], mesh: Mesh | None) -> tuple[Mesh | None, list[Entry]]:
         """Return the mesh and the entries of new rules, without changing the map."""
         made: dict[str, Entry] = {}
-        for pattern, layout, uneven, reason in new:
-            entry = self._make_entry(pattern, layout, uneven, mesh, made, reason)
+        for pattern, layout, uneven, reason, memory in new:
+            entry = self._make_entry(pattern, layout, uneven, mesh, made, reason, memory)
             made[entry.rule.pattern] = entry
             mesh = entry.rule.layout.mesh
         return mesh, list(made.values())
@@ -196,6 +199,7 @@ class Rules(MutableMapping[str, Layout]):
         mesh: Mesh | None,
         beside: Mapping[str, Entry],
         reason: str,
+        memory: str | None,
     ) -> Entry:
         if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleError(
@@ -215,6 +219,8 @@ class Rules(MutableMapping[str, Layout]):
         compiled = compile_pattern(pattern, self._rule_kind)
         try:
             value = convert_layout(layout, mesh)
+            if memory is not None:
+                value = value.replace_memory(memory)
         except LayoutMapError as error:
             raise RuleError(
                 f"{self._rule_kind} {pattern!r}: {error.what}",
@@ -228,6 +234,12 @@ class Rules(MutableMapping[str, Layout]):
                 facts=_describe_difference(mesh, value.mesh),
                 why="all variables of a model are on one mesh",
                 fix="use the map's mesh, or make another map",
+            )
+        if value.host_memory and not self._has_memory:
+            raise RuleError(
+                f"{self._rule_kind} {pattern!r}: memory={value.memory!r}",
+                why="layers compute their outputs in the memory of the devices",
+                fix="leave memory out",
             )
         own = None if uneven is None else check_uneven(uneven, f"{self._rule_kind} {pattern!r}")
         number = len(self._table.in_order) + len(beside) + 1
@@ -256,14 +268,14 @@ class Rules(MutableMapping[str, Layout]):
     def _collect_rules(self, rules: Any, more: Mapping[str, Any]) -> list[_NewRule]:
         if isinstance(rules, Rules):
             new: list[_NewRule] = [
-                (r.pattern, r.layout, r.uneven if r.uneven != self._default_uneven else None, r.reason)
+                (r.pattern, r.layout, r.uneven if r.uneven != self._default_uneven else None, r.reason, None)
                 for r in rules.rules
             ]
         elif hasattr(rules, "keys"):
-            new = [(pattern, rules[pattern], None, "") for pattern in rules.keys()]  # noqa: SIM118
+            new = [(pattern, rules[pattern], None, "", None) for pattern in rules.keys()]  # noqa: SIM118
         else:
-            new = [(pattern, layout, None, "") for pattern, layout in rules]
-        return [*new, *((pattern, layout, None, "") for pattern, layout in more.items())]
+            new = [(pattern, layout, None, "", None) for pattern, layout in rules]
+        return [*new, *((pattern, layout, None, "", None) for pattern, layout in more.items())]
 
     def _list_uneven_rules(self) -> dict[str, UnevenSetting]:
         """Return the `uneven` settings of the rules that have their own."""

@@ -13,7 +13,8 @@
 
 `version` may be left out, and `mesh: batch=2,model=4` stands for its dims. `to_yaml` writes both in full.
 
-A rule may say for itself what it does with an axis that does not divide: `{layout: [null, model], uneven: replicate}`.
+A rule may say for itself what it does with an axis that does not divide: `{layout: [null, model], uneven: replicate}`,
+and in which memory its variables are: `{layout: [null, model], memory: pinned_host}`.
 
 Comments are for people, who edit the file as text: a map does not keep them. `to_yaml` writes the reason of a rule as a
 comment above it. What of YAML a file may use is in `layoutmap.core.strict_yaml`.
@@ -33,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from layoutmap.core.errors import LayoutMapError, MeshError, RuleError, shorten_repr
-from layoutmap.core.layout import UNSHARDED
+from layoutmap.core.layout import UNSHARDED, check_memory
 from layoutmap.core.match import Rest, check_rest
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import ShardingSpec
@@ -56,7 +57,8 @@ class RulesFields:
 
     The specs are those of variables in `rules`, and of layers' outputs in `activations`.
     `dims` is `None` if the file names no mesh. `explicit_dims` are those with explicit axes on JAX. `uneven_rules` has
-    the rules that say it for themselves. `reasons` are the comments to write above rules; none are read.
+    the rules that say it for themselves, and `memory_rules` those that name a memory. `reasons` are the comments
+    to write above rules; none are read.
     """
 
     dims: Mapping[str, int] | None
@@ -67,6 +69,7 @@ class RulesFields:
     explicit_dims: tuple[str, ...] = ()
     uneven: UnevenSetting = "error"
     uneven_rules: Mapping[str, UnevenSetting] = field(default_factory=dict[str, UnevenSetting])
+    memory_rules: Mapping[str, str] = field(default_factory=dict[str, str])
     rest: Rest | None = None
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -101,8 +104,12 @@ def to_yaml(fields: RulesFields) -> str:
 
     def convert_rule(pattern: str, specs: tuple[Any, ...]) -> object:
         listed = Flow(map(convert_spec, specs))
-        own = fields.uneven_rules.get(pattern)
-        return FlowMapping(layout=listed, uneven=convert_uneven(own)) if own else listed
+        own = FlowMapping(layout=listed)
+        if uneven := fields.uneven_rules.get(pattern):
+            own["uneven"] = convert_uneven(uneven)
+        if memory := fields.memory_rules.get(pattern):
+            own["memory"] = memory
+        return own if len(own) > 1 else listed
 
     def convert_uneven(setting: UnevenSetting) -> object:
         return setting if isinstance(setting, str) else Flow(setting)
@@ -178,7 +185,9 @@ def from_yaml(text: str) -> RulesFields:
                 why="it is the number of devices along the dim",
                 fix=f"write a number, as in {{{dim}: 4}}",
             )
-    rules, uneven_rules = _split_uneven(_check_mapping(_read_section(top, "rules"), "rules", None))
+    rules, uneven_rules, memory_rules = _split_settings(
+        _check_mapping(_read_section(top, "rules"), "rules", None)
+    )
     return RulesFields(
         dims=dims,
         mesh_name=name or "",
@@ -188,6 +197,7 @@ def from_yaml(text: str) -> RulesFields:
         activations=_read_rules(_read_section(top, "activations"), "activations", "activation rule"),
         uneven=check_uneven(top.get("uneven", "error"), "rules file"),
         uneven_rules=uneven_rules,
+        memory_rules=memory_rules,
         rest=check_rest(top.get("rest"), "rules file"),
     )
 
@@ -216,16 +226,20 @@ def _read_section(top: dict[str, Any], key: str) -> object:
     return {} if top.get(key) is None else top[key]
 
 
-def _split_uneven(rules: dict[str, Any]) -> tuple[dict[str, Any], dict[str, UnevenSetting]]:
-    """Return the layouts of rules, and the `uneven` settings of rules written as mappings."""
-    layouts, uneven = dict(rules), dict[str, UnevenSetting]()
+def _split_settings(
+    rules: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, UnevenSetting], dict[str, str]]:
+    """Return the specs of rules, and the `uneven` and `memory` settings of rules written as mappings."""
+    layouts, uneven, memory = dict(rules), dict[str, UnevenSetting](), dict[str, str]()
     for pattern, value in rules.items():
         if isinstance(value, dict):
-            own = _check_mapping(value, f"rule {pattern!r}", {"layout", "uneven"})
+            own = _check_mapping(value, f"rule {pattern!r}", {"layout", "uneven", "memory"})
             layouts[pattern] = own.get("layout")
             if "uneven" in own:
                 uneven[pattern] = check_uneven(own["uneven"], f"rules file: rule {pattern!r}")
-    return layouts, uneven
+            if kind := check_memory(own.get("memory"), f"rules file: rule {pattern!r}", RuleError):
+                memory[pattern] = kind
+    return layouts, uneven, memory
 
 
 def _read_rules(value: object, what: str, rule: str) -> dict[str, tuple[Any, ...]]:

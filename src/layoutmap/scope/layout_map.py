@@ -132,7 +132,13 @@ class LayoutMap(ImportedMaps):
         return apply(model, self, **options)
 
     def plan_optimizer(
-        self, tx: object, params: object, *, wrt: object = None, zero_dim: str | None = None
+        self,
+        tx: object,
+        params: object,
+        *,
+        wrt: object = None,
+        zero_dim: str | None = None,
+        memory: str | None = None,
     ) -> Plan:
         """Plan the layouts of an optimizer's state: the dry run of `build_optimizer`. Computes nothing.
 
@@ -142,6 +148,7 @@ class LayoutMap(ImportedMaps):
                 `jax.eval_shape`, get that of their rule.
             wrt: See `build_optimizer`.
             zero_dim: See `build_optimizer`.
+            memory: See `build_optimizer`.
 
         Returns:
             The plan of the parameters and of all slots, each with its parameter. Slots of several elements that
@@ -160,10 +167,17 @@ class LayoutMap(ImportedMaps):
             >>> [(slot, str(plan[slot].layout)) for slot in plan if "v_" in slot]
             [('optimizer.up.kernel.0.v_row', '(unsharded,)'), ('optimizer.up.kernel.0.v_col', '(model,)')]
         """
-        return plan_optimizer(self, tx, params, wrt, zero_dim)
+        return plan_optimizer(self, tx, params, wrt, zero_dim, memory)
 
     def build_optimizer(
-        self, tx: Any, params: Any, *, wrt: Any = None, zero_dim: str | None = None, strict: bool = False
+        self,
+        tx: Any,
+        params: Any,
+        *,
+        wrt: Any = None,
+        zero_dim: str | None = None,
+        memory: str | None = None,
+        strict: bool = False,
     ) -> Any:
         """Create the state of an optax optimizer with each leaf in its layout.
 
@@ -177,6 +191,8 @@ class LayoutMap(ImportedMaps):
             wrt: For a module: which of its variables are parameters; `None` means `nnx.Param`.
             zero_dim: A mesh dim over which slots are sharded further than their parameters, along the first axis that
                 divides, as ZeRO-1 does; mostly that of the batch. `None`: they are not.
+            memory: The kind of memory that stores slots of parameters, as for `Layout`: `"pinned_host"` leaves more of
+                the devices' memory to the model. `None`: that of their parameters.
             strict: Whether what is only worth a warning, a large slot that follows no parameter, is an error.
 
         Returns:
@@ -199,8 +215,11 @@ class LayoutMap(ImportedMaps):
             >>> state = layout_map.build_optimizer(optax.adam(1e-3), params, zero_dim="batch")
             >>> print(lm.dtensor.fetch_layout(state[0].mu["up"]["kernel"]))
             (batch, model)
+            >>> state = layout_map.build_optimizer(optax.adam(1e-3), params, memory="pinned_host")
+            >>> print(lm.dtensor.fetch_layout(state[0].mu["up"]["kernel"]))
+            (unsharded, model) in pinned_host
         """
-        return build_optimizer(self, tx, params, wrt, zero_dim, strict)
+        return build_optimizer(self, tx, params, wrt, zero_dim, memory, strict)
 
     def apply_optimizer(
         self,
@@ -209,6 +228,7 @@ class LayoutMap(ImportedMaps):
         *,
         wrt: object = None,
         zero_dim: str | None = None,
+        memory: str | None = None,
         strict: bool = False,
     ) -> Any:
         """Shard the existing state of an optimizer, with its values.
@@ -218,6 +238,7 @@ class LayoutMap(ImportedMaps):
             params: See `build_optimizer`.
             wrt: See `build_optimizer`; `None` means that of an `nnx.Optimizer`.
             zero_dim: See `build_optimizer`.
+            memory: See `build_optimizer`. `None`: that of each slot.
             strict: See `build_optimizer`.
 
         Returns:
@@ -237,7 +258,7 @@ class LayoutMap(ImportedMaps):
             >>> print(lm.dtensor.fetch_layout(state[0].mu[0]))
             (model,)
         """
-        return apply_optimizer(self, state, params, wrt, zero_dim, strict)
+        return apply_optimizer(self, state, params, wrt, zero_dim, memory, strict)
 
     def _repr_html_(self) -> str:
         shown = [(self, "rule"), (self.activations, "activation rule")]

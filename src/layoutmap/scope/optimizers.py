@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError
-from layoutmap.core.layout import Layout
+from layoutmap.core.layout import Layout, check_memory
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.users_line import find_user_stacklevel
-from layoutmap.core.variables import Kind
+from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.planner import make_table
+from layoutmap.plan.slots import is_sharded_by_zero
 from layoutmap.report.text import format_warnings
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.plan import Plan
@@ -23,16 +25,22 @@ if TYPE_CHECKING:
 
 
 def plan_optimizer(
-    layout_map: RuleSet, tx: object, params: object, wrt: object, zero_dim: str | None
+    layout_map: RuleSet, tx: object, params: object, wrt: object, zero_dim: str | None, memory: str | None
 ) -> Plan:
     """Plan the layouts of an optimizer's state. See `LayoutMap.plan_optimizer`."""
     from layoutmap.adapters.jax.optimizers import describe, find_params
 
-    return _make_plan(layout_map, describe(_get_init(tx), find_params(params, wrt)), zero_dim)
+    return _make_plan(layout_map, describe(_get_init(tx), find_params(params, wrt)), zero_dim, memory)
 
 
 def build_optimizer(
-    layout_map: RuleSet, tx: object, params: object, wrt: object, zero_dim: str | None, strict: bool
+    layout_map: RuleSet,
+    tx: object,
+    params: object,
+    wrt: object,
+    zero_dim: str | None,
+    memory: str | None,
+    strict: bool,
 ) -> Any:
     """Create an optimizer's state with each leaf in its layout. See `LayoutMap.build_optimizer`."""
     from layoutmap.adapters.jax.models import is_nnx
@@ -40,7 +48,7 @@ def build_optimizer(
 
     init, tree = _get_init(tx), find_params(params, wrt)
     found = describe(init, tree)
-    plan = _check_plan(layout_map, found, zero_dim, strict)
+    plan = _check_plan(layout_map, found, zero_dim, memory, strict)
     layouts = _list_slot_layouts(plan)
     if not is_nnx(params):
         return make_state(init, tree, layouts)
@@ -49,7 +57,13 @@ def build_optimizer(
 
 
 def apply_optimizer(
-    layout_map: RuleSet, state: Any, params: Any, wrt: Any, zero_dim: str | None, strict: bool
+    layout_map: RuleSet,
+    state: Any,
+    params: Any,
+    wrt: Any,
+    zero_dim: str | None,
+    memory: str | None,
+    strict: bool,
 ) -> Any:
     """Shard an optimizer's existing state. See `LayoutMap.apply_optimizer`."""
     from layoutmap.adapters.jax.objects import is_nnx_optimizer
@@ -58,12 +72,15 @@ def apply_optimizer(
     is_nnx = is_nnx_optimizer(state)
     leaves = state.opt_state if is_nnx else state
     found = describe(lambda _: leaves, find_params(params, state.wrt if is_nnx and wrt is None else wrt))
-    plan = _check_plan(layout_map, found, zero_dim, strict)
+    plan = _check_plan(layout_map, found, zero_dim, memory, strict)
     moved = move_state(leaves, _list_slot_layouts(plan))
     return _replicate_step(state, plan.mesh) if is_nnx else moved
 
 
-def _make_plan(layout_map: RuleSet, found: OptimizerVariables, zero_dim: str | None) -> Plan:
+def _make_plan(
+    layout_map: RuleSet, found: OptimizerVariables, zero_dim: str | None, memory: str | None
+) -> Plan:
+    check_memory(memory, "optimizer")
     mesh = layout_map.mesh
     first = next(iter(found.layouts), None)
     if first is not None:
@@ -79,10 +96,21 @@ def _make_plan(layout_map: RuleSet, found: OptimizerVariables, zero_dim: str | N
     table = make_table(
         [*found.weights, *found.slots], rules, complete=False, given=found.layouts, zero_dim=zero_dim
     )
+    if memory is not None:
+        table = replace(table, assignments=tuple(_choose_memory(a, memory) for a in table.assignments))
     return Plan.of(table)
 
 
-def _check_plan(layout_map: RuleSet, found: OptimizerVariables, zero_dim: str | None, strict: bool) -> Plan:
+def _choose_memory(assignment: Assignment, memory: str) -> Assignment:
+    """Return the assignment of a slot in a kind of memory. Counts, padded slots, and parameters stay."""
+    if not is_sharded_by_zero(assignment.variable) or assignment.is_padded:
+        return assignment
+    return replace(assignment, layout=assignment.layout.replace_memory(memory))
+
+
+def _check_plan(
+    layout_map: RuleSet, found: OptimizerVariables, zero_dim: str | None, memory: str | None, strict: bool
+) -> Plan:
     for weight in found.weights:
         if weight.key not in found.layouts:
             raise LayoutError(
@@ -94,7 +122,7 @@ def _check_plan(layout_map: RuleSet, found: OptimizerVariables, zero_dim: str | 
                 why="slots are placed as their parameters are, and this one is on no mesh",
                 fix="build the parameters with layout_map.build(..), or lay them out: layout_map.apply(params)",
             )
-    plan = _make_plan(layout_map, found, zero_dim).check(strict=strict)
+    plan = _make_plan(layout_map, found, zero_dim, memory).check(strict=strict)
     if text := format_warnings(plan):
         warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel())
     return plan

@@ -17,7 +17,7 @@ import warnings
 
 from hypothesis import strategies as st
 
-from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.layout import MEMORY_KINDS, UNSHARDED, Layout
 from layoutmap.core.match import Rest
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.uneven import Uneven
@@ -133,7 +133,8 @@ def layout_maps(draw: st.DrawFn, mesh: Mesh | None = None, *, max_rules: int = 8
     rest: Rest | None = draw(st.sampled_from([None, "replicated"]))
     layout_map = LayoutMap(mesh, activations=activations, uneven=draw(uneven), rest=rest)
     for pattern, layout in draw(st.dictionaries(patterns(), layouts(mesh), max_size=max_rules)).items():
-        layout_map.add(pattern, layout, uneven=draw(st.none() | uneven))
+        memory = draw(st.sampled_from([None, *MEMORY_KINDS]))
+        layout_map.add(pattern, layout, uneven=draw(st.none() | uneven), memory=memory)
     return layout_map
 
 

@@ -103,7 +103,7 @@ def make_state(init: Callable[[object], object], params: object, layouts: Sequen
     shardings: list[Any] = [get_engine("jax").native(layout, layout.rank) for layout in layouts]
     mesh = _find_mesh(params)
     if isinstance(mesh, jax.sharding.Mesh):  # equal layouts may have other axis types than the parameters
-        shardings = [NamedSharding(mesh, sharding.spec) for sharding in shardings]
+        shardings = [NamedSharding(mesh, each.spec, memory_kind=each.memory_kind) for each in shardings]
     with leave_program_context(), use_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh):
         leaves, tree = jax.tree.flatten(jax.eval_shape(init, describe_logical(params)))
         padded = [layout.pad_shape(leaf.shape) for layout, leaf in zip(layouts, leaves, strict=True)]

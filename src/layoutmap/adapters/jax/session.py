@@ -145,7 +145,7 @@ class JaxSession:
         layout, mesh = assignment.layout, self._context.policy.mesh
         if layout.mesh.axis_types == mesh.axis_types:
             return assignment
-        return replace(assignment, layout=Layout.from_valid_specs(layout.sharding_specs, mesh))
+        return replace(assignment, layout=Layout.from_valid_specs(layout.sharding_specs, mesh, layout.memory))
 
     def _materialize(self, assignments: Sequence[Assignment], arrays: Sequence[object]) -> list[object]:
         """Return arrays in their layouts: traced ones computed there, and those that exist redistributed."""

@@ -41,6 +41,7 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_program
 from layoutmap.engines.jax.ambient import leave_ambient_mesh, use_mesh
 from layoutmap.engines.jax.padded import Shape, find_padded_shape, pad, unpad, unwrap
+from layoutmap.engines.jax.trees import set_memory
 
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 Signature = tuple[Variant, tuple[jax.core.ShapedArray, ...], tuple[Any, ...], frozenset[int]]
@@ -204,7 +205,9 @@ class Programs:
         of_objects = [n for n, owner in enumerate(owners) if owner in variant.nodes]
         program = Program(shardings, [each.is_donated for each in inputs], of_objects)
 
-        def run(*leaves: Any) -> tuple[list[Any], dict[int, object]]:
+        def run(*stored: Any) -> tuple[list[Any], dict[int, object]]:
+            # JAX mixes no memories in an operation, and the shardings of the results return each (decisions/0264).
+            leaves = [set_memory(each, "device") for each in stored]
             values, before = variant.fill_tree(leaves), [leaves[n] for n in of_objects]
             opened = open_objects(structure, before) if variant.nodes else ()
             for n, value in (

@@ -24,7 +24,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import find_repeated_layers, replace_numbers
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Key, Shape, TrainingStep
-from layoutmap.core.variables import Assignment, VariableSpec
+from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.cost.jax.attention import name_attention_calls
 from layoutmap.cost.jax.compiled import CompiledStep, compile_modules, partition_modules
 from layoutmap.cost.jax.counting import Counts, count_collectives, count_flops, count_step
@@ -93,7 +93,10 @@ class LoweredStep:
             )
             for each in self._step.batch
         ]
-        arguments = sum(a.shard_bytes for a in (*assignments, *batch))
+        # A step uses a weight from its beginning to its end, and a slot only in the update of its weight.
+        arguments = sum(
+            a.device_bytes if a.variable.kind is Kind.SLOT else a.shard_bytes for a in (*assignments, *batch)
+        )
         collectives = [replace(each, calls=number) for each, number in _balance_counts(counts.collectives)]
         peaks = [0, 0]
         for (order, *_), peak in counts.peaks.items():

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import (
@@ -94,7 +95,23 @@ def make_named_sharding(layout: Layout) -> NamedSharding:
 
 @functools.lru_cache(_MAX_NATIVES)
 def _make_named_sharding(layout: Layout, axis_types: tuple[AxisType, ...]) -> NamedSharding:
-    return NamedSharding(_make_native_mesh(layout.mesh, axis_types), make_partition_spec(layout))
+    mesh, spec = _make_native_mesh(layout.mesh, axis_types), make_partition_spec(layout)
+    if layout.host_memory:
+        _check_memory(layout)
+    return NamedSharding(mesh, spec, memory_kind=layout.host_memory or None)
+
+
+def _check_memory(layout: Layout) -> None:
+    """Refuse a kind of memory that the devices of this process do not have."""
+    device = jax.local_devices(backend=layout.mesh.device_type and layout.mesh.device_type.lower())[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if layout.host_memory not in kinds:
+        raise EngineError(
+            f"JAX has no {layout.host_memory} memory here",
+            facts={"layout": str(layout), "devices": device.platform.upper()},
+            why=f"these devices have {', '.join(kinds)}",
+            fix='use memory="pinned_host"' if "pinned_host" in kinds else "leave memory out",
+        )
 
 
 def make_partition_spec(layout: Layout) -> PartitionSpec:

@@ -56,7 +56,7 @@ from layoutmap.engines.jax.moving import make_mover
 from layoutmap.engines.jax.padded import PaddedArray, Shape, change_padding, unwrap, wrap
 from layoutmap.engines.jax.processes import gather_values, share_seeds
 from layoutmap.engines.jax.programs import ShardedProgram, find_global_reason, leave_program_context, trace
-from layoutmap.engines.jax.trees import find_memory
+from layoutmap.engines.jax.trees import find_memory, set_memory
 from layoutmap.engines.protocol import Array, Unplaced
 
 
@@ -130,6 +130,8 @@ class JaxEngine:
                     program = self._get_program(assignment, initializer, seeds.get(key), sharding)
                     if isinstance(program, ShardedProgram):
                         array = wait_on_cpu(program(seeds[key]))
+                        if assignment.layout.host_memory:
+                            array = wait_on_cpu(jax.device_put(array, sharding))
                         if assignment.is_padded:
                             array = _move_padded(array, assignment.padded_shape, sharding)
                     else:
@@ -198,10 +200,12 @@ class JaxEngine:
         """
         if not isinstance(array, self.array_types):
             array = canonicalize(array)
-        memory = "" if isinstance(array, jax.core.Tracer) else find_memory(array)
-        sharding = self._layouts.make_fitting_sharding(layout, array.shape, memory=memory, pad=pad)
         if isinstance(array, jax.core.Tracer):
-            return constrain(array, sharding)
+            sharding = self._layouts.make_fitting_sharding(layout.replace_memory(None), array.shape, pad=pad)
+            return set_memory(constrain(array, sharding), layout.memory)
+        if layout.memory is None:
+            layout = layout.replace_memory(find_memory(array) or None)
+        sharding = self._layouts.make_fitting_sharding(layout, array.shape, pad=pad)
         if (padded := layout.pad_shape(array.shape)) != array.shape or isinstance(array, PaddedArray):
             return self._layouts.record_layout(_move_padded(array, padded, sharding), layout, given=array)
         movable = isinstance(array, jax.Array) and (
@@ -274,7 +278,7 @@ class JaxEngine:
         def call_with_arrays(arrays: Sequence[jax.Array]) -> Any:
             filled = list(leaves)
             for place, array in zip(places, arrays, strict=True):
-                filled[place] = array
+                filled[place] = set_memory(array, "device")
             inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
             return function(*inner_args, **inner_kwargs)
 
@@ -283,10 +287,11 @@ class JaxEngine:
         check_one_result(function, len(closed.out_avals))
         sharding = self._layouts.make_fitting_sharding(layout, closed.out_avals[0].shape)  # type: ignore[attr-defined]
         if find_global_reason(closed):
-            return self._layouts.record_layout(
-                wait_on_cpu(jax.jit(call_with_arrays, out_shardings=sharding)(arrays)), layout
-            )
-        return self._layouts.record_layout(wait_on_cpu(ShardedProgram(closed, sharding)(arrays)), layout)
+            made = wait_on_cpu(jax.jit(call_with_arrays, out_shardings=sharding)(arrays))
+        else:
+            made = wait_on_cpu(ShardedProgram(closed, NamedSharding(sharding.mesh, sharding.spec))(arrays))
+            made = wait_on_cpu(jax.device_put(made, sharding))
+        return self._layouts.record_layout(made, layout)
 
     # -- parts
 
@@ -295,7 +300,7 @@ class JaxEngine:
         variable = assignment.variable
         convert_dtype(variable.dtype, variable.path)
         return self._layouts.make_fitting_sharding(
-            assignment.layout, variable.shape, variable.path, variable.memory, pad=assignment.is_padded
+            assignment.layout, variable.shape, variable.path, pad=assignment.is_padded
         )
 
     def _get_program(
@@ -321,6 +326,8 @@ class JaxEngine:
         check_initial_value(variable, aval.shape, aval.dtype.name)  # type: ignore[attr-defined]
         if assignment.is_padded:
             sharding = self._layouts.make_sharding(_make_even_layout(assignment.layout, variable.shape))
+        # A program computes in the memory of the devices, and what it returns moves to the host.
+        sharding = NamedSharding(sharding.mesh, sharding.spec)
         program = find_global_reason(closed) or ShardedProgram(closed, sharding)
         with self._lock:
             return remember(self._programs, key, program)

@@ -23,6 +23,7 @@ from layoutmap.engines.jax.devices import (
     make_partition_spec,
 )
 from layoutmap.engines.jax.padded import PaddedArray, unwrap, wrap
+from layoutmap.engines.jax.trees import find_memory
 from layoutmap.engines.protocol import Array, Unplaced
 
 
@@ -50,18 +51,16 @@ class ArrayLayouts:
         layout: Layout,
         shape: tuple[int, ...],
         name: str = "layout",
-        memory: str = "",
         *,
         pad: bool = False,
     ) -> NamedSharding:
-        """Return the sharding of a layout that fits a shape. An empty `memory` means the devices' default.
+        """Return the sharding of a layout that fits a shape.
 
         Raises:
             LayoutError: It does not fit. With `pad`, axes need not divide.
         """
         (layout.check_rank if pad else layout.check_fits)(shape, name)
-        sharding = self.make_sharding(layout)
-        return sharding.with_memory_kind(memory) if memory else sharding
+        return self.make_sharding(layout)
 
     def find_mesh(self, native_mesh: jax.sharding.Mesh) -> Mesh:
         """Return the mesh of a `jax.sharding.Mesh`: the first one used, or one with its devices, axes and their types.
@@ -86,7 +85,8 @@ class ArrayLayouts:
         if _explain_missing_layout(sharding.spec):
             return None
         _, made_on = self._mesh_of_array.get(id(array), (None, None))
-        return Layout(_pad_specs(sharding.spec, array.ndim), made_on or self.find_mesh(sharding.mesh))
+        specs, mesh = _pad_specs(sharding.spec, array.ndim), made_on or self.find_mesh(sharding.mesh)
+        return Layout(specs, mesh, memory=find_memory(array) or None)
 
     def describe_placement(self, array: Any, meshes: Sequence[Mesh]) -> Layout | Unplaced:
         """Return the layout of an array, or a description of its placement without one."""

@@ -31,6 +31,7 @@ from layoutmap.core.blocks import (
 )
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import VariableSpec
+from layoutmap.engines.jax.trees import find_memory, set_memory
 from layoutmap.engines.protocol import Array
 
 Shape = tuple[int, ...]
@@ -205,21 +206,26 @@ def explain_no_padding(variable: VariableSpec, layout: Layout) -> str:
 
 
 def describe_logical(tree: T) -> T:
-    """Return a tree with a shape in place of each `PaddedArray`, for functions that are traced with it."""
+    """Return a tree with a shape for each `PaddedArray` and each array in host memory, to trace functions with it."""
 
     def describe(leaf: object) -> object:
+        if isinstance(leaf, jax.Array) and find_memory(leaf):
+            sharding = leaf.sharding
+            if isinstance(sharding, NamedSharding):
+                sharding = NamedSharding(sharding.mesh, sharding.spec)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, PaddedArray) else leaf
 
     return jax.tree.map(describe, tree)
 
 
 def unpad_arguments(function: Callable[..., T], *trees: object) -> tuple[Callable[..., T], list[Array]]:
-    """Return a function of padded arrays that calls another one with logical arrays, and its arguments."""
+    """Return a function of stored arrays that calls another one with logical arrays on devices, and its arguments."""
     leaves, tree = jax.tree.flatten(trees)
     shapes = [leaf.shape if isinstance(leaf, PaddedArray) else None for leaf in leaves]
 
     def run(*stored: Array) -> T:
-        pairs = zip(stored, shapes, strict=True)
+        pairs = zip((set_memory(each, "device") for each in stored), shapes, strict=True)
         logical = [each if shape is None else unpad(each, shape) for each, shape in pairs]
         return function(*jax.tree.unflatten(tree, logical))
 

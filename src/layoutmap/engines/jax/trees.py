@@ -43,6 +43,15 @@ def is_flax_box(node: object) -> bool:
     return not kinds.isdisjoint(("flax.Variable", "flax.AxisMetadata"))
 
 
+def set_memory(array: jax.Array, memory: str | None) -> jax.Array:
+    """Return a traced array in a kind of memory, and with `None` the array itself."""
+    if memory is None:
+        return array
+    space = jax.memory.Space.Host if memory == "pinned_host" else jax.memory.Space.Device
+    # JAX has no space for memory that is not pinned: it computes with such arrays as with those of the devices.
+    return array if jax.typeof(array).memory_space == space else jax.device_put(array, space)
+
+
 def find_memory(array: Any) -> str:
     """Find the memory kind of an array, as `"pinned_host"`, or an empty text for its devices' default."""
     sharding = getattr(array, "sharding", None)

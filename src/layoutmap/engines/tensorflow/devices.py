@@ -19,6 +19,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import (
     bind_devices,
     check_auto_axes,
+    check_device_memory,
     check_simulated,
     explain_more_devices,
     make_no_devices_error,
@@ -115,6 +116,7 @@ def make_native_specs(layout: Layout) -> list[str]:
 
     A mesh dim of size 1 shards nothing, and is left out: DTensor refuses such layouts where it wants replicated ones.
     """
+    check_device_memory(layout, "TensorFlow", "a layout of DTensor names no memory")
     specs: list[str] = []
     for axis in range(layout.rank):
         sharding = [dim for dim in layout.list_mesh_dims(axis) if layout.mesh.dim_size(dim) > 1]

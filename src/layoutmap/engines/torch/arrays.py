@@ -27,6 +27,7 @@ from layoutmap.core.blocks import (
 from layoutmap.core.errors import EngineError, MeshError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.engines.checks import check_device_memory
 from layoutmap.engines.protocol import Unplaced
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import AutogradFunction, Ctx
@@ -58,8 +59,14 @@ T = TypeVar("T", bound=torch.Tensor)
 
 def convert_layout(layout: Layout) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return the `(DeviceMesh, placements)` of a layout."""
+    check_memory(layout)
     native = make_device_mesh(layout.mesh)
     return native, make_placements(layout, native)
+
+
+def check_memory(layout: Layout) -> None:
+    """Refuse a layout in host memory."""
+    check_device_memory(layout, "torch", "a DTensor has its shards on the devices of its mesh")
 
 
 def fit_layout(

@@ -38,6 +38,7 @@ from layoutmap.engines.checks import (
 )
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import (
+    check_memory,
     convert_layout,
     describe_placement,
     fit_layout,
@@ -102,8 +103,9 @@ class TorchEngine:
         """Refuse a layout that no DTensor can have. It needs no device and no process group.
 
         Raises:
-            EngineError: The mesh's devices come in an order that torch does not keep.
+            EngineError: It is in host memory, or the mesh's devices come in an order that torch does not keep.
         """
+        check_memory(layout)
         check_device_order(layout.mesh)
 
     @skip_function_modes

@@ -165,7 +165,7 @@ def make_sharded_layout(layout: Layout, axis: int, dims: tuple[str, ...]) -> Lay
         dims if number == axis else tuple(dim for dim in layout.list_mesh_dims(number) if dim not in dims)
         for number in range(layout.rank)
     ]
-    return Layout(map(spec_from_dims, kept), layout.mesh)
+    return Layout.from_valid_specs(map(spec_from_dims, kept), layout.mesh, layout.memory)
 
 
 def make_matching_layout(w: Weight, kernel: Weight) -> Layout | None:

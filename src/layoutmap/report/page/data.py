@@ -196,4 +196,4 @@ def _sum_bytes(plan: PlanTable, memory: Memory) -> dict[str, Mapping[str, int]]:
         "slots": slots,
         "state": plan.global_bytes - weights - slots,
     }
-    return {"device": device, "model": of_model}
+    return {"device": device, "model": of_model, "host": {"all": memory.host}}

@@ -78,7 +78,7 @@ class JaxBackend(Backend):
         native = session.engine.native(assignment.layout, assignment.layout.rank)
         # A sharding object of its own for each variable: Keras hands a variable's `_layout` to the optimizer's slots,
         # and by that very object a slot's weight is known again.
-        tag = jax.sharding.NamedSharding(native.mesh, native.spec)
+        tag = jax.sharding.NamedSharding(native.mesh, native.spec, memory_kind=native.memory_kind)
         variable._layout = tag
         variable._value = held
         # On the instance, as Keras has no place for it; a copy of the variable gets one that knows the copy.
@@ -86,7 +86,7 @@ class JaxBackend(Backend):
         own["__array__"] = functools.partial(_convert_to_array, variable)
         own.pop("_direct_assign", None)
         own.pop("_maybe_autocast", None)
-        if assignment.is_padded:
+        if assignment.is_padded or assignment.layout.host_memory:
             own["_maybe_autocast"] = functools.partial(read_logical, variable)
         if session.context.across or assignment.is_padded:
             own["_direct_assign"] = functools.partial(_assign_value, variable)

@@ -28,6 +28,7 @@ from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import check_same_batch, make_step_wraps
 from layoutmap.engines.agreement import CallSchedule, check_program
 from layoutmap.engines.jax.padded import PaddedArray, find_padded_shape, pad, unpad, unwrap, wrap
+from layoutmap.engines.jax.trees import set_memory
 from layoutmap.engines.patches import temporarily
 
 PRIVATE = ((keras.Model, ("_get_jax_state", "_purge_model_variables", "_make_function")),)
@@ -246,11 +247,13 @@ def read_stored(variable: keras.Variable) -> Any:
 
 
 def read_logical(variable: keras.Variable, value: Any) -> Any:
-    """Return the value of a variable that is stored padded. It is its `_maybe_autocast`."""
+    """Return the value of a variable that is stored padded or in host memory. It is its `_maybe_autocast`."""
     if isinstance(value, PaddedArray):
         if _has_stored_values.get():
             return value
         value = value.__jax_array__()
+    if isinstance(value, jax.Array) and not _has_stored_values.get():
+        value = set_memory(value, "device")
     return type(variable)._maybe_autocast(variable, value)
 
 
@@ -325,7 +328,7 @@ def _wrap_step(model: keras.Model, plain: Method, session: KerasSession) -> Meth
     @functools.wraps(plain)
     def step(state: State, data: object) -> object:
         groups = _list_variable_groups(model, len(state))
-        result, new = plain(tuple(map(_unpad, state, groups)), data)
+        result, new = plain(tuple(map(_take_logical, state, groups)), data)
         if session.context.across:  # each process is to find its rows, and all numbers, on its own devices
             by_rows = plain.__name__ == "predict_step"
             result = keras.tree.map_structure(
@@ -347,8 +350,10 @@ def _make_addressable(array: object, session: KerasSession, by_rows: bool) -> ob
     return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 
 
-def _unpad(values: Sequence[jax.Array], variables: Sequence[keras.Variable]) -> list[jax.Array]:
-    return [unpad(value, variable.shape) for value, variable in zip(values, variables, strict=True)]
+def _take_logical(values: Sequence[jax.Array], variables: Sequence[keras.Variable]) -> list[jax.Array]:
+    """Return the values of variables in the memory of the devices, without padding."""
+    pairs = zip(values, variables, strict=True)
+    return [unpad(set_memory(value, "device"), variable.shape) for value, variable in pairs]
 
 
 def _pin_values(values: Sequence[jax.Array], variables: Sequence[keras.Variable]) -> list[jax.Array]:
@@ -357,8 +362,9 @@ def _pin_values(values: Sequence[jax.Array], variables: Sequence[keras.Variable]
 
 def pin_layout(array: Any, variable: keras.Variable) -> jax.Array:
     """Constrain an array in a step to the layout of a variable, if it has one, and pad it for that."""
-    if isinstance(variable._layout, jax.sharding.NamedSharding):
-        array = pad(array, find_padded_shape(array.shape, variable._layout))
-    if isinstance(variable._layout, jax.sharding.Sharding):
-        return jax.lax.with_sharding_constraint(array, variable._layout)
-    return array
+    layout = variable._layout
+    if not isinstance(layout, jax.sharding.NamedSharding):
+        return array
+    array = pad(array, find_padded_shape(array.shape, layout))
+    array = jax.lax.with_sharding_constraint(array, jax.sharding.NamedSharding(layout.mesh, layout.spec))
+    return set_memory(array, layout.memory_kind)

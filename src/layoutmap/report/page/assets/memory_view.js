@@ -61,6 +61,7 @@ function memoryView(holder) {
       make("strong", {}, sizeText(needed)), verdict.so_far ? " so far" : "", cost
         ? ` ${verdict.moment}: activations, gradients, the batch and what is gathered are counted.`
         : `, gradients among them, ${verdict.moment}, which are not counted here.`,
+      data.memory.host.all ? ` ${sizeText(data.memory.host.all)} more are in the host's memory for each of them.` : "",
       unfit ? ` ${counted(unfit, "variable")} that ${unfit === 1 ? "does" : "do"} not fit ${unfit === 1 ? "its" : "their"} layout ${unfit === 1 ? "is" : "are"} not counted.` : ""),
     line("Whole model", data.memory.model, Math.max(sum(data.memory.model), needed)),
     line(mesh.size === 1 ? "The device" : "Each device", held, Math.max(sum(data.memory.model), needed)),
