@@ -23,12 +23,27 @@ from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.adapters.fingerprints import hash_lowered, list_versions
+from layoutmap.adapters.jax.contexts import find_context
+from layoutmap.adapters.jax.later_arrays import (
+    ArrayShape,
+    check_mesh,
+    find_rule_shardings,
+    name_results,
+    warn_without_rule,
+)
 from layoutmap.adapters.jax.microbatches import find_consecutive_splits
-from layoutmap.adapters.jax.objects import StepObjects, find_changed_arrays, is_object, open_objects
+from layoutmap.adapters.jax.objects import (
+    StepObjects,
+    find_changed_arrays,
+    is_nnx_optimizer,
+    is_object,
+    open_objects,
+)
 from layoutmap.adapters.jax.outputs import Input, Place, Tree, choose_shardings
-from layoutmap.adapters.jax.pytrees import find_equinox_leaves
+from layoutmap.adapters.jax.pytrees import find_equinox_leaves, list_leaves
 from layoutmap.adapters.jax.step_changes import ProgramKey, describe_change
 from layoutmap.adapters.jax.tracing import is_key
+from layoutmap.adapters.protocol import RuleLookup
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError, shorten_repr
 from layoutmap.core.idle_dims import make_idle_dims_warning
@@ -58,6 +73,8 @@ def jit_step(
     static_argnames: str | Sequence[str] = (),
     batch_dim: BatchDim | None = None,
     batch_argnums: int | Sequence[int] | None = None,
+    layout_map: RuleLookup | None = None,
+    out_names: object = None,
 ) -> JitStep: ...
 
 
@@ -69,6 +86,8 @@ def jit_step(
     static_argnames: str | Sequence[str] = (),
     batch_dim: BatchDim | None = None,
     batch_argnums: int | Sequence[int] | None = None,
+    layout_map: RuleLookup | None = None,
+    out_names: object = None,
 ) -> Callable[[Callable[..., object]], JitStep]: ...
 
 
@@ -80,6 +99,8 @@ def jit_step(
     static_argnames: str | Sequence[str] = (),
     batch_dim: BatchDim | None = None,
     batch_argnums: int | Sequence[int] | None = None,
+    layout_map: RuleLookup | None = None,
+    out_names: object = None,
 ) -> Any:
     """Compile a training step that keeps the layouts of its arguments in its results.
 
@@ -102,6 +123,11 @@ def jit_step(
             `("replica", "fsdp")`; `None`: they are replicated.
         batch_argnums: The positional arguments that are batches; `None`: every numpy array is one, and so are random
             keys of which there is one for each row. Of several processes each passes its own rows.
+        layout_map: Rules for arrays that appear after the model was built, as a KV cache. An argument without a layout
+            gets that of the rule for its parameter's name and its path, as in `cache.0.k`, and so does a result that
+            replaces no argument. `None`: an array that a module of nnx got after `build` has the rules of its map.
+        out_names: The names of results, as a tuple of them or a tree: `(None, "cache")`. `None`: keys of a dict are
+            names, and other results have none.
 
     Returns:
         The compiled step, called as the function is. Its `lower` takes the same arguments and returns what `lower` of
@@ -136,6 +162,8 @@ def jit_step(
         "static_argnames": static_argnames,
         "batch_dim": batch_dim,
         "batch_argnums": batch_argnums,
+        "layout_map": layout_map,
+        "out_names": out_names,
     }
     return functools.partial(JitStep, **options) if function is None else JitStep(function, **options)
 
@@ -222,6 +250,8 @@ class JitStep:
         static_argnames: str | Sequence[str] = (),
         batch_dim: BatchDim | None = None,
         batch_argnums: int | Sequence[int] | None = None,
+        layout_map: RuleLookup | None = None,
+        out_names: object = None,
     ):
         functools.update_wrapper(self, function)
         self._function = function
@@ -232,6 +262,7 @@ class JitStep:
         self._static = self._find_keys(static_argnums, static_argnames)
         self._batch_dim = tuple(batch_dim) if isinstance(batch_dim, list) else batch_dim
         self._batches = None if batch_argnums is None else self._find_keys(batch_argnums)
+        self._layout_map, self._out_names, self._warned = layout_map, out_names, set[str]()
         # For the signature of a call the program, and the leaves to place before it runs: whether each is a batch.
         self._entries: dict[Hashable, tuple[_Program, dict[int, bool]]] = {}
         self._last: tuple[Hashable, Any] = None, None
@@ -417,12 +448,15 @@ class JitStep:
         names, owners = call.list_names()
         mesh, native = self._find_mesh(names, call.leaves)
         num_rows = {np.shape(leaf)[0] for leaf in call.leaves if isinstance(leaf, np.ndarray) and leaf.ndim}
+        by_rule = self._find_rule_shardings(call, names, owners, native)
         off_mesh, places, shapes = dict[int, bool](), dict[int, bool](), list[jax.ShapeDtypeStruct]()
         shardings: list[Any] = [getattr(leaf, "sharding", None) for leaf in call.leaves]
         for n, (leaf, sharding) in enumerate(zip(call.leaves, shardings, strict=True)):
             if not isinstance(leaf, kinds + _NUMBERS):
                 self._refuse(names[n], leaf)
-            if sharding is None or 1 == len(sharding.device_set) < mesh.size:
+            if n in by_rule:
+                shardings[n], places[n] = by_rule[n], False
+            elif sharding is None or 1 == len(sharding.device_set) < mesh.size:
                 is_of_object, rank = owners[n] in call.variant.nodes, np.ndim(leaf)
                 is_batch = not is_of_object and (
                     (
@@ -451,7 +485,7 @@ class JitStep:
                 is_donated = call.variant.keys[owner] in self._donate
                 kept = shardings[n] if is_donated or owner in with_layouts else None
                 inputs.append(Input(name, logical.get(n) or shape.shape, kept, is_donated))
-            program = self._compile(call, inputs, owners, shardings, shapes)
+            program = self._compile(call, inputs, owners, shardings, shapes, native)
             if any(
                 s.shape and (off_mesh.get(n) or (n in off_mesh and s.size > _SMALL))
                 for n, s in enumerate(shapes)
@@ -474,6 +508,7 @@ class JitStep:
         owners: Sequence[int],
         shardings: Sequence[NamedSharding],
         shapes: Sequence[jax.ShapeDtypeStruct],
+        native: jax.sharding.Mesh,
     ) -> _Program:
         """Trace the step for leaves of some shapes and shardings, and choose the shardings of its results."""
         variant, structure = call.variant, call.objects.structure if call.objects is not None else None
@@ -490,7 +525,7 @@ class JitStep:
                 values[n] = value
             count = variant.num_positional
             named = dict(zip(map(str, variant.keys[count:]), values[count:], strict=True))
-            with use_mesh(shardings[0].mesh):
+            with use_mesh(native):
                 out = self._function(*values[:count], **named)
             self._check_results(out)
             found, program.tree = jax.tree.flatten(out)
@@ -515,6 +550,8 @@ class JitStep:
         arrays, changed = traced.out_info
         results = _fill(program.tree, dict.fromkeys(program.constants), arrays)
         chosen = choose_shardings(results, traced.jaxpr.jaxpr, inputs, self._list_arguments(variant))
+        if self._layout_map is not None:
+            self._choose_by_rules(results, chosen, native)
         kept = {n: shardings[of_objects[n]] for n in changed}
         program.result_shardings = chosen, kept
         of_results, of_changed = dict(enumerate(arrays)), dict(changed)
@@ -590,6 +627,8 @@ class JitStep:
                     why="a step computes on one mesh",
                     fix="lay them out on one",
                 )
+        if first is None and self._layout_map is not None and (mesh := self._layout_map.mesh) is not None:
+            first = "layout_map", get_engine("jax").native(Layout.replicated(mesh, 0), 0).mesh, mesh
         if first is None:
             raise LayoutError(
                 f"{self._name}: no argument has a layout",
@@ -599,6 +638,58 @@ class JitStep:
         _, native, mesh = first
         check_dim(f"{self._name}: batch_dim", self._batch_dim, mesh, "batches are sharded over it")
         return mesh, native
+
+    # A step sees them first where it is compiled, so that later calls take no time for it (decisions/0265).
+    def _find_rule_shardings(
+        self, call: _Call, names: Sequence[str], owners: Sequence[int], native: jax.sharding.Mesh
+    ) -> dict[int, NamedSharding]:
+        """Return by number the shardings of leaves without a layout, in arguments with a leaf that has a rule."""
+        found, others = dict[int, NamedSharding](), dict[int, int]()
+        if self._layout_map is not None:
+            check_mesh(self._name, self._layout_map, native)
+        variant, known = call.variant, dict(enumerate(self._parameters))
+        values = variant.fill_tree(call.leaves, with_constants=False)
+        paths = [parts for parts, _ in list_leaves(values)]
+        for n, (leaf, owner) in enumerate(zip(call.leaves, owners, strict=True)):
+            sharding, layout_map = getattr(leaf, "sharding", None), self._layout_map
+            if sharding is not None and not 1 == len(sharding.device_set) < native.size:
+                continue
+            key = variant.keys[owner]
+            if call.objects is not None and owner in variant.nodes:
+                node, path = call.objects.get_node(variant.nodes.index(owner)), names[n]
+                context = find_context(node)
+                layout_map = (
+                    None if is_nnx_optimizer(node) else layout_map or (context and context.layout_map)
+                )
+            else:
+                path = ".".join((str(known.get(key, key) if isinstance(key, int) else key), *paths[n][1:]))
+                layout_map = None if self._batches and key in self._batches else layout_map
+            if layout_map is None:
+                continue
+            by_rule = find_rule_shardings(layout_map, {path: leaf}, native) if np.ndim(leaf) else {}
+            if by_rule:
+                found[n] = by_rule[path]
+                continue
+            others[n] = owner
+            if isinstance(leaf, jax.Array) and layout_map is self._layout_map:
+                self._warn_without_rule(path, leaf, "is replicated on the mesh")
+        ruled = {owners[n] for n in found}
+        replicated = {n: [None] * np.ndim(call.leaves[n]) for n, owner in others.items() if owner in ruled}
+        return found | {n: NamedSharding(native, PartitionSpec(*specs)) for n, specs in replicated.items()}
+
+    def _choose_by_rules(self, results: object, chosen: list[object], native: jax.sharding.Mesh) -> None:
+        """Choose the shardings of results that replace no argument, by the rules for their names."""
+        paths = name_results(self._name, self._out_names, results)
+        for n, (path, leaf) in enumerate(zip(paths, jax.tree.leaves(results), strict=True)):
+            if path and chosen[n] is None:
+                chosen[n] = find_rule_shardings(self._layout_map, {path: leaf}, native).get(path)
+                if chosen[n] is None and self._out_names is not None:
+                    self._warn_without_rule(path, leaf, "XLA chooses its layout")
+
+    def _warn_without_rule(self, path: str, array: ArrayShape, consequence: str) -> None:
+        if path not in self._warned:
+            self._warned.add(path)
+            warn_without_rule(self._name, path, array, consequence)
 
     def _is_batch(self, key: Key, leaf: Any, name: str) -> bool:
         """Return whether a leaf that is not on the mesh is a batch."""
