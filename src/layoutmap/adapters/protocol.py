@@ -79,11 +79,13 @@ class ScopeContext(Protocol):
     options: ScopeOptions
     """The options that the user gave; those of the adapter's own are in `options.own`."""
 
-    layout_map: RuleLookup
-    """The rules, for arrays that appear later."""
-
     policy: LayoutPolicy
     """The layouts of batches, of weights in a computation and of what layers return."""
+
+    @property
+    def layout_map(self) -> RuleLookup:
+        """The rules, for arrays that appear later."""
+        ...
 
     @property
     def engine(self) -> Engine:

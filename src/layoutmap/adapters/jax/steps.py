@@ -551,7 +551,7 @@ class JitStep:
         results = _fill(program.tree, dict.fromkeys(program.constants), arrays)
         chosen = choose_shardings(results, traced.jaxpr.jaxpr, inputs, self._list_arguments(variant))
         if self._layout_map is not None:
-            self._choose_by_rules(results, chosen, native)
+            self._choose_by_rules(self._layout_map, results, chosen, native)
         kept = {n: shardings[of_objects[n]] for n in changed}
         program.result_shardings = chosen, kept
         of_results, of_changed = dict(enumerate(arrays)), dict(changed)
@@ -657,10 +657,9 @@ class JitStep:
             key = variant.keys[owner]
             if call.objects is not None and owner in variant.nodes:
                 node, path = call.objects.get_node(variant.nodes.index(owner)), names[n]
-                context = find_context(node)
-                layout_map = (
-                    None if is_nnx_optimizer(node) else layout_map or (context and context.layout_map)
-                )
+                if layout_map is None and (context := find_context(node)) is not None:
+                    layout_map = context.layout_map
+                layout_map = None if is_nnx_optimizer(node) else layout_map
             else:
                 path = ".".join((str(known.get(key, key) if isinstance(key, int) else key), *paths[n][1:]))
                 layout_map = None if self._batches and key in self._batches else layout_map
@@ -677,12 +676,14 @@ class JitStep:
         replicated = {n: [None] * np.ndim(call.leaves[n]) for n, owner in others.items() if owner in ruled}
         return found | {n: NamedSharding(native, PartitionSpec(*specs)) for n, specs in replicated.items()}
 
-    def _choose_by_rules(self, results: object, chosen: list[object], native: jax.sharding.Mesh) -> None:
+    def _choose_by_rules(
+        self, layout_map: RuleLookup, results: object, chosen: list[object], native: jax.sharding.Mesh
+    ) -> None:
         """Choose the shardings of results that replace no argument, by the rules for their names."""
         paths = name_results(self._name, self._out_names, results)
         for n, (path, leaf) in enumerate(zip(paths, jax.tree.leaves(results), strict=True)):
             if path and chosen[n] is None:
-                chosen[n] = find_rule_shardings(self._layout_map, {path: leaf}, native).get(path)
+                chosen[n] = find_rule_shardings(layout_map, {path: leaf}, native).get(path)
                 if chosen[n] is None and self._out_names is not None:
                     self._warn_without_rule(path, leaf, "XLA chooses its layout")
 
