@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
@@ -23,6 +23,9 @@ class ScopeOptions:
         check_batches: Whether several processes compare the data that they bring, where it must be the same in all of
             them: each batch of a Keras model, and what the first calls of a torch module are given. It costs a
             checksum of the batch (a second for each GB) and a few bytes between the processes.
+        later: Functions that make the arrays which appear after the model, as a KV cache, an accumulator, or an average
+            of weights, by name: `{"cache": make_cache}`. They are evaluated on shapes alone, and the plan has their
+            arrays under paths as `cache.0.k`. For models of JAX.
         own: Options that only the model library has, each by its name: for torch `draws`, `gather`, `rows` and
             `fully_shard`, see `layoutmap.adapters.torch.options.TorchOptions`, which `own` is then; `None` for others.
 
@@ -35,6 +38,7 @@ class ScopeOptions:
     batch_dim: BatchDim | None = None
     progress: bool | None = None
     check_batches: bool = True
+    later: Mapping[str, Callable[[], object]] | None = None
     own: Any = None
 
     def __post_init__(self) -> None:
@@ -54,6 +58,7 @@ class OptionsByName(TypedDict, total=False):
     batch_dim: BatchDim | None
     progress: bool | None
     check_batches: bool
+    later: Mapping[str, Callable[[], object]] | None
     draws: Draws
     gather: Gather
     rows: Rows

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from layoutmap.adapters.options import ScopeOptions, check_names
-from layoutmap.core.errors import CheckpointError
+from layoutmap.core.errors import CheckpointError, ScopeError, shorten_repr
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -53,6 +53,19 @@ class Saved:
     settings: Mapping[str, Any]
 
 
+class RuleLookup(Protocol):
+    """Layout map as an adapter uses it, since adapters lie below `layoutmap.rules`."""
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Mesh of the map."""
+        ...
+
+    def matching_rules(self, path: str) -> Sequence[object]:
+        """Return all rules that match a path."""
+        ...
+
+
 # A protocol, since adapters lie below `layoutmap.scope`, whose `Scope` implements it; why: decisions/0171
 class ScopeContext(Protocol):
     """Scope as an adapter uses it: the engine, the layout policy, and the checks that need the plan."""
@@ -68,6 +81,11 @@ class ScopeContext(Protocol):
 
     policy: LayoutPolicy
     """The layouts of batches, of weights in a computation and of what layers return."""
+
+    @property
+    def layout_map(self) -> RuleLookup:
+        """The rules, for arrays that appear later."""
+        ...
 
     @property
     def engine(self) -> Engine:
@@ -163,9 +181,9 @@ class Session(Protocol):
 class Building(Protocol):
     """Adapter that can plan, build, and shard the models of one library.
 
-    Nine methods are to be written; three have a default, which is for a library whose models cannot be built unseen,
-    cannot be padded, and that has no options of its own. `Training`, `Keeping` and `Inspecting` are more that an
-    adapter may know.
+    Nine methods are to be written; four have a default, which is for a library whose models cannot be built unseen,
+    cannot be padded, that has no options of its own, and that plans no arrays beside a model. `Training`, `Keeping` and
+    `Inspecting` are more that an adapter may know.
     """
 
     name: str
@@ -208,6 +226,16 @@ class Building(Protocol):
     def variables(self, model: Any) -> dict[str, Any]:
         """Return a model's variables by path, in a fixed order: weights, states, and optimizer slots."""
         ...
+
+    def describe_later_variables(
+        self, later: Mapping[str, Callable[[], object]], mesh: Mesh
+    ) -> Sequence[VariableSpec]:
+        """Describe the arrays of functions by name, which are made after a model. Computes nothing."""
+        raise ScopeError(
+            f"later={shorten_repr(dict(later))} is for models of JAX",
+            why=f"arrays beside a model of {self.name} are made without shapes that can be read first",
+            fix="leave it out",
+        )
 
     def read(self, variable: Any) -> Any:
         """Return the global value of a variable as a numpy array."""

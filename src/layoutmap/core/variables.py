@@ -20,7 +20,8 @@ class Kind(StrEnum):
     """The purpose of a variable, which decides how it gets its layout.
 
     `WEIGHT` (trained or not) and `STATE` (moving statistics) are matched by the rules; a `SLOT` of an optimizer follows
-    its variable; `RNG` states, `METRIC`s and other small things that no rule matches are replicated.
+    its variable; `RNG` states, `METRIC`s and other small things that no rule matches are replicated. Arrays that a
+    program makes `LATER` than its model, as a KV cache, are matched by the rules, too.
     """
 
     WEIGHT = "weight"
@@ -28,6 +29,7 @@ class Kind(StrEnum):
     RNG = "rng"
     SLOT = "slot"
     METRIC = "metric"
+    LATER = "later"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from layoutmap.core.paths import find_repeated_layers
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.specs import BatchDim, format_batch_dim, list_batch_dims
 from layoutmap.core.steps import Shape, TrainingStep
-from layoutmap.core.variables import Assignment
+from layoutmap.core.text_table import format_bytes
+from layoutmap.core.variables import Assignment, Kind
 from layoutmap.cost.cost import Cost
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import find_machine
@@ -238,6 +239,12 @@ class _ModelCounter:
         if dim:
             over = f"sharded over {format_batch_dim(dim)}"
         counted = replace(counted, notes=(f"batches are {over}", *counted.notes))
+        beside = sum(a.device_bytes for a in plan.assignments if a.variable.kind is Kind.LATER)
+        if beside:  # a step is traced without them, and they are held while it runs
+            names = ("argument_bytes", "peak_bytes", "least_peak_bytes")
+            held = {name: getattr(counted, name) + beside for name in names if getattr(counted, name)}
+            note = f"the arrays of later=, {format_bytes(beside)} per device, are held while the step runs"
+            counted = replace(counted, **held, notes=(*counted.notes, note))
         machine = Machine(self._request.machine.device, policy.mesh.size)
         is_open = plan.free_activations and not policy.activations and dim is not None
         if is_open and not any(problem.kind == "no activations" for problem in plan.problems):

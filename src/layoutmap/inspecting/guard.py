@@ -21,6 +21,7 @@ _IS_MADE_FIRST: Mapping[Kind, bool] = {
     Kind.RNG: False,
     Kind.SLOT: False,
     Kind.METRIC: False,
+    Kind.LATER: False,
 }
 """Kind -> whether a model has such variables before its first step. Others are compared once a plan has them."""
 
@@ -75,6 +76,10 @@ class Guard:
             across=True,
         )
         planned = self.plan or found
+        of_model = [
+            a for a in planned.assignments if a.variable.kind is not Kind.LATER or a.variable.path in found
+        ]
+        planned = replace(planned, assignments=tuple(of_model))
         known = [
             a for a in found.assignments if _IS_MADE_FIRST[a.variable.kind] or a.variable.path in planned
         ]

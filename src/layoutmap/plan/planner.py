@@ -48,7 +48,7 @@ from layoutmap.rules.keras_rules import is_keras_rule, pad_layout
 from layoutmap.rules.near_misses import Candidates
 from layoutmap.rules.rule_set import RuleSet
 
-_MATCHED = (Kind.WEIGHT, Kind.STATE, Kind.RNG)
+_MATCHED = (Kind.WEIGHT, Kind.STATE, Kind.RNG, Kind.LATER)
 
 _PAD_OR_SHRINK: UnevenSetting = ("pad", "shrink")
 

@@ -17,7 +17,7 @@ from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several
 from layoutmap.plan.problems import Problem, Severity
 from layoutmap.plan.slots import find_slot_problems
 
-_NEED_A_RULE = (Kind.WEIGHT, Kind.STATE)
+_NEED_A_RULE = (Kind.WEIGHT, Kind.STATE, Kind.LATER)
 
 
 def find_contradiction(variable: VariableSpec, rules: Sequence[Rule]) -> Problem:

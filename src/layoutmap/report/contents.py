@@ -29,6 +29,7 @@ _NAMES = {
     Kind.SLOT: "slots",
     Kind.RNG: "rng",
     Kind.METRIC: "metrics",
+    Kind.LATER: "later",
 }
 _MOST_METADATA = 400  # characters of it that are shown
 

@@ -51,7 +51,7 @@ class Row:
             return f"as {merge_paths([a.variable.parent or '' for a in self.assignments])}"
         if match is not None and match.is_found:
             return ""
-        if match is None or (match.rule is None and variable.kind not in ("weight", "state")):
+        if match is None or (match.rule is None and variable.kind not in ("weight", "state", "later")):
             return f"({variable.kind})"
         return str(match.rule.number) if match.rule else "the rest" if match.is_rest else "no rule"
 

@@ -75,6 +75,8 @@ class Scope:
         self.adapter = adapter
         self._engine_name = adapter.engine_name
         self.session: Session = adapter.begin(self)
+        later = self.options.later
+        self._later = adapter.describe_later_variables(later, mesh) if later else ()
 
     @property
     def engine(self) -> Engine:
@@ -99,7 +101,7 @@ class Scope:
         """Return a layout for each variable in order, or raise with all problems before anything is created."""
         self.layers, self.free_activations = layers, free_activations
         plan = make_plan(
-            variables,
+            [*variables, *(self._later if complete else ())],
             self.layout_map,
             global_init=global_init,
             unsupported=unsupported,
@@ -133,7 +135,7 @@ class Scope:
                 if self.values is not None:
                     self.values.check(variables)
                 self._warn_once()
-        return self.plan.assignments
+        return self.plan.assignments[: len(variables)]
 
     def note(self, subject: str, what: str) -> None:
         """Add a note to the plan about an observation during materialization."""

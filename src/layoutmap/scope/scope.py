@@ -171,6 +171,7 @@ def plan(
     optimizer: object = None,
     on: object = None,
     batch_dim: BatchDim | None = None,
+    later: Mapping[str, Callable[[], object]] | None = None,
     loss: Callable[..., Any] | None = None,
     verify: bool | str | None = None,
     remat: str | None = None,
@@ -200,6 +201,7 @@ def plan(
             computes and holds, and how long it takes there. `None`: that is not worked out.
         batch_dim: The mesh dim over which batches are sharded, for `on`; `None`: that over which rules shard the first
             axis of activations, or else one that is called batch, data, dp or fsdp.
+        later: Functions that make the arrays which appear after the model, by name, as for `build`.
         loss: Called with what the model returns, returns a number, for `on`; `None`: the loss of the model, or else
             the mean of its squared outputs.
         verify: Whether XLA compiles all of the step as well, for the devices of `on`, which need not be there, so that
@@ -233,7 +235,9 @@ def plan(
     """
     check_maker(make_model, layout_map, "plan")
     adapter = _find_adapter(library)
-    context = Scope(layout_map, adapter)
+    usual = ScopeOptions(later=later)
+    own = adapter.read_own_options({}, usual, across=False)
+    context = Scope(layout_map, adapter, options=replace(usual, own=own))
     options = {"batch_dim": batch_dim, "loss": loss, "verify": verify, "remat": remat}
     options["fuse_attention"] = fuse_attention or None
     check_step_options(on, context.mesh.size, options)
@@ -328,7 +332,7 @@ def _open_scope(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]
         from layoutmap.scope.process_group import check_options
 
         # Compare before raising, so that an error of one process is raised in all, and none waits for it.
-        compared = replace(options, progress=None) if options else refusal
+        compared = replace(options, progress=None, later=None) if options else refusal
         check_options(f"library={adapter.name!r}, {compared}", lambda values: engine.all_gather(values, mesh))
     if refusal is not None:
         raise refusal

@@ -5,15 +5,17 @@ The layout of an array is `layoutmap.dtensor.fetch_layout(array)`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 
 from layoutmap.adapters import random_states
+from layoutmap.adapters.jax import later_arrays
 from layoutmap.adapters.jax.checkpoints import has_optimizer, list_stored, restore_values
-from layoutmap.adapters.jax.inspecting import describe_arrays, find_context
+from layoutmap.adapters.jax.contexts import find_context
+from layoutmap.adapters.jax.inspecting import describe_arrays
 from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.session import JaxSession
 from layoutmap.adapters.jax.tracing import is_array
@@ -116,6 +118,12 @@ class JaxAdapter(Adapter):
     def find_context(self, model: object) -> ScopeContext | None:
         """Return the context of the scope that sharded a model, or None."""
         return find_context(model)
+
+    def describe_later_variables(
+        self, later: Mapping[str, Callable[[], object]], mesh: Mesh
+    ) -> Sequence[VariableSpec]:
+        """Describe the arrays of functions by name, which are made after a model. Computes nothing."""
+        return later_arrays.describe_later_variables(later, mesh)
 
     def read(self, variable: Variable) -> Any:
         """Return the global value of a variable, as a numpy array."""

@@ -90,6 +90,10 @@ class StepObjects:
             and all(list(map(id, _list_content(seen()) or ())) == ids for seen, ids, _ in self._seen)
         )
 
+    def get_node(self, number: int) -> object:
+        """Return an object by its number."""
+        return self._nodes[number]()
+
     def read(self) -> list[list[Any]] | None:
         """Return the arrays of each object, or None if a Variable has another number of arrays than before."""
         leaves, tree = jax.tree.flatten(self._values())

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.core
 
-from layoutmap.adapters.jax.inspecting import note_context
+from layoutmap.adapters.jax.contexts import note_context
 from layoutmap.adapters.jax.models import constrain_outputs, is_nnx, make_unsharded
 from layoutmap.adapters.jax.mutable_arrays import check_immutable
 from layoutmap.adapters.jax.pytrees import Leaf, Parts
@@ -79,7 +79,7 @@ class JaxSession:
         if isinstance(made, TrainState):
             made.model, made.policy = model, self._context.policy
             model = made
-        note_context(model, self._context)
+        self._note(model)
         return model
 
     def take(self, model: object) -> object:
@@ -96,10 +96,14 @@ class JaxSession:
                 )
         laid_out = put_values(model, self._materialize(self._assign(model, parts, arrays), arrays))
         constrain_outputs(unwrap_model(laid_out), self._context.policy)
-        note_context(laid_out, self._context)
+        self._note(laid_out)
         if isinstance(model, TrainState):
             model.policy = self._context.policy
         return laid_out
+
+    def _note(self, model: object) -> None:
+        for each in (model, unwrap_model(model)):
+            note_context(each, self._context)
 
     def made(self, model: object) -> bool:
         """Return whether this session made a model, which is not so if its arrays had values before."""

@@ -14,6 +14,7 @@ import jax.core
 from layoutmap.adapters.jax.objects import StepObjects, is_object
 from layoutmap.adapters.jax.outputs import Tree
 from layoutmap.adapters.jax.pytrees import find_equinox_leaves
+from layoutmap.adapters.protocol import RuleLookup
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutError, ScopeError, shorten_repr
 from layoutmap.core.specs import BatchDim
@@ -38,6 +39,8 @@ class StepOptions:
         static: Arguments that are constants.
         batches: Arguments that are batches; `None`: those that are numpy arrays.
         batch_dim: Mesh dim, or dims, over which batches are sharded.
+        layout_map: Rules for arrays that appear after the model was built.
+        out_names: Names of the results, see `jit_step`.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class StepOptions:
         static_argnames: str | Sequence[str] = (),
         batch_dim: BatchDim | None = None,
         batch_argnums: int | Sequence[int] | None = None,
+        layout_map: RuleLookup | None = None,
+        out_names: object = None,
     ):
         self.function = function
         self.name = getattr(function, "__name__", "step")
@@ -63,6 +68,7 @@ class StepOptions:
         self.static = self._find_keys(static_argnums, static_argnames)
         self.batches = None if batch_argnums is None else self._find_keys(batch_argnums)
         self.batch_dim = tuple(batch_dim) if isinstance(batch_dim, list) else batch_dim
+        self.layout_map, self.out_names = layout_map, out_names
 
     def _find_keys(self, numbers: int | Sequence[int], names: str | Sequence[str] = ()) -> frozenset[Key]:
         """Return arguments by position and by name, each by both where the function's signature has both."""

@@ -16,10 +16,24 @@ from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.adapters.fingerprints import hash_lowered, list_versions
+from layoutmap.adapters.jax.contexts import find_context
+from layoutmap.adapters.jax.later_arrays import (
+    ArrayShape,
+    check_mesh,
+    find_rule_shardings,
+    name_results,
+    warn_without_rule,
+)
 from layoutmap.adapters.jax.microbatches import find_consecutive_splits
-from layoutmap.adapters.jax.objects import find_changed_arrays, is_object, open_objects
+from layoutmap.adapters.jax.objects import (
+    find_changed_arrays,
+    is_nnx_optimizer,
+    is_object,
+    open_objects,
+)
 from layoutmap.adapters.jax.outputs import Input, Place, Tree, choose_shardings
 from layoutmap.adapters.jax.private import are_same_arrays, has_sharding
+from layoutmap.adapters.jax.pytrees import list_leaves
 from layoutmap.adapters.jax.step_arguments import (
     NUMBERS,
     Call,
@@ -31,6 +45,7 @@ from layoutmap.adapters.jax.step_arguments import (
     find_constants,
 )
 from layoutmap.adapters.jax.tracing import is_key
+from layoutmap.adapters.protocol import RuleLookup
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError
 from layoutmap.core.idle_dims import make_idle_dims_warning
 from layoutmap.core.layout import Layout
@@ -121,6 +136,12 @@ def _describe_leaf(leaf: Any, is_constant: bool) -> object:
     return type(leaf), getattr(leaf, "shape", None), *(getattr(value, name, None) for name in names)
 
 
+def _is_on_mesh(sharding: Any, native: jax.sharding.Mesh) -> bool:
+    if sharding is None:
+        return False
+    return len(sharding.device_set) > 1 or (native.size == 1 and isinstance(sharding, NamedSharding))
+
+
 class Programs:
     """Programs of a step by the shapes and layouts of its arguments.
 
@@ -131,6 +152,7 @@ class Programs:
     def __init__(self, options: StepOptions):
         self._options = options
         self._has_stepped = False
+        self._warned = set[str]()
         self.by_signature: dict[Signature, Program] = {}
 
     def find(self, call: Call, kinds: tuple[type, ...]) -> tuple[Program, dict[int, bool]]:
@@ -140,13 +162,15 @@ class Programs:
         names, owners = call.list_names()
         mesh, native = self.find_mesh(names, call.leaves)
         num_rows = {np.shape(leaf)[0] for leaf in call.leaves if isinstance(leaf, np.ndarray) and leaf.ndim}
+        by_rule = self._find_rule_shardings(call, names, owners, native)
         off_mesh, places, shapes = dict[int, bool](), dict[int, bool](), list[jax.ShapeDtypeStruct]()
         shardings: list[Any] = [getattr(leaf, "sharding", None) for leaf in call.leaves]
         for n, (leaf, sharding) in enumerate(zip(call.leaves, shardings, strict=True)):
             if not isinstance(leaf, kinds + NUMBERS):
                 self._options.refuse_leaf(names[n], leaf)
-            is_on_mesh = mesh.size == 1 and isinstance(sharding, NamedSharding)
-            if sharding is None or (len(sharding.device_set) == 1 and not is_on_mesh):
+            if n in by_rule:
+                shardings[n], places[n] = by_rule[n], False
+            elif not _is_on_mesh(sharding, native):
                 is_of_object, rank = owners[n] in call.variant.nodes, np.ndim(leaf)
                 is_batch = not is_of_object and (
                     (
@@ -175,7 +199,7 @@ class Programs:
                 is_donated = call.variant.keys[owner] in self._options.donate
                 kept = shardings[n] if is_donated or owner in with_layouts else None
                 inputs.append(Input(name, logical.get(n) or shape.shape, kept, is_donated))
-            program = self._compile(call, inputs, owners, shardings, shapes)
+            program = self._compile(call, inputs, owners, shardings, shapes, native)
             if any(
                 s.shape and (off_mesh.get(n) or (n in off_mesh and s.size > _SMALL))
                 for n, s in enumerate(shapes)
@@ -198,6 +222,7 @@ class Programs:
         owners: Sequence[int],
         shardings: Sequence[NamedSharding],
         shapes: Sequence[jax.ShapeDtypeStruct],
+        native: jax.sharding.Mesh,
     ) -> Program:
         """Trace the step for leaves of some shapes and shardings, and choose the shardings of its results."""
         options, variant = self._options, call.variant
@@ -217,7 +242,7 @@ class Programs:
                 values[n] = value
             count = variant.num_positional
             named = dict(zip(map(str, variant.keys[count:]), values[count:], strict=True))
-            with use_mesh(shardings[0].mesh):
+            with use_mesh(native):
                 out = options.function(*values[:count], **named)
             _check_results(options.name, out)
             found, program.tree = jax.tree.flatten(out)
@@ -242,6 +267,8 @@ class Programs:
         arrays, changed = traced.out_info
         results = fill(program.tree, dict.fromkeys(program.constants), arrays)
         chosen = choose_shardings(results, traced.jaxpr.jaxpr, inputs, self._list_arguments(variant))
+        if options.layout_map is not None:
+            self._choose_by_rules(options.layout_map, results, chosen, native)
         kept = {n: shardings[of_objects[n]] for n in changed}
         program.result_shardings = chosen, kept
         of_results, of_changed = dict(enumerate(arrays)), dict(changed)
@@ -319,6 +346,9 @@ class Programs:
                     why="a step computes on one mesh",
                     fix="lay them out on one",
                 )
+        layout_map = self._options.layout_map
+        if first is None and layout_map is not None and (mesh := layout_map.mesh) is not None:
+            first = "layout_map", get_engine("jax").native(Layout.replicated(mesh, 0), 0).mesh, mesh
         if first is None:
             raise LayoutError(
                 f"{self._options.name}: no argument has a layout",
@@ -330,6 +360,59 @@ class Programs:
             f"{self._options.name}: batch_dim", self._options.batch_dim, mesh, "batches are sharded over it"
         )
         return mesh, native
+
+    # A step sees them first where it is compiled, so that later calls take no time for it (decisions/0265).
+    def _find_rule_shardings(
+        self, call: Call, names: Sequence[str], owners: Sequence[int], native: jax.sharding.Mesh
+    ) -> dict[int, NamedSharding]:
+        """Return by number the shardings of leaves without a layout, in arguments with a leaf that has a rule."""
+        options, found, others = self._options, dict[int, NamedSharding](), dict[int, int]()
+        if options.layout_map is not None:
+            check_mesh(options.name, options.layout_map, native)
+        variant, known = call.variant, dict(enumerate(options.parameters))
+        values = variant.fill_tree(call.leaves, with_constants=False)
+        paths = [parts for parts, _ in list_leaves(values)]
+        for n, (leaf, owner) in enumerate(zip(call.leaves, owners, strict=True)):
+            if _is_on_mesh(getattr(leaf, "sharding", None), native):
+                continue
+            key, layout_map = variant.keys[owner], options.layout_map
+            if call.objects is not None and owner in variant.nodes:
+                node, path = call.objects.get_node(variant.nodes.index(owner)), names[n]
+                if layout_map is None and (context := find_context(node)) is not None:
+                    layout_map = context.layout_map
+                layout_map = None if is_nnx_optimizer(node) else layout_map
+            else:
+                path = ".".join((str(known.get(key, key) if isinstance(key, int) else key), *paths[n][1:]))
+                layout_map = None if options.batches and key in options.batches else layout_map
+            if layout_map is None:
+                continue
+            by_rule = find_rule_shardings(layout_map, {path: leaf}, native) if np.ndim(leaf) else {}
+            if by_rule:
+                found[n] = by_rule[path]
+                continue
+            others[n] = owner
+            if isinstance(leaf, jax.Array) and layout_map is options.layout_map:
+                self._warn_without_rule(path, leaf, "is replicated on the mesh")
+        ruled = {owners[n] for n in found}
+        replicated = {n: [None] * np.ndim(call.leaves[n]) for n, owner in others.items() if owner in ruled}
+        return found | {n: NamedSharding(native, PartitionSpec(*specs)) for n, specs in replicated.items()}
+
+    def _choose_by_rules(
+        self, layout_map: RuleLookup, results: object, chosen: list[object], native: jax.sharding.Mesh
+    ) -> None:
+        """Choose the shardings of results that replace no argument, by the rules for their names."""
+        out_names = self._options.out_names
+        paths = name_results(self._options.name, out_names, results)
+        for n, (path, leaf) in enumerate(zip(paths, jax.tree.leaves(results), strict=True)):
+            if path and chosen[n] is None:
+                chosen[n] = find_rule_shardings(layout_map, {path: leaf}, native).get(path)
+                if chosen[n] is None and out_names is not None:
+                    self._warn_without_rule(path, leaf, "XLA chooses its layout")
+
+    def _warn_without_rule(self, path: str, array: ArrayShape, consequence: str) -> None:
+        if path not in self._warned:
+            self._warned.add(path)
+            warn_without_rule(self._options.name, path, array, consequence)
 
     def _is_batch(self, key: Key, leaf: Any, name: str, mesh: Mesh) -> bool:
         """Return whether a leaf that is not on the mesh is a batch."""

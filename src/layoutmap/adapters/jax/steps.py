@@ -28,6 +28,7 @@ from layoutmap.adapters.jax.step_programs import (
     describe_shape,
     place_leaf,
 )
+from layoutmap.adapters.protocol import RuleLookup
 from layoutmap.core.specs import BatchDim
 from layoutmap.engines import get_engine
 from layoutmap.engines.jax.ambient import leave_ambient_mesh
@@ -45,6 +46,8 @@ def jit_step(
     static_argnames: str | Sequence[str] = (),
     batch_dim: BatchDim | None = None,
     batch_argnums: int | Sequence[int] | None = None,
+    layout_map: RuleLookup | None = None,
+    out_names: object = None,
 ) -> JitStep: ...
 
 
@@ -56,6 +59,8 @@ def jit_step(
     static_argnames: str | Sequence[str] = (),
     batch_dim: BatchDim | None = None,
     batch_argnums: int | Sequence[int] | None = None,
+    layout_map: RuleLookup | None = None,
+    out_names: object = None,
 ) -> Callable[[Callable[..., object]], JitStep]: ...
 
 
@@ -67,6 +72,8 @@ def jit_step(
     static_argnames: str | Sequence[str] = (),
     batch_dim: BatchDim | None = None,
     batch_argnums: int | Sequence[int] | None = None,
+    layout_map: RuleLookup | None = None,
+    out_names: object = None,
 ) -> JitStep | Callable[[Callable[..., object]], JitStep]:
     """Compile a training step that keeps the layouts of its arguments in its results.
 
@@ -89,6 +96,11 @@ def jit_step(
             `("replica", "fsdp")`; `None`: they are replicated.
         batch_argnums: The positional arguments that are batches; `None`: every numpy array is one, and so are random
             keys of which there is one for each row. Of several processes each passes its own rows.
+        layout_map: Rules for arrays that appear after the model was built, as a KV cache. An argument without a layout
+            gets that of the rule for its parameter's name and its path, as in `cache.0.k`, and so does a result that
+            replaces no argument. `None`: an array that a module of nnx got after `build` has the rules of its map.
+        out_names: The names of results, as a tuple of them or a tree: `(None, "cache")`. `None`: keys of a dict are
+            names, and other results have none.
 
     Returns:
         The compiled step, called as the function is. Its `lower` takes the same arguments and returns what `lower` of
@@ -124,6 +136,8 @@ def jit_step(
         static_argnames=static_argnames,
         batch_dim=batch_dim,
         batch_argnums=batch_argnums,
+        layout_map=layout_map,
+        out_names=out_names,
     )
     return compile_step if function is None else compile_step(function)
 

@@ -1,0 +1,23 @@
+"""Record the scope that shards a model, while the model lives."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+
+from layoutmap.adapters.protocol import ScopeContext
+
+_contexts: dict[int, tuple[weakref.ref[object], ScopeContext]] = {}
+
+
+def note_context(model: object, context: ScopeContext) -> None:
+    """Record the scope that shards a model. A dict or tuple cannot be recorded."""
+    key = id(model)
+    with suppress(TypeError):
+        _contexts[key] = weakref.ref(model, lambda _: _contexts.pop(key, None)), context
+
+
+def find_context(model: object) -> ScopeContext | None:
+    """Return the context of the scope that sharded a model, or None."""
+    ref, context = _contexts.get(id(model), (None, None))
+    return context if ref is not None and ref() is model else None

@@ -1,0 +1,144 @@
+"""Arrays that appear after a model is built, as KV caches: their plan, and their layouts in a step."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from layoutmap.adapters.jax.models import make_unsharded, take_apart
+from layoutmap.adapters.jax.pytrees import list_leaves
+from layoutmap.adapters.jax.tracing import trace
+from layoutmap.adapters.protocol import RuleLookup
+from layoutmap.core.arguments import describe_type
+from layoutmap.core.errors import LayoutMapWarning, MeshError, ScopeError
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.paths import format_path_pattern
+from layoutmap.core.text_table import format_bytes
+from layoutmap.core.users_line import find_user_stacklevel
+from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.engines import get_engine
+from layoutmap.engines.jax.ambient import make_abstract_mesh
+
+ArrayShape = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+_LARGE_BYTES = 2**20  # of an array without a rule: a smaller one is no matter
+
+
+def describe_later_variables(later: Mapping[str, Callable[[], object]], mesh: Mesh) -> list[VariableSpec]:
+    """Describe the arrays of functions, under paths that begin with the functions' names. Computes nothing."""
+    found = list[VariableSpec]()
+    for name, make in later.items():
+        if not callable(make):
+            raise ScopeError(
+                f"later: {name!r} is not a function",
+                why=f"it is {describe_type(make)}, and a function is evaluated on shapes alone",
+                fix=f"pass a function without arguments that makes the arrays: later={{{name!r}: make_{name}}}",
+            )
+        parts: Any = None
+
+        def run(make: Callable[[], object] = make) -> tuple[object, Sequence[object]]:
+            nonlocal parts
+            made = make_unsharded(make, lambda made: made)
+            parts = take_apart(made)
+            return made, [leaf.value for leaf in parts.leaves]
+
+        trace(run, make_abstract_mesh(mesh))
+        for spec in parts.specs:
+            path, *aliases = (f"{name}.{each}".rstrip(".") for each in (spec.path, *spec.aliases))
+            found.append(replace(spec, path=path, aliases=tuple(aliases), kind=Kind.LATER))
+    return found
+
+
+def name_results(step: str, out_names: object, results: object) -> list[str]:
+    """Return the path of each leaf of a step's results, or an empty text for one that has no name.
+
+    Args:
+        step: The name of the step.
+        out_names: A tree of names that the tree of results begins with. `None`: keys of dicts are names.
+        results: The results.
+    """
+    if out_names is None:
+        keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(results)[0]]
+        is_named = [bool(path) and not isinstance(path[0], jax.tree_util.SequenceKey) for path in keys]
+        paths = [".".join(parts) for parts, _ in list_leaves(results)]
+        return [path if named else "" for path, named in zip(paths, is_named, strict=True)]
+
+    def name_leaves(name: str | None, part: object) -> list[str]:
+        return [".".join(filter(None, (name, *parts))) if name else "" for parts, _ in list_leaves(part)]
+
+    try:
+        named = jax.tree.map(name_leaves, out_names, results, is_leaf=lambda name: name is None)
+    except ValueError as error:
+        raise ScopeError(
+            f"{step}: out_names={out_names!r} does not fit its results",
+            facts={"results": str(jax.tree.structure(results))},
+            why=str(error).partition("\n")[0],
+            fix="write one name for each result, and None for one without a name, as in out_names=(None, 'cache')",
+        ) from error
+    return jax.tree.leaves(named, is_leaf=lambda each: each is None)
+
+
+def find_rule_shardings(
+    layout_map: RuleLookup, arrays: Mapping[str, ArrayShape], native: jax.sharding.Mesh
+) -> dict[str, NamedSharding]:
+    """Return the shardings of arrays with a rule, by path.
+
+    Args:
+        layout_map: The layout map.
+        arrays: Anything with a shape and a dtype, by path.
+        native: The mesh of the step, which may have other axis types than that of the layout map.
+
+    Raises:
+        PlanError: A rule does not fit an array.
+    """
+    specs = [
+        VariableSpec(path, array.shape, str(array.dtype), Kind.LATER)
+        for path, array in arrays.items()
+        if array.shape and layout_map.matching_rules(path)
+    ]
+    if not specs:
+        return {}
+    # The plan is in a package above this one.
+    plan = import_module("layoutmap.scope.plan").make_plan(
+        specs,
+        layout_map,
+        complete=False,
+        explain_no_padding=lambda variable, layout: "an array that a step sees first is not padded",
+    )
+    plan.check()
+    shardings = {path: get_engine("jax").native(each.layout, each.layout.rank) for path, each in plan.items()}
+    return {path: each.update(mesh=native) for path, each in shardings.items()}
+
+
+def check_mesh(step: str, layout_map: RuleLookup, native: jax.sharding.Mesh) -> None:
+    """Refuse a layout map on another mesh than that of a step's arguments."""
+    mesh = layout_map.mesh
+    if mesh is None or dict(zip(mesh.dim_names, mesh.shape, strict=True)) != dict(native.shape):
+        raise MeshError(
+            f"{step}: layout_map is on another mesh than the arguments",
+            facts={"layout_map": str(mesh), "arguments": str(native)},
+            why="a step computes on one mesh",
+            fix="pass the map that the arguments were built with",
+        )
+
+
+def warn_without_rule(step: str, path: str, array: ArrayShape, consequence: str) -> None:
+    """Warn of a large array that no rule matches."""
+    num_bytes = math.prod(array.shape) * array.dtype.itemsize
+    if num_bytes <= _LARGE_BYTES:
+        return
+    specs = ", ".join(["None"] * len(array.shape))
+    warning = LayoutMapWarning(
+        f"{step}: {path} has no rule, and {consequence}",
+        facts={"shape": array.shape, "size": format_bytes(num_bytes)},
+        why="it is no part of the model that the layout map was written for",
+        fix=f"write its layout, with mesh dims in place of None: layout_map[{format_path_pattern([path])}] = ({specs})",
+    )
+    warnings.warn(warning, stacklevel=find_user_stacklevel())
