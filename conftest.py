@@ -130,7 +130,7 @@ def _left_out(path: Path, laws: list[list[pytest.Item]]) -> Iterator[pytest.Item
     first, *_ = frameworks.processes_of(path)
     elsewhere = path.parent.name in ("adapters", "checkpoint") and RUNNING not in ("", first)
     marked = [cases for cases in laws if cases[0].get_closest_marker("every_backend")]
-    # TensorFlow traces each new function: a file without marks costs it ten times what it costs the others.
+    # TensorFlow traces each new function: a file without marks costs ten times as much there (decisions/0278).
     is_on_first = RUNNING == "tensorflow" or laws[0][0].get_closest_marker("one_backend")
     on_each = marked or ([] if is_on_first else laws[:1])
     for number, cases in enumerate(laws):
