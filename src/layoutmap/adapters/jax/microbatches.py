@@ -86,10 +86,11 @@ def _search(
             if len(after) > 1 and 1 < after[0] < before[0] == after[0] * after[1]:
                 splits[eqn.outvars[0]] = rows[inputs[0]], after[0]
         elif name == "scan":
-            skipped = eqn.params["num_consts"] + eqn.params["num_carry"]
-            for var in eqn.invars[skipped:]:
-                if not isinstance(var, Literal) and var in splits:
-                    yield splits[var]
+            for inner in iterate_inner_jaxprs(eqn.params.values()):
+                for mine, var in zip(inner.invars, eqn.invars, strict=True):
+                    # A scan goes over inputs that have an axis less in each turn. JAX 0.11 has no counts of them.
+                    if not isinstance(var, Literal) and var in splits and _get_rank(mine) < _get_rank(var):
+                        yield splits[var]
         elif name in CALLS:
             for inner in iterate_inner_jaxprs(eqn.params.values()):
                 pairs = [
@@ -100,6 +101,10 @@ def _search(
                 yield from _search(inner, inner_rows, inner_splits)
                 rows |= _follow(inner, eqn.outvars, inner_rows)
                 splits |= _follow(inner, eqn.outvars, inner_splits)
+
+
+def _get_rank(var: Any) -> int:
+    return len(var.aval.shape)
 
 
 def _follow(inner: Jaxpr, results: Sequence[Var], found: dict[Var, T]) -> dict[Var, T]:
