@@ -69,7 +69,7 @@ KINDS = {
         "warning",
         r"""
         rule 1  blocks\.\d+\.upp: matches no variable
-          near misses  blocks.0.up, blocks.1.up
+          near misses  blocks.0.up
           why          rules match from the start of a path, and none of the model's 2 paths starts like this
           fix          did you mean r"blocks\.\d+\.up$"? else delete it
         """,
@@ -80,7 +80,7 @@ KINDS = {
         "warning",
         r"""
         rule 1  blocks\.0\.upp: matches no variable
-          near misses  blocks.0.up, blocks.1.up
+          near misses  blocks.0.up
           why          rules match from the start of a path, and none of the model's 2 paths starts like this
           fix          did you mean r"blocks\.0\.up$"? else delete it
         """,
