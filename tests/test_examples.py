@@ -54,7 +54,7 @@ if not TORCH:
         assert ["batch=2, model=4", "batch=4, model=2"] == [mesh for mesh, _ in first]
         assert 1 == len({loss for _, loss in first})
         assert "blocks.{0..1}.down.kernel: no rule matches" in refused
-        assert r'did you mean r"blocks\.0\.down\.kernel$"?' in refused
+        assert r'did you mean r"blocks\.\d+\.down\.kernel$"?' in refused
         assert Path(script).samefile(demo)
         assert Path(python).samefile(sys.executable)
         assert (tmp_path / "plan.html").stat().st_size > 50_000

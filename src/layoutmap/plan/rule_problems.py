@@ -91,10 +91,18 @@ def find_idle_rules(
             f"{format_count(count, 'path')} starts like this",
             f'to match anywhere in a path: r".*{rule.pattern}"'
             if rule.pattern in inside
-            else f"did you mean {format_path_pattern(near[:1])}? else delete it"
+            else f"did you mean {format_path_pattern(_find_meant(rule.pattern, near[0], paths))}? else delete it"
             if near
             else "fix it, or delete it",
         )
+
+
+def _find_meant(pattern: str, nearest: str, paths: Sequence[str]) -> Sequence[str]:
+    """Return the nearest path, or its group where the pattern has no number of its own."""
+    if re.search(r"\d", pattern.replace(r"\d", "")):
+        return [nearest]
+    parts = split_at_numbers(nearest)
+    return [path for path in paths if split_at_numbers(path) == parts]
 
 
 def _find_unanchored(patterns: Iterable[str], paths: Sequence[str]) -> set[str]:
