@@ -3,6 +3,7 @@
     python benchmarks/jit_step.py                     12 random sizes and meshes: some minutes
     python benchmarks/jit_step.py --draw 30 --seed 5  30 others
     python benchmarks/jit_step.py --nnx               modules of flax.nnx that the step changes in place
+    python benchmarks/jit_step.py --calls             the microseconds that a call takes before XLA runs
 
 "by hand" is `jax.jit` with donation, the `NamedSharding`s of all results, and `jax.device_put` of the batch. "by hand,
 split" is the same for nnx, with `nnx.split` before the first step and no module between steps. `nnx.jit` keeps no
@@ -13,8 +14,10 @@ take turns, one synchronous step each. The first steps compile and do not count.
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import time
+from functools import partial
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -165,13 +168,61 @@ def measure_steps(methods, x, steps: int) -> dict[str, float]:
     return {method: statistics.median(values) for method, values in times.items()}
 
 
+def measure_calls(draw: int, seed: int, calls: int) -> None:
+    """Print the CPU microseconds of calls of donating steps in this thread, with a placed and with a numpy batch."""
+    chance, excess = random.Random(seed), {}
+    for count in [30, 400, *(chance.randint(10, 600) for _ in range(draw))]:
+        mesh = lm.create_mesh(chance.choice(SIZES["mesh"]))
+        layout = lm.Layout(["model"], mesh)
+        batch = np.ones((8, 8), np.float32)
+        placed = lm.dtensor.relayout(batch, lm.Layout(["batch", None], mesh))
+
+        def step(params, x):
+            return jax.tree.map(lambda each: each + 1, params), x.sum()
+
+        def start(count=count, layout=layout):
+            return {f"{n:04}": lm.dtensor.relayout(np.ones(8, np.float32), layout) for n in range(count)}
+
+        shardings = jax.tree.map(lambda each: each.sharding, start())
+        plain = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+        methods = {
+            "jax.jit": lambda params, plain=plain, x=placed: plain(params, x),
+            "jit_step": bind_batch(lm.jit_step(step, donate_argnums=0, batch_dim="batch"), placed),
+            "jax.jit, numpy": lambda params, plain=plain, at=placed.sharding, x=batch: plain(
+                params, jax.device_put(x, at)
+            ),
+            "jit_step, numpy": bind_batch(lm.jit_step(step, donate_argnums=0, batch_dim="batch"), batch),
+        }
+        states, times = {name: start() for name in methods}, {name: [] for name in methods}
+        for _ in range(calls):
+            for name, call in methods.items():
+                seconds, (states[name], value) = time_call(partial(call, states[name]), time.thread_time)
+                jax.block_until_ready((states[name], value))
+                times[name].append(1e6 * seconds)
+        medians = {name: statistics.median(values[3:]) for name, values in times.items()}
+        for name in ("", ", numpy"):
+            excess.setdefault(name, []).append(medians[f"jit_step{name}"] - medians[f"jax.jit{name}"])
+        print(f"{count} arrays: " + ", ".join(f"{name} {value:.0f} us" for name, value in medians.items()))
+    for name, values in excess.items():
+        print(f"jit_step{name} above: median {statistics.median(values):.0f} us, worst {max(values):.0f} us")
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}")
+
+
+def bind_batch(step, x):
+    return lambda params: step(params, x)
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--draw", type=int, default=12, help="number of random sizes (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=60, help="steps of each method (default: %(default)s)")
     parser.add_argument("--nnx", action="store_true")
+    parser.add_argument("--calls", action="store_true")
     args = parser.parse_args()
+    if args.calls:
+        measure_calls(args.draw, args.seed, args.steps)
+        return
     ratios: dict[str, list[float]] = {}
     for sizes in draw_sizes(args.draw, args.seed, SIZES):
         x = np.random.default_rng(1).normal(size=(sizes["rows"], sizes["width"])).astype("float32")

@@ -1,5 +1,7 @@
 """What only Keras on JAX can do: loops of pure functions, reads under `jax.jit`."""
 
+from contextlib import nullcontext
+
 import jax
 import keras
 import numpy as np
@@ -9,7 +11,7 @@ from keras_models import assert_held, batch
 from quiet import OF_ARRAYS, OF_MAPS
 
 import layoutmap as lm
-from layoutmap.adapters.keras.backends.jax_steps import place_on_mesh
+from layoutmap.adapters.keras.backends.jax_steps import _make_step, place_on_mesh
 from layoutmap.adapters.keras.wraps import get_session
 
 L = keras.layers
@@ -219,3 +221,25 @@ def test_a_batch_is_copied():
     assert nothing is None
     assert 1.0 == float(np.asarray(placed_batch).min())
     assert ("batch", None) == tuple(placed_batch.sharding.spec)
+
+
+def test_a_batch_on_one_device_is_copied():
+    """A mesh of one device leaves numpy batches to `jax.jit`, copied, and `fit` computes what plain Keras computes."""
+    x, y = np.random.default_rng(0).normal(size=(64, 16)).astype("float32"), np.ones((64, 64), np.float32)
+    losses = []
+    for scope in (
+        nullcontext(),
+        lm.LayoutMap(jax.sharding.Mesh(jax.devices()[:1], "batch")).scope(batch_dim="batch"),
+    ):
+        keras.utils.set_random_seed(0)
+        with scope:
+            model = mlp()
+        model.compile("adam", "mse")
+        losses.append(model.fit(x, y, batch_size=8, epochs=2, verbose=0).history["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+    given, seen = (x[:8], y[:8], None), []
+    _make_step(lambda state, data: seen.append(next(data)), get_session(model), "train", None)(
+        None, iter([given])
+    )
+    assert seen[0][2] is None
+    assert not any(np.shares_memory(new, old) for new, old in zip(seen[0][:2], given[:2], strict=True))

@@ -16,7 +16,6 @@ import numpy as np
 from layoutmap.adapters.keras.backends.jax_processes import GATHERED, wrap_save
 from layoutmap.adapters.keras.backends.jax_steps import (
     PRIVATE,
-    leave_set_mesh,
     make_training_wraps,
     pin_layout,
     place_on_mesh,
@@ -32,6 +31,7 @@ from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import get_engine
+from layoutmap.engines.jax.ambient import leave_ambient_mesh
 from layoutmap.engines.jax.padded import PaddedArray, explain_no_padding, wrap
 from layoutmap.engines.patches import temporarily
 
@@ -64,7 +64,7 @@ class JaxBackend(Backend):
     def leave_tracing(self) -> Generator[None]:
         """Leave any tracing, and any mesh that `jax.set_mesh` set, in the block."""
         # Not ensure_compile_time_eval: that folds the constants of what is compiled in there, global arrays of them.
-        with jax.core.eval_context(), leave_set_mesh():
+        with jax.core.eval_context(), leave_ambient_mesh():
             yield
 
     def is_tracing(self) -> bool:
@@ -147,7 +147,7 @@ class JaxBackend(Backend):
                 for each, v in zip(gradients, weights, strict=True)
             ]
 
-        with leave_set_mesh():
+        with leave_ambient_mesh():
             make_for_training(model, session, batch)  # trackers of losses would hold tracers
             if session is not None:
                 batch = place_on_mesh(batch, session)
