@@ -231,6 +231,12 @@ def find_array_faults(mesh_text):
             made[f"to and from {other}"] = there
             made[f"at {other}"] = engine().relayout(there, other, pad=True)
         made["created"] = engine().create({"w": assignment}, {"w": recipe})["w"]
+        for order in (float("inf"), -1.0) if values.size else ():  # an empty array has none
+            norms = [torch.linalg.vector_norm(made["relayout"], order)]
+            norms += torch._foreach_norm([made["relayout"]], order)
+            wanted = np.linalg.norm(values.ravel(), order)
+            if not all(np.isclose(engine().to_numpy(each), wanted, rtol=1e-5) for each in norms):
+                faults.append(f"{shape} {layout}: norm of order {order}")
         for name, array in made.items():
             wanted = draw(shape) if name == "created" else values
             wanted_layout = next((each for each in others if name == f"at {each}"), layout)

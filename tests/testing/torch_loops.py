@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -219,6 +220,46 @@ def checkpointed(model, batch):
     return [value.item()]
 
 
+class Reentrant(ActivationWrapper):
+    """A block with an input that needs a gradient, without which torch gives its weights none."""
+
+    def forward(self, *args, **kwargs):
+        needed = torch.zeros((), requires_grad=True)
+        return checkpoint(
+            lambda _, *args: self._checkpoint_wrapped_module(*args, **kwargs),
+            needed,
+            *args,
+            use_reentrant=True,
+        )
+
+
+def checkpointed_by_blocks(model, batch, wrap=checkpoint_wrapper):
+    """Each child is computed again in the backward pass."""
+    for name, child in list(model.named_children()):
+        if next(child.parameters(), None) is not None and not isinstance(child, torch.nn.ModuleList):
+            setattr(model, name, wrap(child))
+    return steps(model, batch, sgd(model))
+
+
+def checkpointed_by_reentrant_blocks(model, batch):
+    return checkpointed_by_blocks(model, batch, Reentrant)
+
+
+def with_an_unsharded_head(model, batch):
+    """Clipped and stepped together with the sharded weights, as torch does by default on GPUs."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(1, 4)
+    weights, found = [*trained(model), *head.parameters()], []
+    optimizer = torch.optim.AdamW(weights, lr=RATE, eps=0.1, foreach=True)
+    for seed in range(2):
+        optimizer.zero_grad()
+        value = head(loss(model, batch, seed).reshape(1)).square().mean()
+        value.backward()
+        found += [value.item(), float(clip(weights, 0.1, foreach=True))]
+        optimizer.step()
+    return [*found, *head.parameters()]
+
+
 def with_a_closure(model, batch):
     optimizer, found = torch.optim.LBFGS(trained(model), lr=0.01, max_iter=2), []
 
@@ -293,6 +334,9 @@ LOOPS = (
     set_back,
     evaluated,
     checkpointed,
+    checkpointed_by_blocks,
+    checkpointed_by_reentrant_blocks,
+    with_an_unsharded_head,
     with_a_closure,
     in_groups,
     with_hooks,

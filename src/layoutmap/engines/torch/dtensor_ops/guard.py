@@ -7,6 +7,7 @@ arguments of some shapes and placements. What it may do it remembers, so a prove
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -200,7 +201,8 @@ def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any
     # How axes are split and joined, DTensor seeks for ever where there is no element.
     is_empty = name in ("view", "_unsafe_view") and any(0 in each.shape for each in tensors)
     # An empty shard has no maximum.
-    is_uneven = name in _EXTREMES and not all(has_even_shards(get_spec(each)) for each in tensors)
+    is_extreme = name in _EXTREMES or _is_extreme_norm(name, args)
+    is_uneven = is_extreme and not all(has_even_shards(get_spec(each)) for each in tensors)
     can_compute = not (is_empty or is_filled or is_uneven)
     if _is_proven(op, name, args, kwargs) and _can_pass(tensors, name) and can_compute:
         try:
@@ -237,6 +239,11 @@ def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any
     if not (name in QUIET or is_empty or is_filled or all(map(is_replicated, tensors))):
         warn_of_gathering(format_function(op), why)
     return result
+
+
+def _is_extreme_norm(name: str, args: Args) -> bool:
+    """Return whether an operator computes norms of an order for which an empty tensor has none."""
+    return name in ("linalg_vector_norm", "_foreach_norm") and len(args) > 1 and not 0 <= args[1] < math.inf
 
 
 def _is_proven(op: OpOverload, name: str, args: Args, kwargs: Kwargs) -> bool:
