@@ -285,6 +285,11 @@ class JitStep:
             self._last = call.signature, entry
         return self._run(call, *self._last[1])
 
+    @property
+    def num_programs(self) -> int:
+        """How many programs the step was compiled to."""
+        return len(self._programs)
+
     def lower(self, *args: object, **kwargs: object) -> jax.stages.Lowered:
         """Return the step lowered for these arguments without running it, as `jax.jit(..).lower` does.
 
