@@ -72,7 +72,7 @@ def read_explained_step(explained: Any) -> Mapping[str, object]:
     Raises:
         PlanError: Some are missing, or of another type.
     """
-    fields: Any = explained if isinstance(explained, dict) else {}
+    fields: dict[str, Any] = {**explained} if isinstance(explained, Mapping) else {}
     types = {"step": str, "mesh": dict, "collectives": list, "products": list, "recompilations": list}
     types |= dict.fromkeys(("sent_bytes", "argument_bytes", "temporary_bytes"), int)
     rows = {
