@@ -86,9 +86,10 @@ def _search(
             if len(after) > 1 and 1 < after[0] < before[0] == after[0] * after[1]:
                 splits[eqn.outvars[0]] = rows[inputs[0]], after[0]
         elif name == "scan":
-            skipped = eqn.params["num_consts"] + eqn.params["num_carry"]
-            for var in eqn.invars[skipped:]:
-                if not isinstance(var, Literal) and var in splits:
+            # JAX 0.11 renamed the numbers of constants and carries. Both keep their shapes, and a split loses an axis.
+            inner: Any = next(iterate_inner_jaxprs(eqn.params.values()))
+            for var, each in zip(eqn.invars, inner.invars, strict=True):
+                if not isinstance(var, Literal) and var in splits and var.aval.shape != each.aval.shape:
                     yield splits[var]
         elif name in CALLS:
             for inner in iterate_inner_jaxprs(eqn.params.values()):
