@@ -89,7 +89,7 @@ def _search(
             # JAX 0.11 renamed the numbers of constants and carries. Both keep their shapes, and a split loses an axis.
             inner: Any = next(iterate_inner_jaxprs(eqn.params.values()))
             for var, each in zip(eqn.invars, inner.invars, strict=True):
-                if not isinstance(var, Literal) and var in splits and var.aval.shape != each.aval.shape:
+                if not isinstance(var, Literal) and var in splits and var.aval != each.aval:
                     yield splits[var]
         elif name in CALLS:
             for inner in iterate_inner_jaxprs(eqn.params.values()):
