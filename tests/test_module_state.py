@@ -40,7 +40,7 @@ STATE = {
     "engines.torch.devices._device_meshes": "process groups are made once for each grid",
     "engines.torch.devices._known": "the DeviceMesh of a mesh, as it was found before",
     "adapters.keras.backends.torch._num_draws": "how far a seed generator is, for as long as it lives",
-    "adapters.jax.inspecting._contexts": "the scope of a model, for as long as that lives: JAX's have no place for it",
+    "adapters.jax.contexts._contexts": "the scope of a model, for as long as that lives: JAX's have no place for it",
     "adapters.torch.training._trainings": "what train_with said of a model, for as long as it lives",
     "saving.sync_versions._newest": "the newest version of a trainer that was synced, for as long as it lives",
     "saving.sync_versions._received": "the versions of its trainers that a sampler has, for as long as both live",

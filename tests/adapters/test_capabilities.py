@@ -25,7 +25,12 @@ def test_nine_methods_are_enough_to_build():
     }
 
     assert 9 == len(written)
-    assert {"explain_no_padding", "refused", "read_own_options"} == methods - written
+    assert {
+        "describe_later_variables",
+        "explain_no_padding",
+        "refused",
+        "read_own_options",
+    } == methods - written
     assert None is Least().read_own_options({}, ScopeOptions(), across=False)
     with Least().refused("keras"):
         assert isinstance(Least(), protocol.Building)

@@ -324,3 +324,31 @@ def test_a_plan_tells_the_line_that_jax_refuses_and_what_to_write():
     assert "self.down(nnx.relu(self.up(x)))" in dict(problem.facts)["line"]
     assert "out_sharding=jax.P('batch', None)" in problem.fix
     assert "self.down(nnx.relu" in str(plan)
+
+
+def scan_with_another_carry(params, x):
+    return jax.lax.scan(lambda c, _: (jax.reshard(c, P("batch", "model")), None), x, None, length=2)[0]
+
+
+def read_columns(params, x):
+    return jnp.take_along_axis(jax.reshard(x @ params["up"], P()), jnp.argsort(x)[:, :1], -1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "line"),
+    [(scan_with_another_carry, __file__), (read_columns, "the gradient of take_along_axis")],
+)
+def test_refusals_of_loops_and_gradients_are_problems(forward, line):
+    """JAX raises no error of its own type for these."""
+    layout_map = lm.LayoutMap(lm.create_mesh(MESH, axis_types="explicit"), rest="replicated")
+
+    def make():
+        return train_with(
+            {"up": jnp.ones((X.shape[1], 8))}, forward=forward, loss=lambda y, target: (y**2).sum()
+        )
+
+    plan = lm.plan(make, layout_map, on="h100:8", inputs=(X, TARGET), batch_dim="batch", library="jax")
+    (problem,) = plan.errors
+    assert "out_sharding" == problem.kind
+    assert "@batch" in problem.why
+    assert line in dict(problem.facts)["line"]

@@ -801,9 +801,73 @@ def test_a_step_is_shown_as_its_parts_and_what_travels(browser, show):
     assert "all-gather of 14.0 MiB over data, 2 times" in text(browser, "#details")
 
 
+EXPLAINED = {
+    "step": "step",
+    "mesh": {"batch": 2, "model": 4},
+    "sent_bytes": 3 * 2**20,
+    "argument_bytes": 2**20,
+    "temporary_bytes": 2**10,
+    "collectives": [
+        {
+            "kind": "all_gather",
+            "dims": ["model"],
+            "calls": 2,
+            "shape": [512, 1024],
+            "sent_bytes": 3 * 2**20,
+            "line": "train.py:31",
+            "cause": "params['up']['kernel']",
+            "is_full_gather": True,
+        }
+    ],
+    "products": [{"line": "train.py:31", "flops": 4000, "ideal_flops": 1000.0}],
+    "recompilations": ["x has shape (4, 8), before (8, 8)"],
+}
+
+
+def test_an_explained_step_is_shown_with_its_lines_and_causes(browser, open_page, folder):
+    """A cause leads to its variable, and a line of products that devices repeat stands out."""
+    kernel = VariableSpec("up.kernel", (512, 1024), "float32")
+    plan = make_plan([kernel], lm.LayoutMap(MESH, {"up": (None, "model")}))
+    path = folder / "explained.html"
+    path.write_text(plan.to_html(explained=EXPLAINED), encoding="utf-8")
+    open_page(path)
+
+    assert "step on batch=2, model=4: each device sends 3.0 MiB" in text(browser, "#explained")
+    rows = [
+        [cell.text for cell in row.find_elements(By.TAG_NAME, "td")]
+        for row in browser.find_elements(By.CSS_SELECTOR, "#explained tbody tr")
+    ]
+    assert [
+        [
+            "params['up']['kernel']\ngathered in full",
+            "all_gather \u00d7 2\nover model",
+            "train.py:31",
+            "512 \u00d7 1,024",
+            "3.0 MiB",
+        ],
+        ["train.py:31", "4,000", "1,000", "4.00"],
+    ] == rows
+    assert "x has shape (4, 8), before (8, 8)" in text(browser, "#explained")
+    find(browser, "#explained tbody .link").click()
+    assert "up.kernel" == chosen(browser)
+
+
+def test_a_step_is_shown_by_the_command_line_and_files_are_checked(folder, browser):
+    saved_plan, saved_step, page = (folder / name for name in ("plan.json", "step.json", "of_step.html"))
+    saved_plan.write_text(PLAN.to_json())
+    saved_step.write_text(json.dumps(EXPLAINED))
+    with redirect_stdout(io.StringIO()):
+        assert main(["plan", str(saved_plan), "--html", str(page), "--step", str(saved_step)]) in (0, 1)
+    assert "train.py:31" in page.read_text()
+    for wrong in ({}, {**EXPLAINED, "products": [{}]}, [1]):
+        with pytest.raises(lm.PlanError, match="no explanation of a step"):
+            PLAN.to_html(explained=wrong)
+
+
 def test_a_plan_without_a_cost_shows_no_step(browser, show):
     """Activations are then not counted, and the page says so."""
     show(PLAN)
 
     assert not find(browser, "#cost-panel").is_displayed()
+    assert not find(browser, "#explained-panel").is_displayed()
     assert "before activations, which are not counted here" in text(browser, "#memory")

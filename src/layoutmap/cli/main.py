@@ -45,7 +45,7 @@ from layoutmap.cli.output import (
     print_text,
     write_all,
 )
-from layoutmap.cli.plans import add_model_options, count_rules, make_plans, make_single_plan
+from layoutmap.cli.plans import add_model_options, count_rules, make_plans, make_single_plan, read_step
 from layoutmap.cli.search import add_search_options, run_search_command
 from layoutmap.cli.selftest import add_selftest_options, run_selftest_command
 from layoutmap.cli.sizes import parse_size
@@ -266,6 +266,11 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--html", metavar="FILE", help='also write it as a page for a browser; "-": to stdout'
     )
     parser.add_argument(
+        "--step",
+        metavar="FILE",
+        help="a JSON file of step.explain(..).to_json(), to show on the page of --html",
+    )
+    parser.add_argument(
         "--device-memory",
         metavar="SIZE",
         type=parse_size,
@@ -302,7 +307,8 @@ def _show(made: Plan, files: Mapping[str, str], options: Any, lint: str, refused
     made = made.set_limits(device_memory=options.device_memory, strict=options.strict or made.strict)
     memory, verdict = made.memory, made.verdict
     findings = made.lint(options.batch_dim)
-    texts = {"--json": made.to_json, "--html": lambda: made.to_html(options.batch_dim)}
+    explained = None if options.step is None else read_step(options.step)
+    texts = {"--json": made.to_json, "--html": lambda: made.to_html(options.batch_dim, explained=explained)}
     out = write_all({path: texts[option]() for option, path in files.items()})
     width = get_width(out, options.wide)
     rest = f"{made.to_text(width)}\n\n{memory.to_text(width)}".removeprefix(str(verdict))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import sys
@@ -237,6 +238,19 @@ def read_rules(name: str, mesh: Mesh | None) -> LayoutMap:
     text = _read_text(name)
     with _error_names_file(name):
         return LayoutMap.from_yaml(text, mesh)
+
+
+def read_step(name: str) -> Any:
+    """Return the figures of a compiled step from a JSON file."""
+    try:
+        found: Any = json.loads(_read_text(name))
+    except ValueError as error:
+        raise LayoutMapError(
+            f"{name} is no JSON",
+            why=str(error),
+            fix="write it by json.dump(step.explain(..).to_json(), file)",
+        ) from error
+    return found
 
 
 def count_rules(name: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib import import_module
 from typing import Any, ParamSpec
@@ -350,13 +350,19 @@ class Plan(PlanTable):
 
         return Plan.of(plan_from_json(text))
 
-    def to_html(self, batch_dim: BatchDim | None = None) -> str:
+    def to_html(
+        self, batch_dim: BatchDim | None = None, *, explained: Mapping[str, Any] | None = None
+    ) -> str:
         """Return the plan as one HTML page, which loads nothing: mesh, memory, and slices of each variable.
 
         What `lint` finds stands beside the problems.
 
         Args:
             batch_dim: See `lint`.
+            explained: A compiled step to show, too: `step.explain(..).to_json()`.
+
+        Raises:
+            PlanError: These are not the figures of a step.
 
         Example:
             >>> from layoutmap.core.variables import VariableSpec
@@ -365,9 +371,11 @@ class Plan(PlanTable):
             >>> page.startswith("<!doctype html>"), "d1.kernel" in page
             (True, True)
         """
-        from layoutmap.report.page.page import make_plan_page
+        from layoutmap.report.page.page import make_plan_page, read_explained_step
 
-        return make_plan_page(self, self.lint(batch_dim).problems)
+        return make_plan_page(
+            self, self.lint(batch_dim).problems, None if explained is None else read_explained_step(explained)
+        )
 
     def to_text(self, width: int | None = None) -> str:
         """Return the text that `print` shows.

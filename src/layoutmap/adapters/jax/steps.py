@@ -166,6 +166,11 @@ class JitStep:
         self._known = [known, *self._known[: _MAX_KNOWN - 1]]
         return self._run(known, given, call.leaves, True)
 
+    @property
+    def num_programs(self) -> int:
+        """How many programs the step was compiled to."""
+        return len(self._programs)
+
     def lower(self, *args: object, **kwargs: object) -> jax.stages.Lowered:
         """Return the step lowered for these arguments without running it, as `jax.jit(..).lower` does.
 

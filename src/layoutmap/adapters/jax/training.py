@@ -16,7 +16,7 @@ from layoutmap.adapters.jax import models
 from layoutmap.adapters.jax.models import is_nnx, take_apart
 from layoutmap.adapters.jax.optimizers import describe, make_state
 from layoutmap.adapters.jax.pytrees import Parts, format_key
-from layoutmap.adapters.jax.steps import jit_step
+from layoutmap.adapters.jax.steps import JitStep, jit_step
 from layoutmap.adapters.jax.variables import Variable
 from layoutmap.core.errors import ScopeError, shorten_repr
 from layoutmap.core.layout import Layout
@@ -163,6 +163,11 @@ class Steps:
                 return compiled(*args)
 
         return run
+
+    @property
+    def num_step_programs(self) -> int:
+        """How many programs the steps were compiled to."""
+        return self._update.num_programs if isinstance(self._update, JitStep) else 1
 
     def compute_outputs(self, batch: object) -> object:
         """Return the model's inference outputs for a batch."""

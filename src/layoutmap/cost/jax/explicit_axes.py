@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -20,6 +21,21 @@ _INSTALLED = tuple(
 _PACKAGE = str(Path(__file__).parents[2])
 
 
+_SHARDED_TYPE = re.compile(r"\w+\[[^\]]*@")
+"""An array's type in JAX's messages, if it has explicit axes: `float32[16@batch,8]`."""
+
+
+def is_refused_sharding(error: Exception) -> bool:
+    """Return whether JAX has refused an operation for the shardings of its operands.
+
+    Loops and branches raise a `TypeError` for carries and results, and gradients of gathers a `ValueError`.
+    """
+    is_private = type(error).__name__ == "ShardingTypeError"
+    return is_private or (
+        isinstance(error, (TypeError, ValueError)) and bool(_SHARDED_TYPE.search(str(error)))
+    )
+
+
 @contextmanager
 def explain_refused_sharding(name: str) -> Generator[None]:
     """Raise a `ShardingRefusedError` for the first operation that JAX refuses under explicit axes while open."""
@@ -28,7 +44,7 @@ def explain_refused_sharding(name: str) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        if type(error).__name__ != "ShardingTypeError":  # private to JAX
+        if not is_refused_sharding(error):
             raise
         raise _make_error(name, error) from error
     finally:
@@ -47,20 +63,28 @@ def _make_error(name: str, error: Exception) -> ShardingRefusedError:
     return ShardingRefusedError(
         f"{name}: JAX cannot tell the sharding of an operation's result",
         facts=facts,
-        why=" ".join(str(error).split("\n")[0].split()),
+        why=_shorten_reason(str(error)),
         fix=f"pass {out}, or reshard an operand first: jax.sharding.reshard(x, jax.P(..)); then plan again",
     )
 
 
+def _shorten_reason(text: str) -> str:
+    """Return the first line of JAX's message, and the first with types if it has none."""
+    first, *rest = (" ".join(line.split()) for line in text.splitlines() if line.strip())
+    more = [] if _SHARDED_TYPE.search(first) else [line for line in rest if _SHARDED_TYPE.search(line)]
+    return " ".join([first, *more[:1]])
+
+
 def _find_user_line(error: BaseException) -> str:
-    """Return the innermost line outside of installed packages: the file, the line number, and the code."""
-    frames = [
-        frame
-        for each in _iterate_causes(error)
-        for frame in traceback.extract_tb(each.__traceback__)
-        if not frame.filename.startswith((*_INSTALLED, _PACKAGE, "<"))
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}  {frames[-1].line}" if frames else "unknown"
+    """Return the innermost line outside of installed packages: the file, the line number, and the code.
+
+    A gradient of a function that JAX itself compiles has none, so the function is named.
+    """
+    frames = [frame for each in _iterate_causes(error) for frame in traceback.extract_tb(each.__traceback__)]
+    of_user = [each for each in frames if not each.filename.startswith((*_INSTALLED, _PACKAGE, "<"))]
+    if of_user:
+        return f"{of_user[-1].filename}:{of_user[-1].lineno}  {of_user[-1].line}"
+    return f"in the gradient of {frames[-1].name}" if error.__cause__ is not None else "unknown"
 
 
 def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -10,7 +10,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from typing import Any
 
+from layoutmap.core.errors import PlanError
 from layoutmap.core.escaping import escape_html
 from layoutmap.plan.problems import Problem
 from layoutmap.plan.table import PlanTable
@@ -33,19 +35,60 @@ _SCRIPTS = (
         "details_view",
         "verdict_view",
     ),
-    *("memory_view", "cost_view", "checkpoint_view", "treemap_view", "table_view", "problems_view", "page"),
+    *(
+        "memory_view",
+        "cost_view",
+        "explained_view",
+        "checkpoint_view",
+        "treemap_view",
+        "table_view",
+        "problems_view",
+        "page",
+    ),
 )
 
 
-def make_plan_page(plan: PlanTable, findings: Sequence[Problem] = ()) -> str:
+def make_plan_page(
+    plan: PlanTable, findings: Sequence[Problem] = (), explained: Mapping[str, object] | None = None
+) -> str:
     """Return a plan as a self-contained HTML page. Equal plans give equal pages.
 
     Args:
         plan: The plan.
         findings: More problems to show beside those of the plan.
+        explained: The figures of a compiled step, as `to_json` of `step.explain(..)` returns them.
     """
-    data = {"verdict": make_verdict_data(judge_plan(plan)), **make_page_data(plan, findings)}
+    data = {
+        "verdict": make_verdict_data(judge_plan(plan)),
+        **make_page_data(plan, findings),
+        "explained": explained,
+    }
     return _fill_template("plan", f"Plan: {format_line(plan)}", data)
+
+
+def read_explained_step(explained: Any) -> Mapping[str, object]:
+    """Check the figures of a compiled step, which may come from a file.
+
+    Raises:
+        PlanError: Some are missing, or of another type.
+    """
+    fields: dict[str, Any] = {**explained} if isinstance(explained, Mapping) else {}
+    types = {"step": str, "mesh": dict, "collectives": list, "products": list, "recompilations": list}
+    types |= dict.fromkeys(("sent_bytes", "argument_bytes", "temporary_bytes"), int)
+    rows = {
+        "collectives": {"kind", "dims", "calls", "shape", "sent_bytes", "line", "cause", "is_full_gather"},
+        "products": {"line", "flops", "ideal_flops"},
+    }
+    wrong = [name for name, kind in types.items() if not isinstance(fields.get(name), kind)]
+    wrong = wrong or [name for name, keys in rows.items() if not all(keys <= {*row} for row in fields[name])]
+    if wrong:
+        raise PlanError(
+            "this is no explanation of a step",
+            facts={"missing or of another type": ", ".join(wrong)},
+            why="the page shows the figures of a compiled step",
+            fix="pass what step.explain(..).to_json() returns, or a file of it",
+        )
+    return fields
 
 
 def make_checkpoint_page(contents: Contents, problems: Sequence[Problem] | None) -> str:

@@ -44,6 +44,7 @@ LAWS: Mapping[str, Law] = {
     "predict and evaluate agree with one device": training.compare_predictions,
     "training agrees with one device": training.compare_training,
     "training without the compiler agrees with one device": training.compare_uncompiled,
+    "steps under explicit axes agree with one device": training.compare_explicit_axes,
     "a built model matches its plan": plans.compare_built_model,
     "an inspected model matches its plan": inspection.compare_with_plan,
     "rules read from a model rebuild its layouts": inspection.rebuild_from_rules,

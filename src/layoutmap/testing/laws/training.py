@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
 from layoutmap.inspecting.inspect import inspect
 from layoutmap.inspecting.parity import compare_logs, compare_models, compare_variables
+from layoutmap.scope.scope import plan
 from layoutmap.testing.laws.trial import DIVERGES, TOLERANCE, NotApplicable, Trial, flatten_arrays
 from layoutmap.testing.models.cases import QUANTIZED
+from layoutmap.testing.models.jax.model import Model as JaxModel
 from layoutmap.testing.products import allowed_tf32
 
 
@@ -128,6 +131,44 @@ def compare_precision(precision: str, trial: Trial) -> Iterator[str]:
             if _has_failed(lambda: other.adapter.train_step(other.make_unsharded(), other.case.batch)):
                 raise NotApplicable("the unsharded model cannot train in this precision") from None
             raise
+
+
+def compare_explicit_axes(trial: Trial) -> Iterator[str]:
+    """Compare initial values and two steps with one device under explicit and mixed axes, each step compiled once.
+
+    Some models state no `out_sharding`. JAX may refuse their steps, which a plan must find as well.
+    """
+    case, choices = trial.case, trial.choices
+    if not isinstance(case.model, JaxModel) or case.devices.number == 1 or trial.group.has_others:
+        raise NotApplicable("it is no model of JAX alone on several devices")
+    dims = Mesh(None, case.map.mesh).dim_names
+    rows = [dim for dim in dims if dim == case.map.batch_dim]
+    explicit = choices.pick(dims, rows, [dim for dim in dims if dim not in rows]) or dims
+    uneven = case.map.uneven if isinstance(case.map.uneven, str) else "shrink"  # padding is for auto axes
+    drawn_map = replace(case.map, explicit_dims=tuple(explicit), uneven=uneven)
+    lines = "" if choices.is_one_in(4) else case.model.auto_axes_lines
+    other = Trial(replace(case.to_sgd(), map=drawn_map, last_lines=lines))
+    yield from compare_initial_values(other)
+    one, sharded = other.pair
+    try:
+        logs = [[other.adapter.train_step(model, case.batch) for _ in range(2)] for model in (one, sharded)]
+    except Exception as error:
+        explicit_axes = importlib.import_module("layoutmap.cost.jax.explicit_axes")
+        if not explicit_axes.is_refused_sharding(error):
+            raise
+        options: Any = {"on": f"h100:{case.devices.number}", "batch_dim": case.map.batch_dim, "verify": False}
+        found = plan(
+            other.case.make_model, other.case.layout_map, inputs=case.batch, library=case.library, **options
+        )
+        if "out_sharding" not in {problem.kind for problem in found.problems}:
+            yield f"the plan does not find what JAX refuses: {error}"
+        return
+    rows = [*compare_logs("step", logs[0][-1], logs[1][-1], TOLERANCE)]
+    rows += compare_variables(other.adapter, "weights", one, sharded, tolerance=TOLERANCE)
+    if not all(row.agrees for row in rows):
+        yield from compare_training(other)
+    if sharded.steps.num_step_programs != 1:
+        yield f"two equal steps were compiled {sharded.steps.num_step_programs} times"
 
 
 def compare_replicas(trial: Trial) -> Iterator[str]:

@@ -94,6 +94,7 @@ class Case:
         rows: The number of rows of the batch.
         devices: The devices that it runs on.
         precision: A key of `EPSILONS`, or `"float64"`.
+        last_lines: More lines at the end of the source.
         ambient_mesh: The axis types of the mesh that the program sets by `jax.set_mesh`. Empty: it sets none.
     """
 
@@ -104,6 +105,7 @@ class Case:
     devices: Devices = EIGHT
     precision: str = "float32"
     ambient_mesh: str = ""
+    last_lines: str = ""
 
     def __str__(self) -> str:
         options = f"batch_dim={self.map.batch_dim!r}, library={self.library!r}"
@@ -191,7 +193,7 @@ class Case:
         return (
             f"{self.model.write_source(self.optimizer)}\n\nlayout_map = {self.map.source}\n"
             f"rng = np.random.default_rng(0)\nbatch = {self.model.write_data(self.rows)}\n"
-            f"{precisions.get(self.precision, '')}"
+            f"{precisions.get(self.precision, '')}{self.last_lines}"
         )
 
     @cached_property

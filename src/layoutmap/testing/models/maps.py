@@ -70,6 +70,7 @@ class DrawnMap:
     activations: tuple[tuple[str, Specs], ...]  # sharding specs of layer outputs, by pattern
     uneven: UnevenSetting
     batch_dim: str | None  # None: no dim shards the batch
+    explicit_dims: tuple[str, ...] = ()  # the dims with explicit axes
 
     @property
     def source(self) -> str:
@@ -79,7 +80,10 @@ class DrawnMap:
             for items in (self.rules, self.activations)
         )
         options = f", activations={activations}" if self.activations else ""
-        return f"lm.LayoutMap({self.mesh!r}, {rules}{options}, uneven={self.uneven!r}, rest='replicated')"
+        mesh = repr(self.mesh)
+        if self.explicit_dims:
+            mesh = f"lm.create_mesh({mesh}, axis_types={dict.fromkeys(self.explicit_dims, 'explicit')})"
+        return f"lm.LayoutMap({mesh}, {rules}{options}, uneven={self.uneven!r}, rest='replicated')"
 
 
 def draw_map(

@@ -73,6 +73,7 @@ problemsView(byId("problems"), byId("problems-panel"));
 if (data.checkpoint) checkpointView(byId("checkpoint"), byId("checkpoint-panel"));
 else memoryView(byId("memory"));
 if (data.cost) costView(byId("cost"), byId("cost-panel"));
+if (data.explained) explainedView(byId("explained"), byId("explained-panel"));
 readAddress();
 const refreshTable = tableView(byId("table"), writeAddress);
 treemapView(byId("treemap"));

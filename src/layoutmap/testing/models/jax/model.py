@@ -118,6 +118,8 @@ class Model:
     precisions: ClassVar[Mapping[str, str]] = {"bfloat16": _IN_BFLOAT16}
     # JAX enables float64 for the whole process, which would change other models.
     float64_lines: ClassVar[str] = ""
+    auto_axes_lines: ClassVar[str] = ""
+    """Last lines of a program that compute the model with auto axes, where JAX would ask for `out_sharding`."""
 
     inputs: tuple[Value, ...]
     parts: tuple[Line, ...]  # lines of the forward pass

@@ -57,6 +57,28 @@ def stacked(number, make, rngs):
 """Source of classes and functions that a program may define, by name."""
 
 
+_AUTO_AXES = """\
+Body = Net
+
+
+class Net(Body):
+    def __call__(self, *inputs, **named):
+        graph, state = nnx.split(self)
+
+        def call(state, inputs, named):
+            net = nnx.merge(graph, state)
+            return Body.__call__(net, *inputs, **named), nnx.state(net, nnx.Not(nnx.Param))
+
+        outputs, changed = jax.sharding.auto_axes(call, out_sharding=jax.P())(state, inputs, named)
+        nnx.update(self, changed)
+        return outputs
+
+
+def loss(outputs, targets, loss=loss):
+    return jax.sharding.auto_axes(loss, out_sharding=jax.P())(outputs, targets)
+"""
+
+
 @dataclass(frozen=True)
 class Module(Model):
     """A module of flax.nnx."""
@@ -70,6 +92,7 @@ from flax import nnx
 
 from layoutmap.adapters.jax import train_with
 """
+    auto_axes_lines: ClassVar[str] = _AUTO_AXES
     rngs: str = "nnx.Rngs(0)"
 
     @property

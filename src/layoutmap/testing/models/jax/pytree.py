@@ -18,6 +18,22 @@ _MIXED = f"""{CAST}def forward(p, *inputs, forward=forward, **named):
 """
 
 
+_AUTO_AXES = """\
+def forward(p, *inputs, forward=forward, **named):
+    leaves, tree = jax.tree.flatten(p)
+    arrays = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+
+    def call(arrays, inputs, named):
+        return forward(tree.unflatten([arrays.get(n, leaf) for n, leaf in enumerate(leaves)]), *inputs, **named)
+
+    return jax.sharding.auto_axes(call, out_sharding=jax.P())(arrays, inputs, named)
+
+
+def loss(outputs, targets, loss=loss):
+    return jax.sharding.auto_axes(loss, out_sharding=jax.P())(outputs, targets)
+"""
+
+
 @dataclass(frozen=True)
 class Pytree(Model):
     """A pytree with a forward function."""
@@ -36,6 +52,7 @@ from jax.random import key, normal
 
 from layoutmap.adapters.jax import train_with
 """
+    auto_axes_lines: ClassVar[str] = _AUTO_AXES
     layer_outputs: ClassVar[Mapping[str, Shape]] = {}
     precisions: ClassVar[Mapping[str, str]] = {**Model.precisions, "mixed_bfloat16": _MIXED}
 
