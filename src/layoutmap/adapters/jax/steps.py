@@ -169,7 +169,7 @@ class JitStep:
     @property
     def num_programs(self) -> int:
         """How many programs the step was compiled to."""
-        return len(self._programs)
+        return len(self._programs.by_signature)
 
     def lower(self, *args: object, **kwargs: object) -> jax.stages.Lowered:
         """Return the step lowered for these arguments without running it, as `jax.jit(..).lower` does.
