@@ -404,7 +404,7 @@ def _get_rank(tensor: Any) -> int:
     shape = getattr(tensor, "shape", None)
     if shape is None:
         return np.ndim(tensor)
-    return shape.rank or 0 if hasattr(shape, "rank") else len(shape)  # TensorFlow's shapes may be unknown
+    return shape.rank or 0 if hasattr(shape, "rank") else len(shape)  # TensorFlow shapes may have no rank
 
 
 def _choose_engine(tensor: Any, engine: str | None) -> Engine:

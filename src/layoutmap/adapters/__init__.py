@@ -160,7 +160,7 @@ def refuse_other_libraries(adapter: Building) -> Generator[None]:
     with ExitStack() as stack:
         for name in ADAPTERS:
             if name != adapter.name and name in sys.modules and importlib.util.find_spec(name) is not None:
-                # A release of the other library that is not supported is no reason to open no scope for this one.
+                # An unsupported release of another library must not prevent a scope for this one.
                 with suppress(LayoutMapError):
                     stack.enter_context(get_adapter(name).refused(adapter.name))
         yield

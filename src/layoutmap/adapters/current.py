@@ -29,7 +29,7 @@ class active_session(Closing):
     """
 
     def __init__(self, session: Any):
-        self.session = session  # `None` once it is closed
+        self.session = session  # None after the scope is closed
         self.was_told = False
         self._thread = threading.get_ident()
         task = _get_asyncio_task()
@@ -110,8 +110,8 @@ def _iterate_links() -> Iterator[_SessionLink]:
 
 def _get_asyncio_task() -> Any:
     """Return the current asyncio task, or None."""
-    asyncio: Any = sys.modules.get("asyncio")  # a program that has not imported it has no tasks
+    asyncio: Any = sys.modules.get("asyncio")  # without asyncio there are no tasks
     try:
         return asyncio and asyncio.current_task()
-    except RuntimeError:  # no loop runs in this thread
+    except RuntimeError:  # no event loop runs in this thread
         return None

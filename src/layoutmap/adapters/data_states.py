@@ -32,13 +32,11 @@ def make_undo(data: object) -> Callable[[], object]:
         return lambda: [undo() for undo in undos]
     try:
         state = copy.deepcopy(read_state(data))
-    except (
-        Exception
-    ):  # a user's object raises what it likes; without a state of its own there is nothing to undo
+    except Exception:  # the data's state_dict may raise anything; without a state there is nothing to undo
         return lambda: None
 
     def undo() -> None:
-        with contextlib.suppress(Exception):  # the error that made this necessary is the one to raise
+        with contextlib.suppress(Exception):  # keep the original error
             find_state_setter(data)(state)
 
     return undo

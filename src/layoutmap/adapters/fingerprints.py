@@ -1,7 +1,7 @@
 """Fingerprints of a program: named texts that processes compare before its first call (why: decisions/0181)."""
 
 # pyright: basic
-# Values of any type are looked into, which no annotation says.
+# pyright cannot type the inspection of arbitrary values.
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def describe_function(function: Any) -> str:
     name = str(getattr(function, "__qualname__", type(function).__qualname__))
     try:
         return f"{name}, source {zlib.crc32(dedent(inspect.getsource(function)).encode()):08x}"
-    except (OSError, TypeError):  # typed in, or compiled
+    except (OSError, TypeError):  # the source of interactive or compiled functions is unavailable
         return name
 
 

@@ -40,7 +40,7 @@ def make_backend_error(error: BaseException | None, choose: str = _IN_PYTHON) ->
 
 
 def _is_keras_import_failure(error: ModuleNotFoundError) -> bool:
-    if "keras" in sys.modules:  # it is imported, and one of its functions needs something else
+    if "keras" in sys.modules:  # Keras is imported, so another module is missing
         return False
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(str(frame.f_globals.get("__name__")).startswith("keras.") for frame in frames)

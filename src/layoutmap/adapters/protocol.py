@@ -66,7 +66,7 @@ class RuleLookup(Protocol):
         ...
 
 
-# A protocol, since adapters lie below `layoutmap.scope`, whose `Scope` implements it; why: decisions/0171
+# A protocol, because `Scope` is in a higher package (decisions/0171).
 class ScopeContext(Protocol):
     """Scope as an adapter uses it: the engine, the layout policy, and the checks that need the plan."""
 

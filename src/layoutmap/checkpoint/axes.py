@@ -21,7 +21,7 @@ from layoutmap.checkpoint.chunks import choose_chunk_shape, split_shard
 from layoutmap.core.blocks import Index, NumpyArray, compute_block_shape, make_relative_index
 
 _TOKEN = re.compile(r"\s*([()]|\d+/\d+|[A-Za-z_]\w*|\S)")
-_STEP_BYTES = 1 << 24  # how much of a block is read at once, before it is moved to its place
+_STEP_BYTES = 1 << 24  # bytes of a block to read at once, before they are copied into the result
 
 Span = tuple[int, int]
 
@@ -136,7 +136,7 @@ def fill_block(
                 for atom, (start, _) in zip(inside, box, strict=True)
             ]
             spans = {atom: span for atom, span in zip(inside, box, strict=True) if isinstance(atom, str)}
-            # An axis for each name. It only splits axes, which numpy does without a copy.
+            # One axis per name. Splitting axes is a view in numpy, so nothing is copied.
             view = result[(*make_relative_index(place, index), ...)].reshape(
                 [b - a for a, b in box], copy=False
             )[(*at, ...)]
@@ -258,7 +258,7 @@ def _list_ranges(
     """Yield the contiguous ranges of one axis that cover a box, and the span of each name."""
     dims = [get_atom_size(atom, sizes) for atom in axis]
     wanted = [(a.number, a.number + 1) if isinstance(a, Nth) else spans[a] for a in axis]
-    split = len(axis) - 1  # all after it is complete; before it, each place is a range of its own
+    split = len(axis) - 1  # axes after it are read in full; axes before it need one range for each position
     while split > 0 and wanted[split] == (0, dims[split]):
         split -= 1
     for place in itertools.product(*(range(*span) for span in wanted[:split])):

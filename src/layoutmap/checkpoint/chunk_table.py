@@ -188,7 +188,7 @@ def _make_columns(rows: Sequence[Any], rank: int) -> Columns:
 def _convert_integers(values: Sequence[Any], shape: tuple[int, ...]) -> NumpyArray:
     """Return whole numbers from JSON as an array of a shape."""
     found = np.array(values)
-    # It may be text, fractions, numbers beyond it, or lists of lists.
+    # The file may contain text, fractions, numbers over 64 bits, or nested lists instead.
     if found.size and (found.dtype != np.int64 or found.shape != shape):
         raise ValueError(f"{found.dtype}{list(found.shape)} where whole numbers belong")
     return found.reshape(shape).astype(np.int64, copy=False)

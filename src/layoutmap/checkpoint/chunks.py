@@ -17,11 +17,11 @@ LEAST_BYTES = 1 << 16
 MOST_BYTES = 1 << 23
 _LARGE_BYTES = (
     1 << 20
-)  # of the chunks of a large checkpoint: smaller ones cost more time in Python than on the disk
-_OF_A_CHECKPOINT = 512  # chunks, from which on it is large
-_MOST_CHUNKS = 500_000  # of a checkpoint: a manifest of them has some 50 MB
-_OF_A_VARIABLE = 512  # 8 along each of three axes
-_ODD = 16  # as often as this an even axis is divided before an odd one, which meshes seldom divide
+)  # smallest chunk of a large checkpoint, because smaller ones take more time in Python than on the disk
+_OF_A_CHECKPOINT = 512  # number of chunks from which a checkpoint is large
+_MOST_CHUNKS = 500_000  # limit for one checkpoint, whose manifest then has about 50 MB
+_OF_A_VARIABLE = 512  # limit for one variable: 8 chunks along each of three axes
+_ODD = 16  # prefer to split even axes by this factor, because meshes rarely divide odd ones
 
 
 def choose_chunk_bytes(variable_bytes: int, total_bytes: int) -> int:

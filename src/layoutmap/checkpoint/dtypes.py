@@ -46,10 +46,10 @@ def get_numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
         found = np.dtype(name)
         if found.kind in "biufc" or (found.kind == "V" and found.name == name and found.fields is None):
             return found
-    except (TypeError, ValueError, SyntaxError):  # numpy parses names
+    except (TypeError, ValueError, SyntaxError):  # numpy parses the name and raises any of these
         pass
     try:
-        import ml_dtypes  # late, and not with numpy: the frameworks bring it
+        import ml_dtypes  # imported here, because it comes with frameworks and not with numpy
     except ModuleNotFoundError:
         ml_dtypes = None
     extended = getattr(ml_dtypes, name, None)

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 from layoutmap.core.errors import CheckpointError, shorten_repr
 
-MOST_SMALL_BYTES = 1 << 28  # metadata, indexes and manifests; a manifest of 500,000 chunks has 50 MB
+MOST_SMALL_BYTES = 1 << 28  # limit for metadata, indexes, and manifests; 500,000 chunks take 50 MB
 _LEAST_SPARSE_BYTES = 1 << 30
 FIX = "restore it from a copy, or save it again"
 """Advice on a damaged file, if nothing better is known."""

@@ -83,7 +83,7 @@ def extend_lineage(
     order = 1 + max((each.order for each in known), default=0)
     if position is None:
         return SavedStep(step, None, {token: step}, order)
-    # Of the steps that went on along its line there may be but those that left it later.
+    # Steps that follow on the same line are allowed only if they branched off later.
     is_again = step == position.step
     is_left = any(each.lines.get(position.line, -1) + is_again > position.step for each in known)
     lines = {**position.lines, (token if is_left else position.line): step}
@@ -179,7 +179,7 @@ def _read_lineage(storage: Storage, step: int) -> SavedStep | None:
         are_numbers = all(type(value) in (int, float) for value in saved.metrics.values())
         return saved if is_right and are_numbers else None
     except (CheckpointError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None  # it is gone meanwhile, or is damaged: that is said by who opens it
+        return None  # deleted meanwhile or damaged; opening the step reports it
 
 
 def _read_facts(storage: Storage, step: int, num_bytes: int) -> Any:
@@ -190,4 +190,5 @@ def _read_facts(storage: Storage, step: int, num_bytes: int) -> Any:
     head, is_there, _ = bytes(data[:count]).partition(b',\n "metadata": ')
     if is_there:
         return json.loads(head + b"}")
-    return None if num_bytes == _HEAD_BYTES else json.loads(data)  # other programs write JSON in other lines
+    # Other programs format JSON differently, so the head is not complete.
+    return None if num_bytes == _HEAD_BYTES else json.loads(data)

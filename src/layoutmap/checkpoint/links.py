@@ -40,7 +40,7 @@ from layoutmap.checkpoint.stream_records import (
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.folders import open_hidden_folder, remove_folder
 
-_MOST_HEADERS_BYTES = 1 << 28  # of all files of a stream
+_MOST_HEADERS_BYTES = 1 << 28  # limit for the headers of all files of a stream
 _FILE_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _POLL_SECONDS = 0.02
 
@@ -228,7 +228,7 @@ class FolderLink:
                     payload = msgspec.json.encode(value)
                     sink.write(make_record(kind, number, payload) + payload)
             old = self._folder / f".{make_token()}"
-            if self._try_rename(self._sent, old):  # a stream that nobody has received
+            if self._try_rename(self._sent, old):  # a finished stream without a receiver
                 remove_folder(old)
             os.rename(hidden, self._sent)
         with self._translate_errors():
@@ -343,7 +343,7 @@ def open_link(end: object, timeout_seconds: float) -> Link:
     pair = cast("tuple[Any, ...]", end if isinstance(end, tuple) else (end, end))
     with contextlib.suppress(OSError, AttributeError, TypeError, ValueError):
         reader, writer = pair
-        if type(reader).__module__ != "ssl":  # its bytes must go through the object
+        if type(reader).__module__ != "ssl":  # TLS bytes must pass through the socket object
             if hasattr(writer, "flush"):
                 writer.flush()
             found = [each if isinstance(each, int) else each.fileno() for each in pair]

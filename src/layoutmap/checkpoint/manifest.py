@@ -99,7 +99,7 @@ class Manifest:
 
 def compute_xxh3(data: Any) -> str:
     """Return the XXH3 checksum of bytes as hexadecimal text."""
-    import xxhash  # late: most programs that plan and build save nothing
+    import xxhash  # imported here, because most programs save nothing
 
     return xxhash.xxh3_64_hexdigest(data)
 
@@ -135,7 +135,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
             fix="restore the file from a copy, or load another step",
         )
     try:
-        with pause_garbage_collection():  # large manifests have a million lists
+        with pause_garbage_collection():  # a large manifest decodes to a million lists
             found: Any = json.loads(data, parse_constant=_refuse_constant)
             is_known = (found["format"], found["version"]) == (FORMAT, VERSION)
             manifest = _convert_manifest(found) if is_known else None

@@ -29,7 +29,7 @@ class _Variable(msgspec.Struct):
     path: str
     shape: tuple[_Number, ...]
     dtype: str
-    chunks: list[Any]  # a million rows: `checked_chunks` checks them in numpy
+    chunks: list[Any]  # up to a million rows, which are checked in numpy
     kind: Kind = Kind.WEIGHT
     aliases: tuple[str, ...] = ()
     layout: Specs | None = None
@@ -91,7 +91,7 @@ def read_form(found: Any) -> ManifestForm:
         if each.layout is not None and len(each.layout) != len(each.shape):
             raise ValueError(f"{each.path}: layout {each.layout!r:.200}")
         if each.layout is not None and each.layout not in layouts:
-            Layout(each.layout, mesh)  # raises, if it is none
+            Layout(each.layout, mesh)  # raises if the specs are not a layout
             layouts.add(each.layout)
     return form
 

@@ -123,7 +123,7 @@ class ModelValues:
     def make_reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
         """Return a function that reads the shards of a variable, or `None` if the checkpoint lacks it."""
         saved = None if self._closed or _is_random_key(variable) else self.find(variable)
-        # One that is read before all are known may have the path of another, and so its shape.
+        # Before all variables are known, a provisional path may belong to another variable, so compare the shapes.
         if saved is None or saved.shape != variable.shape:
             return None
         self.taken.add(variable.path)

@@ -24,9 +24,9 @@ from layoutmap.core.blocks import Ends, Index, NumpyArray, compute_block_shape, 
 from layoutmap.core.errors import CheckpointError, join_names
 from layoutmap.core.variables import get_itemsize
 
-_KEPT = 2  # chunks of which only a part was wanted; the next block often wants the rest
+_KEPT = 2  # partly read chunks to keep, because the next block often needs the rest
 _THREADS = min(16, 2 * (os.cpu_count() or 1))
-_ALIGNMENT = 64  # bytes: JAX and TensorFlow copy arrays that begin elsewhere
+_ALIGNMENT = 64  # alignment in bytes, because JAX and TensorFlow copy arrays that are not aligned
 
 
 class StepSource(Source):
@@ -217,7 +217,7 @@ class StepSource(Source):
         try:
             read_runs()
         finally:
-            deque(left, 0)  # of an error the rest is not read
+            deque(left, 0)  # after an error, do not read the rest
             wait(helping)
         for each in helping:
             each.result()

@@ -26,8 +26,8 @@ from layoutmap.checkpoint.storage import LocalStorage, Storage, make_exists_erro
 from layoutmap.core.errors import CheckpointError
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_PART_BYTES = 1 << 26  # of an upload: S3 takes 10,000 parts, so files of 640 GB
-_HEAD_BYTES = 1024  # of a manifest: the token of its save is in them
+_PART_BYTES = 1 << 26  # bytes of an upload part; S3 takes 10,000 parts, so files up to 640 GB
+_HEAD_BYTES = 1024  # the head of a manifest contains the token of its save
 _MAKE_BUCKET = "make the bucket, or correct its name in the URL, and save again"
 
 
@@ -57,12 +57,13 @@ class RemoteStorage:
     """
 
     read_bytes = 1 << 23
-    write_files = 1  # each takes the memory of two parts
+    write_files = 1  # each open file takes the memory of two parts
 
     def __init__(self, url: str):
         self.where = url.rstrip("/")
         try:
-            fsspec: Any = importlib.import_module("fsspec.core")  # late: few need it
+            # Imported here, because few programs use remote storage.
+            fsspec: Any = importlib.import_module("fsspec.core")
             found: tuple[Any, str] = fsspec.url_to_fs(self.where, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise CheckpointError(
@@ -107,8 +108,10 @@ class RemoteStorage:
                     raise
         head = memoryview(bytearray(_HEAD_BYTES))
         if token.encode() not in bytes(head[: self.read_into(folder, NAME, 0, head)]):
-            raise make_exists_error(self.where, step)  # else an answer was lost, and it was this one's
-        # Whatever else is in the folder belongs to saves that have failed, or will: the manifest exists.
+            raise make_exists_error(
+                self.where, step
+            )  # if the token is this save's own, only the answer was lost
+        # The manifest is final, so other files in the folder belong to saves that fail.
         self.remove(f"{folder}/{token}", NAME)
         with suppress(Exception):
             for other in self._files.ls(self._join_path(folder), detail=False):
@@ -163,7 +166,7 @@ class RemoteStorage:
                 data = self._files.cat_file(path, start=start, end=end) if buffer else b""
             except FileNotFoundError:
                 raise
-            except Exception:  # a store may refuse a range beyond the end
+            except Exception:  # some stores refuse a range beyond the end
                 if (self.size(folder, name) or 0) > start:
                     raise
                 data = b""
@@ -204,7 +207,7 @@ class _RemoteSink:
             return
         with suppress(Exception):
             self._file.discard()
-            self._file.closed = True  # else it is sent when it is forgotten
+            self._file.closed = True  # otherwise fsspec uploads the file when it is garbage-collected
         with suppress(Exception):
             self._files.rm_file(self._path)
 

@@ -131,7 +131,7 @@ class RenamedSource(Source):
         for (name, piece), each in zip(pieces, saved, strict=True):
             here, there = _get_sides(piece, len(each.shape))
             sizes = solve_sizes([(there, each.shape), (here, shape)])
-            if sizes is None:  # it is shown, compared with the model, and refused
+            if sizes is None:  # keep it, so that the comparison with the model reports it
                 self.variables[path] = replace(saved[0], path=path, aliases=())
                 self.variables.pop(name, None)
                 return

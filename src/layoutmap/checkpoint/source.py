@@ -16,7 +16,7 @@ from layoutmap.core.errors import CheckpointError, join_names, shorten_repr
 from layoutmap.core.variables import Kind, get_itemsize
 
 _MOST_NAME = 4096
-_MOST_AXES = 64  # numpy's limit
+_MOST_AXES = 64  # limit of numpy
 
 Specs = tuple[str | tuple[str, ...] | None, ...]
 """Sharding specs as JSON has them: `None` for an unsharded axis."""

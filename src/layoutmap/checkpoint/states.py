@@ -19,7 +19,7 @@ from layoutmap.checkpoint.dtypes import get_numpy_dtype
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import CheckpointError
 
-_MOST_BYTES = 1 << 24  # of one array: what is larger is a variable and not a state
+_MOST_BYTES = 1 << 24  # limit for one array; larger ones must be saved as variables
 
 
 def encode_state(value: Any, where: str) -> Any:
@@ -67,7 +67,7 @@ def encode_state(value: Any, where: str) -> Any:
 def decode_state(value: Any) -> Any:
     """Read the result of `encode_state`. Arrays are numpy's, and tensors torch's if torch is imported."""
     if isinstance(value, list):
-        parts = cast("list[Any]", value)  # of a random state 625 numbers
+        parts = cast("list[Any]", value)  # 625 numbers for a Mersenne Twister
         return [decode_state(each) for each in parts] if {list, dict} & {*map(type, parts)} else [*parts]
     if not isinstance(value, dict):
         return value
@@ -85,7 +85,7 @@ def decode_state(value: Any) -> Any:
     if "__array__" in found:
         data = np.frombuffer(base64.b64decode(found["__array__"]), get_numpy_dtype(found["dtype"]))
         array = data.reshape(found["shape"]).copy()
-        # Where torch is loaded: its generators and loaders take their states as tensors only.
+        # torch generators and data loaders accept states only as tensors.
         return (
             sys.modules["torch"].from_numpy(array) if "tensor" in found and "torch" in sys.modules else array
         )

@@ -35,9 +35,9 @@ from layoutmap.core.errors import CheckpointError, join_names
 
 PATIENCE_SECONDS = 600.0
 """How long processes wait for one that does not respond: its data file does not grow."""
-_GRACE_SECONDS = 10.0  # how long the first waits, when a save fails, for the others to read why
-_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.25  # between two looks at what others have written
-_HEAD_BYTES = 1024  # of a manifest: its id is in them
+_GRACE_SECONDS = 10.0  # after a failure, process 0 waits this long for the others to read the reason
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.25  # time between two polls of the files of other processes
+_HEAD_BYTES = 1024  # the head of a manifest contains its id
 
 
 Memory = dict[tuple[str, Ends], NumpyArray]
@@ -83,7 +83,7 @@ class StepWriter:
         patience_seconds: How long to wait for a process that does not respond; `None`: `PATIENCE_SECONDS`.
     """
 
-    _is_over = True  # until all of it is here
+    _is_over = True  # until the constructor has finished
 
     def __init__(
         self,
@@ -109,7 +109,8 @@ class StepWriter:
         self._count = count
         self._states = states or {}
         patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
-        self._patience_seconds = patience * (2 if number else 1)  # the first knows who is missing
+        # Process 0 times out first, because it can name the missing process.
+        self._patience_seconds = patience * (2 if number else 1)
         self._watched: Collection[int] = (0,) if number else range(1, count)
         self._silent: Collection[int] = ()
         self._failed: tuple[int, str] | None = None
@@ -161,13 +162,13 @@ class StepWriter:
         if self.is_first:
             found = {0: part, **self._collect_parts()}
             within = self._folder.removeprefix(f"{self._storage.folder(self._manifest.step)}/")
-            within = "" if within == self._folder else f"{within}/"  # of a storage that cannot rename
+            within = "" if within == self._folder else f"{within}/"  # for a storage without rename
             parts = [found[number] for number in range(self._count)]
             manifest = _join_parts(self._manifest, parts, within)
             self._put(NAME, manifest_to_bytes(manifest))
             self._storage.commit(manifest.step, self._token)
         else:
-            self._is_committed()  # raises if the first has given up meanwhile
+            self._is_committed()  # raises if process 0 has given up
             self._has_promised = True
             self._put(_name_part(self._number), part_to_bytes(part))
             self._wait_until(self._is_committed, lambda: [0])
@@ -189,7 +190,7 @@ class StepWriter:
             self._abandon()
 
     def __del__(self) -> None:
-        if not self._is_over:  # it was interrupted outside of its `with` block
+        if not self._is_over:  # an interrupt came before the `with` block
             self._abandon()
 
     def _abandon(self) -> None:
@@ -197,7 +198,7 @@ class StepWriter:
             self._storage.abandon(self._manifest.step, self._token)
         self._is_over = True
 
-    # -- what processes tell one another
+    # -- communication between processes
 
     def _collect_parts(self) -> dict[int, ProcessPart]:
         found: dict[int, ProcessPart] = {}
@@ -236,7 +237,6 @@ class StepWriter:
                 if seen != signs:
                     signs, last = seen, now
                 # A launcher ends this process, too, when another one dies; this is for programs without one (0179).
-                # (delete the cite: the comment in the line above states the cause and names 0179).
                 elif now - last > self._patience_seconds:
                     self._silent = tuple(missing())
                     raise CheckpointError(
@@ -248,14 +248,16 @@ class StepWriter:
                         why="they have ended, or hang; a step exists only if every process writes its part",
                         fix="read what they printed last, and start all processes again; existing steps are unchanged",
                     )
-            # A twentieth of the wait so far: nobody waits much longer than for the others' work.
+            # Poll after a twentieth of the time waited so far, which adds at most 5 %.
             time.sleep(min(max(_SHORTEST_SECONDS, (time.monotonic() - began) / 20), _LONGEST_SECONDS))
 
     def _check_watched(self) -> None:
         for number in self._watched:
             if self._storage.size(self._folder, _name_failure(number)) is not None:
                 data, until = None, time.monotonic() + 1
-                while data is None and time.monotonic() < until:  # it may be written just now
+                while (
+                    data is None and time.monotonic() < until
+                ):  # the file may be incomplete while it is written
                     data = self._read_json(self._folder, _name_failure(number))
                     time.sleep(_SHORTEST_SECONDS)
                 found: tuple[int, str] = (
@@ -273,14 +275,14 @@ class StepWriter:
         )
 
     def _report_failure(self, error: BaseException) -> None:
-        if not self._has_promised:  # else the first may be about to commit it
-            for name in self._find_data_files(self._number):  # a full disk has room then for what follows
+        if not self._has_promised:  # after the promise, process 0 may commit the step
+            for name in self._find_data_files(self._number):  # free the space on a full disk
                 self._storage.remove(self._folder, name)
         text = str(error) if isinstance(error, CheckpointError) else repr(error)
         try:
             self._put(_name_failure(self._number), json.dumps(self._failed or (self._number, text)).encode())
         except CheckpointError:
-            return  # the folder is gone, or nothing can be written: the others find that out
+            return  # the folder is gone or read-only, which the other processes detect
         until = time.monotonic() + _GRACE_SECONDS
         waiting = [n for n in self._watched if self.is_first and n not in self._silent]
         while waiting and time.monotonic() < until:
@@ -305,7 +307,7 @@ class StepWriter:
         if size is None:
             return None
         data = bytearray(size if most_bytes is None else min(size, most_bytes))
-        with contextlib.suppress(CheckpointError):  # it is gone meanwhile
+        with contextlib.suppress(CheckpointError):  # the file may be gone meanwhile
             return bytes(data[: self._storage.read_into(folder, name, 0, memoryview(data))])
         return None
 

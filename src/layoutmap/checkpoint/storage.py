@@ -124,7 +124,7 @@ def parse_step(name: str) -> int | None:
 class LocalStorage:
     """Storage of steps as folders such as `step-1000`. An unfinished step is `.step-1000.<token>`."""
 
-    read_bytes = 1 << 20  # which the caches of a processor hold until it is copied to its place
+    read_bytes = 1 << 20  # fits into the processor's cache until it is copied
     write_files = min(16, max(2, getattr(os, "process_cpu_count", os.cpu_count)() or 1))
 
     def __init__(self, directory: str | os.PathLike[str]):
@@ -187,7 +187,7 @@ class LocalStorage:
         """Hide the step, then delete it."""
         hidden = self._root / _name_hidden_folder(step, make_token())
         try:
-            with contextlib.suppress(FileNotFoundError):  # another program has deleted it
+            with contextlib.suppress(FileNotFoundError):  # another program may have deleted it
                 os.rename(self._root / self.folder(step), hidden)
                 sync_folder(self._root)
         except OSError as error:
@@ -219,7 +219,9 @@ class LocalStorage:
         self._check_system()
         path, done = f"{self.where}/{folder}/{name}", 0
         try:
-            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which a pipe of that name does not hang
+            file = os.open(
+                path, os.O_RDONLY | os.O_NONBLOCK
+            )  # O_NONBLOCK, so that opening a named pipe does not block
             try:
                 while done < len(buffer) and (count := os.preadv(file, [buffer[done:]], start + done)):
                     done += count

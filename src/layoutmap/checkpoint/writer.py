@@ -35,7 +35,7 @@ from layoutmap.core.blocks import (
 )
 from layoutmap.core.errors import CheckpointError
 
-_BATCH_BYTES = 1 << 22  # of neighbouring chunks that are written at once, where they are smaller than that
+_BATCH_BYTES = 1 << 22  # write adjacent chunks together up to this number of bytes
 FILE_BYTES = 1 << 24
 """The size of a file from which on a process writes several."""
 Shards = Iterator[tuple[Index, NumpyArray]]
@@ -159,7 +159,7 @@ class _FileWriter:
         self._wait(1)
         try:
             self._pending.append(self._pool.submit(work, *args))
-        except RuntimeError:  # the program ends, and no thread can be started any more
+        except RuntimeError:  # the interpreter is shutting down and starts no threads
             self._wait(0)
             work(*args)
 
@@ -197,7 +197,8 @@ class _FileWriter:
             if kind is None:
                 self._wait(0)
         finally:
-            self._pool.shutdown(cancel_futures=True)  # waits: nothing is written to a file that is closed
+            # Waits for running writes, so that no thread writes to a closed file.
+            self._pool.shutdown(cancel_futures=True)
             if self._is_open:
                 self._sink.__exit__(kind, error, trace)
 

@@ -77,7 +77,7 @@ def _verify_step(directory: str, step: int | None, is_there: bool, pages: Sequen
     except CheckpointError as error:
         if not is_there:
             raise
-        print_text(f"{error}\n\nstep {step}: 1 problem", sys.stdout)  # its manifest is damaged
+        print_text(f"{error}\n\nstep {step}: 1 problem", sys.stdout)  # the manifest is damaged
         return PROBLEMS
     with Progress(_collect_specs(found.plan), verb="verified") as shown:
         problems = found.verify(shown)
@@ -139,7 +139,7 @@ def run_export(options: Any) -> int:
         )
     try:
         text = repr(describe(folder))
-    except CheckpointError:  # a format that is written and not read
+    except CheckpointError:  # a format that can be written but not read
         text = f"{folder}: written as {options.format}"
     print_text(text, sys.stdout)
     return WELL

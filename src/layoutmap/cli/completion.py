@@ -47,6 +47,6 @@ def _list_actions(parser: argparse.ArgumentParser) -> Iterator[Any]:
     actions: list[Any] = parser._actions  # pyright: ignore[reportPrivateUsage]
     for action in actions:
         yield action
-        if action.nargs == argparse.PARSER:  # the commands
+        if action.nargs == argparse.PARSER:  # subcommands
             for inner in action.choices.values():
                 yield from _list_actions(inner)

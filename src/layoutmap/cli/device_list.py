@@ -26,7 +26,7 @@ def list_devices(options: Any) -> int:
     for engine in [options.engine] if options.engine else ENGINES:
         try:
             texts.append(_describe_devices(engine, started_by))
-        except Exception as error:  # a driver's, too
+        except Exception as error:  # drivers raise errors of any type
             missing = isinstance(error, LayoutMapError | ImportError)
             if options.engine:
                 raise LayoutMapError(

@@ -46,7 +46,7 @@ def get_process_number() -> int:
 
 def inspect_model(options: Any) -> Plan:
     """Return the plan of the model that a function builds, compared across processes if there are several."""
-    from layoutmap.inspecting.inspect import inspect  # loads numpy, which plans do without
+    from layoutmap.inspecting.inspect import inspect  # imported here, because it loads numpy
 
     name, started_by = options.model, detect_launcher()
     if options.backend:

@@ -60,6 +60,6 @@ def finish(code: int) -> int:
     if isinstance(signal.getsignal(signal.SIGINT), _Handler):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if code == _INTERRUPTED:
-            # The handlers that frameworks run at the end of a process can crash after an interrupt.
+            # Exit handlers of frameworks can crash after an interrupt, so skip them.
             os._exit(code)
     return code

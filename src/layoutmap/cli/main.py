@@ -102,7 +102,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         finally:
             if sys.stdout is not None and not sys.stdout.closed:
                 sys.stdout.flush()
-    except BrokenPipeError:  # such as `| head`
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         drop_unwritten(sys.stdout)
         return CLOSED
     except KeyboardInterrupt:
@@ -114,7 +114,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except OSError as error:
         drop_unwritten(sys.stdout)
         return _report_failure(error.strerror or error)
-    except Exception as error:  # else its exit code would be that of a plan with problems
+    except Exception as error:  # give unexpected errors an exit code of their own
         return _report_failure(
             f"{type(error).__name__}, which is a bug in layoutmap: please report it with the lines above",
             before=traceback.format_exc().rstrip(),
@@ -122,7 +122,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _report_failure(message: object, code: int = CANNOT, *, before: str = "") -> int:
-    with contextlib.suppress(OSError):  # of stderr: then nobody reads it
+    with contextlib.suppress(OSError):  # stderr may be closed
         told = translate_to_yaml(f"layoutmap: {message}")
         print_text(f"{before}\n\n{told}" if before else told, sys.stderr)
     return code
@@ -317,7 +317,8 @@ def _show(made: Plan, files: Mapping[str, str], options: Any, lint: str, refused
         print_text(f"\nLint: {findings.line}; to see them: layoutmap lint {lint} ...", out, width)
     if made.cost is not None:
         print_text(f"\n{made.cost.to_text(width)}", out, width)
-    print_text(f"\nVerdict: {verdict.headline}", out, width)  # the first line is out of sight by now
+    # Repeat the verdict, because the first line has scrolled away.
+    print_text(f"\nVerdict: {verdict.headline}", out, width)
     return WELL if verdict.passes else PROBLEMS
 
 

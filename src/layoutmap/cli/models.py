@@ -67,7 +67,7 @@ def refuse_unknown_model(module: str, name: str) -> None:
 
 def make_published_model(model: PublishedModel, dtype: str | None) -> Callable[[], Any]:
     """Return a function that builds a published model."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keras-hub looks for TensorFlow, which then talks
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keras-hub imports TensorFlow, which logs to stderr
     if dtype is None:
         return model.make
     try:

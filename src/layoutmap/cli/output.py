@@ -20,7 +20,7 @@ from layoutmap.core.text_table import ALL_COLUMNS, wrap_lines
 
 WELL, PROBLEMS, CANNOT, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 """Exit codes, documented in `layoutmap.cli.main`."""
-_NARROWEST = 60  # columns of a terminal: in a narrower one lines are broken by the terminal
+_NARROWEST = 60  # narrowest table in columns; a narrower terminal wraps the lines
 
 
 def add_wide_option(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +114,7 @@ def write_file(path: str, text: str) -> None:
         LayoutMapError: The file cannot be written. It names the system's reason.
         OSError: Stdout cannot be written to.
     """
-    data = text.encode("utf-8", "backslashreplace")  # half of a surrogate pair: in JSON, its escape
+    data = text.encode("utf-8", "backslashreplace")  # half of a surrogate pair is written as its escape
     if is_stdout(path):
         return _write_to_stdout(data)
     target = os.path.realpath(path)
@@ -163,18 +163,20 @@ def _replace(target: str, data: bytes, there: os.stat_result | None) -> None:
     mode = 0o666 if there is None else stat.S_IMODE(there.st_mode)
     file = None
     try:
-        # No `with`: between its last line and the file's end an interrupt would leave the file open.
+        # No `with`, because an interrupt at its end would leave the file open.
         file = open(new, "xb", opener=lambda name, flags: os.open(name, flags, mode))  # noqa: SIM115
         file.write(data)
         file.close()
         if there is not None:
-            with contextlib.suppress(PermissionError, AttributeError):  # of another user; not on Windows
+            with contextlib.suppress(
+                PermissionError, AttributeError
+            ):  # fails for another user's file and on Windows
                 os.chown(new, there.st_uid, there.st_gid)
             os.chmod(new, mode)
         os.replace(new, target)
     finally:
         if file is not None:
-            with contextlib.suppress(OSError):  # the disk is full: it has been raised above
+            with contextlib.suppress(OSError):  # a full disk was reported above
                 file.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(new)

@@ -143,7 +143,7 @@ def make_plans(names: Sequence[str], options: Any) -> list[Plan]:
             why="the file has its own mesh, rules and variables",
             fix=f"leave out {', '.join(given)}, or name the model",
         )
-    # Files first: planning a model takes minutes, and a misspelled file name should fail before that.
+    # Read files first, so that a misspelled name fails before a model is planned, which can take minutes.
     read = {name: check_complete(read_plan(name), name, options) for name in names if _is_file(name)}
     return [
         read[name] if name in read else check_complete(plan_model(name, options), name, options)
@@ -199,10 +199,11 @@ def plan_model(name: str, options: Any, layout_map: LayoutMap | None = None) -> 
     if options.backend:
         os.environ["KERAS_BACKEND"] = options.backend
     elif options.on:
-        os.environ.setdefault("KERAS_BACKEND", "jax")  # which counts steps; Keras's own choice is TensorFlow
+        # JAX, because steps are counted on it; the default of Keras is TensorFlow.
+        os.environ.setdefault("KERAS_BACKEND", "jax")
     mesh = Mesh(None, options.mesh) if options.mesh else None
     known = find_published_model(name)
-    parse_function_name(name)  # raises before files are read
+    parse_function_name(name)  # raises before any file is read
     by = ""
     if layout_map is None:
         layout_map = choose_preset(options, mesh, known)
@@ -212,7 +213,7 @@ def plan_model(name: str, options: Any, layout_map: LayoutMap | None = None) -> 
     print_text(f"layoutmap: planning {name}{by}", sys.stderr)
     with users_code(name, choose_backend="add --backend {}"):
         make_model, library = load_model_function(name, options)
-        # Slots of torch are those of a step, and its plans have none.
+        # torch creates slots in the first step, so its plans have none.
         is_torch = (library or find_imported_library()) == "torch"
         optimizer = options.optimizer if is_torch and options.on else None
         if options.optimizer and not optimizer:
@@ -229,7 +230,7 @@ def plan_model(name: str, options: Any, layout_map: LayoutMap | None = None) -> 
             remat=options.remat,
             fuse_attention=options.fuse_attention,
             device_memory=getattr(options, "device_memory", None),
-            advise=hasattr(options, "device_memory"),  # of `plan`: others show no verdict
+            advise=hasattr(options, "device_memory"),  # only `plan` shows a verdict
         )
 
 
@@ -349,7 +350,7 @@ def _read_text(path: str) -> str:
             why=f"it is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}",
             fix="save it as UTF-8, or name another file",
         ) from error
-    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+    except (OSError, ValueError) as error:  # ValueError if the path contains a zero byte
         raise LayoutMapError(
             f"{path} cannot be read",
             why=getattr(error, "strerror", None) or str(error),

@@ -109,7 +109,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
 
 def run_search_command(options: Any) -> int:
     """Search a layout map and print it beside the built-in expert maps."""
-    from layoutmap.cost.layout_map_search import search  # late: it imports JAX
+    from layoutmap.cost.layout_map_search import search  # imported here, because it imports JAX
 
     files = check_targets({"--write": options.write, "--json": options.json, "--html": options.html})
     inputs = parse_inputs(options.inputs)
@@ -153,7 +153,7 @@ def run_search_command(options: Any) -> int:
     }
     out = write_all({path: made[option]() for option, path in files.items()})
     width, rules = get_width(out, options.wide), found.to_yaml()
-    print_text(rules, out)  # to be copied: the terminal breaks its lines, and copies them as one
+    print_text(rules, out)  # full width, so that the rules can be copied from the terminal
     print_text(found.to_text(width).removeprefix(f"{rules}\n"), out, width)
     if not found.is_complete:
         print_text("layoutmap: interrupted; the best map so far is above", sys.stderr)

@@ -38,15 +38,15 @@ def run_selftest_command(options: Any) -> int:
     files = output.check_targets(targets)
     if find_spec("hypothesis") is None:
         raise LayoutMapError("the self-test needs hypothesis", fix='pip install "layoutmap[selftest]"')
-    with interrupts.interruptible():  # imported by its name, since `testing` is above this package
+    with interrupts.interruptible():  # imported by name, because `testing` is a higher package
         report = import_module("layoutmap.testing.selftest").run_selftest(options)
-    if report is None:  # another process of the program reports
+    if report is None:  # another process prints the report
         return output.WELL
     texts = {"--report": report.to_html, "--json": report.to_json}
     out = output.write_all({path: texts[option]() for option, path in files.items() if option in texts})
     width = output.get_width(out, options.wide)
     output.print_text(report.to_text(width), out, width)
-    if "--write-machine" in files:  # last, since there may be too few figures
+    if "--write-machine" in files:  # last, because it fails if there are too few measurements
         output.write_all({files["--write-machine"]: report.to_machine_file()})
     if report.failures:
         return output.PROBLEMS

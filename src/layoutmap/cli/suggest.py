@@ -53,7 +53,7 @@ def add_suggest_options(parser: argparse.ArgumentParser) -> None:
         "--backend", choices=("jax", "tensorflow", "torch"), help="the backend that Keras runs on"
     )
     parser.add_argument("--library", choices=tuple(ADAPTERS), help="the library of the model")
-    # The other options of a plan, which have no effect on its variables.
+    # Defaults for plan options without effect on the variables.
     parser.set_defaults(
         on=None, dtype=None, optimizer=None, verify=None, remat=None, fuse_attention=False, wide=True
     )

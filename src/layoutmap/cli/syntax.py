@@ -6,7 +6,7 @@ import re
 
 _RULE = re.compile(
     r"""layout_map(\.activations)?\[r?(["'])(.+?)\2\](?: = \(([^()]*)\))?"""
-)  # whose, quote, pattern, specs
+)  # groups: owner, quote, pattern, specs
 _OPTION = re.compile(r"""(?:layout_map\.)?\b(rest|uneven) ?= ?"(\w+)\"""")
 _POLICIES = re.compile(r"""\buneven=\("(\w+)", "(\w+)"\)""")
 _RAW = re.compile(r"""\br"([^"]+)\"""")

@@ -97,7 +97,7 @@ def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and imports another that is not
+            raise  # the module exists, but one of its imports does not
         raise LayoutMapError(
             f"{module_name} cannot be imported",
             why=str(error),
@@ -120,6 +120,6 @@ def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
             why=str(error),
             fix=f"write a function that calls {function_name} with its arguments and returns the model, and name that",
         ) from error
-    except ValueError:  # its signature is unknown
+    except ValueError:  # the function has no signature
         pass
     return made

@@ -125,7 +125,7 @@ def split_numpy_index(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[An
 
 def _split_numpy_slice(part: Any, size: int) -> tuple[slice, Any]:
     """Return the slice of one axis that covers an index, and the index within that slice."""
-    if isinstance(part, (bool, np.bool_)):  # a mask, for numpy
+    if isinstance(part, (bool, np.bool_)):  # numpy would read a bool as a mask
         raise TypeError
     if not isinstance(part, slice):
         at = range(size)[operator.index(part)]

@@ -53,7 +53,7 @@ def compute_position_checksum(
     """
     if (
         values.ndim and values.size > _MOST_ELEMENTS and len(values) > 1
-    ):  # a step at a time, since 64 bits are needed
+    ):  # reduce after each step, because the product needs 64 bits
         half = len(values) // 2
         parts = (
             (values[:half], begins, None if positions is None else positions[:half]),

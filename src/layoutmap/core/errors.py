@@ -40,7 +40,7 @@ class _Brief(reprlib.Repr):
         self.maxlevel, self.maxstring, self.maxother = 3, 60, 60
 
     def repr_int(self, x: int, level: int) -> str:
-        bits = x.bit_length()  # of many digits Python refuses to write them
+        bits = x.bit_length()  # Python refuses to format integers of thousands of digits
         return super().repr_int(x, level) if bits < 1000 else f"<a number of {bits} bits>"
 
 
@@ -111,7 +111,7 @@ class LayoutMapError(_Message, ValueError):
           fix   pass 2 devices
     """
 
-    ag_pass_through = True  # so that TensorFlow's autograph raises it unchanged, not as a StagingError
+    ag_pass_through = True  # autograph then raises the error unchanged, not as a StagingError
 
 
 class MeshError(LayoutMapError):

@@ -42,6 +42,6 @@ def escape_html(text: str, *, keep: str = "") -> str:
         >>> print(escape_html("<b>" + chr(0x202E)))
         &lt;b&gt;\u202e
     """
-    from html import escape  # late: few programs write HTML
+    from html import escape  # imported here, because few programs write HTML
 
     return escape(escape_text(text, keep=keep))

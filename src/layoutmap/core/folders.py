@@ -15,7 +15,7 @@ try:
 except ModuleNotFoundError:  # on Windows
     fcntl = None
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # what file systems without locks say
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # errors of file systems that do not support locks
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def make_locked_folder(path: Path) -> Lock | None:
             lock = Lock(path)
             if lock.is_of(path):
                 return lock
-        except FileNotFoundError:  # another save took it for a leftover before it was locked
+        except FileNotFoundError:  # another process removed the folder before it was locked
             pass
         except OSError as error:
             if error.errno in _NO_LOCKS:

@@ -32,7 +32,7 @@ def delay_interrupts() -> Generator[None]:
 
     try:
         for number in _SIGNALS:
-            # A handler that Python does not know, or none, raises nothing between two lines.
+            # Only Python handlers can raise between two lines, so others need no delay.
             if callable(handler := signal.getsignal(number)):
                 handlers[number] = handler
                 signal.signal(number, note)

@@ -92,7 +92,7 @@ class Layout:
         object.__setattr__(self, "memory", memory)
         object.__setattr__(self, "host_memory", "" if memory in (None, "device") else memory)
 
-    # -- making layouts
+    # -- constructors
 
     @classmethod
     def from_valid_specs(cls, specs: Iterable[ShardingSpec], mesh: Mesh, memory: str | None = None) -> Layout:
@@ -189,7 +189,7 @@ class Layout:
         check_memory(memory, "layout")
         return Layout.from_valid_specs(self.sharding_specs, self.mesh, memory)
 
-    # -- asking a layout
+    # -- queries
 
     @property
     def rank(self) -> int:
@@ -403,7 +403,7 @@ class Layout:
     rank_error = OldName("make_rank_error")
     uneven_error = OldName("make_uneven_error")
 
-    # -- forms
+    # -- text and protobuf
 
     def to_string(self) -> str:
         """Return the layout as text, byte-compatible with TensorFlow's.

@@ -20,7 +20,7 @@ _FORBIDDEN = re.compile(r"[,|=:\s]")
 _FIX_DIMS = 'write "batch=2,model=4", {"batch": 2, "model": 4} or [("batch", 2), ("model", 4)]'
 _FIX_AXIS_TYPES = 'write axis_types="explicit", or by dim: axis_types={"model": "explicit"}'
 AXIS_TYPES = ("auto", "explicit")
-_MOST_DEVICES = 1 << 20  # more is a mistake, and each place of a mesh takes memory
+_MOST_DEVICES = 1 << 20  # a larger mesh is probably a mistake, and each device takes memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
     size = 1
     for dim in dims:
         size *= dim.size
-        if size > 10**18:  # so far out that the product of all may have more digits than Python writes
+        if size > 10**18:  # the product of all sizes could have more digits than Python formats
             break
     if size > _MOST_DEVICES:
         raise MeshError(

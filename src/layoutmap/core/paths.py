@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 _NUMBER = re.compile(r"\d+")
-_MOST_DIGITS = 15  # of what is taken for a number: JavaScript is exact to there, and Python refuses 4300
+_MOST_DIGITS = 15  # longer digit strings are text, because JavaScript numbers are exact up to 15 digits
 
 
 def split_at_numbers(path: str) -> tuple[str, ...]:

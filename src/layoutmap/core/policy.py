@@ -98,7 +98,7 @@ class LayoutPolicy:
         """Return a rule's layout for an output, without the batch dim if the last batch does not divide."""
         if not layout.find_uneven_axes(shape):
             return layout
-        without_batch = self.derive_compute_layout(layout)  # a last batch that does not divide is replicated
+        without_batch = self.derive_compute_layout(layout)  # replicate a last batch that does not divide
         for axis in without_batch.find_uneven_axes(shape):
             raise without_batch.make_uneven_error(shape, axis, f"the output of {path}")
         return without_batch

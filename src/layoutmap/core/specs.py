@@ -133,7 +133,7 @@ def _make_dim_error(
     why, fix = f"the mesh has no dim {dim!r}", _suggest_dims(mesh)
     if dim == tf_format.MATCH:
         why = "'match' is for TensorFlow's own use and lays nothing out"
-    elif dim == UNSHARDED:  # beside other dims: alone it never comes here
+    elif dim == UNSHARDED:  # in a tuple with other dims; a single `unsharded` was handled above
         why = "an axis that is sharded over a mesh dim is not unsharded"
         fix = f"name mesh dims only, or {UNSHARDED!r} alone"
     elif dim in used:

@@ -8,10 +8,12 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 from layoutmap.core.escaping import escape_html, escape_text
 
-_TABLE = "border-collapse:collapse;color:inherit"  # of a dark notebook, too
+_TABLE = (
+    "border-collapse:collapse;color:inherit"  # inherit the text color, so that dark notebooks stay readable
+)
 _CELL = "padding:.15em .7em;text-align:left;font-family:monospace;white-space:nowrap"
-_READABLE = 30  # characters of a column; it is not shortened to less while another can be left out
-_NAMED = re.compile(r" *\S+(?: \S+)* {2,}")  # a name, before the column of its text
+_READABLE = 30  # narrowest width in characters to which a column shrinks while another column can be dropped
+_NAMED = re.compile(r" *\S+(?: \S+)* {2,}")  # a name that starts a line, before the column with its text
 _LINE_END = "\n"
 ALL_COLUMNS = "to_text() shows all"
 """The last line of a table that is not complete; the command line puts its own option in its place."""

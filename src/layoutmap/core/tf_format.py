@@ -286,10 +286,10 @@ def _parse(message: Any, kind: Any, error: type[LayoutError] | type[MeshError]) 
             return kind.FromString(message)
         if not hasattr(message, "SerializeToString"):
             raise TypeError(f"it is {describe_type(message)}")
-        if message.DESCRIPTOR.name != wanted:  # its bytes might parse, into nonsense
+        if message.DESCRIPTOR.name != wanted:  # bytes of another message could parse without an error
             raise TypeError(f"it is a {message.DESCRIPTOR.name} message")
         return kind.FromString(message.SerializeToString())
-    except Exception as cause:  # the protobuf runtimes raise DecodeError types of their own
+    except Exception as cause:  # each protobuf runtime raises its own DecodeError
         raise error(
             f"{' '.join(repr(message).split()):.80} is not a {wanted}",
             why=str(cause),
@@ -309,7 +309,7 @@ def _split_dim(text: str) -> tuple[str, int]:
 
 
 def _parse_int(text: str) -> int:
-    # int() would take blanks, underscores and digits of other scripts, too.
+    # int() also accepts blanks, underscores, and digits of other scripts.
     """Return the int that a text of decimal digits stands for."""
     if not _WHOLE_NUMBER.fullmatch(text):
         limit = " of at most 18 digits" if len(text) > 18 else ""

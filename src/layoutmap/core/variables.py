@@ -223,7 +223,7 @@ def format_variable_names(variables: Sequence[VariableSpec]) -> list[str]:
     return [f"{v.model}: {v.path}" if several and v.model else v.path for v in variables]
 
 
-# Names of element types say their bits, as in bfloat16, float8_e4m3fn, int4; `x2` says how many are packed into one.
+# A dtype name contains its number of bits (bfloat16, int4). A suffix such as `x2` gives the number of packed values.
 _BITS = re.compile(r"(?:q?u?int|b?float|complex|bits)(1|2|4|6|8|16|32|64|128)(?:_[a-z0-9]*?)?(?:_?x(\d+))?")
 _ITEMSIZES = {
     "bool": 1,
@@ -231,7 +231,7 @@ _ITEMSIZES = {
     "key<fry>": 8,
     "key<rbg>": 16,
     "key<urbg>": 16,
-}  # the last are random keys of JAX
+}  # the last rows are PRNG keys of JAX
 
 
 @cache
@@ -251,7 +251,7 @@ def get_itemsize(dtype: str) -> float:
     if named:
         bits = int(named[1]) * int(named[2] or 1)
         return bits / 8 if bits % 8 else bits // 8
-    import numpy as np  # late: loading it takes longer than all the rest of this package
+    import numpy as np  # imported here, because numpy loads more slowly than the rest of the package
 
     try:
         return np.dtype(dtype).itemsize

@@ -42,7 +42,7 @@ def advise(
     """
     trials, data = _Trials(before, needed, count, seconds), before.data
     with ElapsedTime("counting what would fit") as shown:
-        # Of several that are alike, the best one is advised.
+        # Advise the best of similar changes.
         alike: dict[str, Ways] = {
             "a fused kernel for attention": lambda: [replace(before, fuse_attention=True)] * can_fuse,
             "recomputing activations": lambda: [replace(before, remat="blocks")] * can_recompute,

@@ -32,7 +32,7 @@ class TimePart:
     what: str
     seconds: float
     kind: str  # "computing", "memory", "weights", or "activations"
-    dims: tuple[str, ...] = ()  # mesh dims of the exchange that the device waits for
+    dims: tuple[str, ...] = ()  # mesh dims of the collective that the device waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Cost:
     def __post_init__(self):
         object.__setattr__(self, "step", self.step.on(self.machine.device.memory_bytes))
 
-    # -- seconds
+    # -- durations
 
     @property
     def compute_seconds(self) -> float:
@@ -145,7 +145,7 @@ class Cost:
             for c in self.step.collectives:
                 if self.is_overlapped(c) is overlaps:
                     by_dims[c.dims] = by_dims.get(c.dims, 0.0) + self.time_collective(c)
-            # What overlaps is taken from all of them alike.
+            # Distribute the overlapped time over all collectives in proportion.
             share = 1.0 - min(1.0, self.device_seconds / (self.weights_seconds or 1.0)) if overlaps else 1.0
             waits += [
                 TimePart(f"waiting for {kind} over {', '.join(dims)}", seconds * share, kind, dims)
@@ -194,7 +194,7 @@ class Cost:
         """Whether a device has the memory."""
         return self.step.peak_bytes <= self.machine.device.memory_bytes
 
-    # -- where
+    # -- collectives and their causes
 
     @cached_property
     def _groups(self) -> dict[tuple[tuple[str, ...], int], DeviceGroup]:
@@ -255,7 +255,7 @@ class Cost:
             )
         ]
 
-    # -- texts
+    # -- text and HTML
 
     @property
     def line(self) -> str:

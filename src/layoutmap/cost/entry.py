@@ -83,7 +83,7 @@ def make_page_fields(
     return {
         "machine": str(cost.machine),
         "about": cost.machine.device.about,
-        # Gradients live for a part of the step, so the page counts them among what comes on top of the rest.
+        # Gradients exist for a part of the step only, so the page shows them on top of resident memory.
         "beside": max(0, cost.step.peak_bytes - resident_bytes),
         "parts": [
             [wait.what, wait.seconds, format_duration(wait.seconds), wait.kind] for wait in cost.time_parts

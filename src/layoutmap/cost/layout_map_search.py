@@ -246,9 +246,7 @@ def search(
     if not meshes:
         raise _make_mesh_error(machine, batch, widest)
     evaluate = _MapEvaluator(lowered, machine, {grid.mesh: grid.batch for grid in meshes})
-    evaluate(
-        RuleSet(meshes[0].mesh, rest="replicated")
-    )  # what layers return is known once a step has been traced
+    evaluate(RuleSet(meshes[0].mesh, rest="replicated"))  # layer outputs are known after a step was traced
     model = Model(tuple(lowered.step.variables), find_blocks(lowered.outputs, lowered.step.variables), kept)
     again = (
         lowered.with_remat("blocks")
@@ -256,7 +254,7 @@ def search(
         else None
     )
     recomputing = again and _MapEvaluator(again, machine, evaluate.batch_dims)
-    over = sorted({str(grid.batch) for grid in meshes})  # what shards the batch, which no rule says
+    over = sorted({str(grid.batch) for grid in meshes})  # the batch dim, which rules do not contain
     fingerprint = f"{lowered.fingerprint} {machine!r} {over}"
 
     def cache_figures(of: Evaluate, more: str = "") -> Evaluate:
@@ -316,13 +314,13 @@ def search(
     counted_for = for_gpu if best.compiled_bytes is not None else None
     try:
         plan = choose_evaluator(best).plan(best.layout_map, compiled, counted_for, shown_as)
-    except KeyboardInterrupt:  # only a second one gives up what was found
+    except KeyboardInterrupt:  # a second Ctrl-C discards the result
         outcome = replace(outcome, is_complete=False)
         plan = choose_evaluator(best).plan(best.layout_map, compiled, counted_for, shown_as)
     return SearchResult(outcome, plan, evaluate.find_batch_dim(best.layout_map), target, recompute)
 
 
-_COMPILED = 8  # how many maps near the best one are compiled where the counts had chosen another one
+_COMPILED = 8  # number of maps near the best one to compile if the counts ranked them differently
 _WIDEST = 32
 """The largest mesh dim over which layers are sharded, on machines whose fast network joins more devices."""
 
@@ -406,7 +404,7 @@ class _MapEvaluator:
     def __init__(self, lowered: LoweredStep, machine: Machine, batch_dims: dict[Mesh, BatchDim | None]):
         self._lowered, self._machine, self.batch_dims = lowered, machine, batch_dims
         paths = (path for v in lowered.step.variables for path in (v.path, *v.aliases))
-        self._weights = frozenset(map(replace_numbers, paths))  # as a plan's cost has them
+        self._weights = frozenset(map(replace_numbers, paths))  # the form that a plan's cost uses
 
     def find_batch_dim(self, layout_map: RuleSet) -> BatchDim | None:
         """Return the mesh dim that shards batches with a map."""

@@ -13,7 +13,7 @@ from layoutmap.cost.table import Collective
 from layoutmap.plan.lint.weights import Linted, format_rule_suffix
 from layoutmap.plan.problems import Problem
 
-_LEAST_SHARE = 0.01  # of what a step sends: less is no matter
+_LEAST_SHARE = 0.01  # smallest share of a step's traffic to report
 
 
 def _describe_traffic(cost: Cost, collectives: list[Collective]) -> tuple[tuple[str, str], ...]:
@@ -52,7 +52,7 @@ def check_gathered_weights(cost: Cost, linted: Linted) -> Iterator[Problem]:
     ]
     for cause, of_weight in _group_by_cause(cost, found):
         over = " and ".join(dict.fromkeys(dim for c in of_weight for dim in c.dims))
-        plan = linted.plan  # a cause may have stars for numbers
+        plan = linted.plan  # causes may contain stars for numbers
         for path in [cause] if cause in plan else [p for p in plan if replace_numbers(p) == cause]:
             a = plan[path]
             yield Problem(

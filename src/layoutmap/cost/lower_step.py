@@ -52,7 +52,7 @@ class LoweredStep:
         missing: Problem | None = None,
         fuse_attention: bool = False,
     ):
-        from layoutmap.cost.jax.lowered import LoweredStep as Lowered  # late: it imports JAX
+        from layoutmap.cost.jax.lowered import LoweredStep as Lowered  # imported here, because it imports JAX
 
         self.step = step
         self._variables = step.variables

@@ -88,7 +88,7 @@ class Machine:
         for dim, stride in zip(mesh.mesh_dims, mesh.strides, strict=True):
             steps[dim.name in inside].append(range(0, dim.size * stride, stride))
         offsets = [sum(each) for each in itertools.product(*steps[True])]
-        # Groups that begin at the same place of a node reach equally many.
+        # Groups with the same offset in a node have equally many members in it.
         starts = {sum(each) % self.device.node_size for each in itertools.product(*steps[False])}
         nodes = max(
             len({(start + offset) // self.device.node_size for offset in offsets}) for start in starts

@@ -32,7 +32,7 @@ from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import ElapsedTime
 
-_SHARE_OF_JAX = 0.75  # the part of a GPU's memory that JAX takes when it starts: 63.8 of 84.9 GB on an H100
+_SHARE_OF_JAX = 0.75  # share of GPU memory that JAX preallocates: 63.8 of 84.9 GB on an H100
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class CostRequest:
     """Arguments of `plan` that request the cost of a step."""
 
     machine: Machine
-    batch_dim: BatchDim | None  # None: the usual one
+    batch_dim: BatchDim | None  # None: guessed from the mesh
     loss: Callable[..., Any] | None  # None: the model's own
     target: str | None  # what XLA compiles the whole step for, to verify the count
     counted_for: str | None  # what XLA compiles for to count; None: its partitioner's module is counted
     remat: str | None  # layers that recompute activations; None: as the code says
     fuse_attention: bool
     on: str  # the machine's name
-    device_memory: int | None = None  # in place of the machine's
+    device_memory: int | None = None  # overrides the machine's memory
     advises: bool = True  # whether other ways are counted if the step does not fit
 
 
@@ -86,7 +86,7 @@ def choose_target(verify: bool | str | None, machine: Machine) -> str | None:
     """Return the target that XLA compiles for, or None without `verify`."""
     if not verify:
         return None
-    from layoutmap.cost.jax.targets import find_target  # late: it imports JAX
+    from layoutmap.cost.jax.targets import find_target  # imported here, because it imports JAX
 
     name = machine.device.name if verify is True else verify
     find_target(name)
@@ -95,7 +95,7 @@ def choose_target(verify: bool | str | None, machine: Machine) -> str | None:
 
 def choose_compiler(verify: bool | str | None, machine: Machine) -> str | None:
     """Return the machine's device if XLA's compiler for it should count steps, or else None."""
-    from layoutmap.cost.jax.targets import has_gpu_compiler  # late: it imports JAX
+    from layoutmap.cost.jax.targets import has_gpu_compiler  # imported here, because it imports JAX
 
     name = machine.device.name
     return name if verify in (None, True) and has_gpu_compiler(name) else None
@@ -113,7 +113,7 @@ def add_cost(
             _count_compiled(lowered, placed, policy, request.counted_for) if request.counted_for else None
         )
         counted = counted or lowered.count(placed, policy, with_held=True)
-    except ShardingRefusedError as error:  # of the model's code, which the plan tells as it tells of rules
+    except ShardingRefusedError as error:  # report errors of the model's code as problems of the plan
         facts = tuple((name, str(value)) for name, value in error.facts.items())
         subject = type(model).__name__
         return plan.add_problem(
@@ -130,7 +130,7 @@ def add_cost(
     assert isinstance(found.cost, Cost)
     if found.cost.fits or not request.advises:
         return found
-    from layoutmap.cost.advise import advise  # late: parts of the search, which most plans do without
+    from layoutmap.cost.advise import advise  # imported here, because most plans need no search code
     from layoutmap.cost.search.space import find_blocks
 
     step, on_jax = counting.step, context.adapter.engine_name == "jax"
@@ -157,7 +157,7 @@ def add_cost(
 
 def _note_memory_setting(counted: StepCost, machine: Machine) -> Iterator[str]:
     """Yield the setting that lets JAX use the part of the GPU's memory that the step needs."""
-    from layoutmap.cost.jax.targets import is_gpu  # late: it imports JAX
+    from layoutmap.cost.jax.targets import is_gpu  # imported here, because it imports JAX
 
     share = counted.peak_bytes / machine.device.memory_bytes
     if is_gpu(machine.device.name) and _SHARE_OF_JAX < share <= 1:
@@ -214,7 +214,7 @@ class _ModelCounter:
         """Return the counter of a step for a way, and the layouts of its variables and activations."""
         same = way.inputs == self.way.inputs
         step = self.step if same else self._make_step(_restore_structure(self._given, way.inputs))
-        # Those of the plan, and slots of optimizers that models do not carry, which follow their weights.
+        # Include slots of optimizers that are not part of the model. They follow their weights.
         planned = {v.key: v for v in (*(a.variable for a in self._plan.assignments), *step.variables)}
         table = make_plan(
             list(planned.values()), way.rules, layers=self._context.layers, complete=False

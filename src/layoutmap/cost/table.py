@@ -32,7 +32,7 @@ class Collective:
     """Equal collectives of a step: of one kind, over the same mesh dims, with one cause."""
 
     kind: CollectiveKind
-    dims: tuple[str, ...]  # the major one first
+    dims: tuple[str, ...]  # major dim first
     calls: int  # per step
     tensor_bytes: (
         int  # largest tensor of one call per device: an all-gather's result, or the operand of others

@@ -70,7 +70,7 @@ class _CountedStep:
         numbered = {f"input {i}": each for i, each in enumerate(several)}
         self.inputs: dict[str, torch.Tensor] = dict(inputs) if is_mapping(inputs) else numbered
         self.optimizer = get_training(model).make_optimizer
-        self.notes = [] if self.optimizer is not None else [_NO_OPTIMIZER]  # more are known when it runs
+        self.notes = [] if self.optimizer is not None else [_NO_OPTIMIZER]  # running the step adds more
         self._loss = loss
 
     def run(
@@ -81,7 +81,7 @@ class _CountedStep:
         for entry in self._entries:
             value = values[entry.spec.key]
             placed.append((entry, value, tracer.engine.get_layout(value)))
-        context: Any = _Context(tracer.policy, tracer.engine)  # what `install` asks of a scope
+        context: Any = _Context(tracer.policy, tracer.engine)  # the part of a scope that `install` reads
         TorchSession(context).install([self._model], placed)
         paths = find_layer_paths(self._model)
         for module in self._model.modules():
@@ -90,8 +90,8 @@ class _CountedStep:
         optimizer = self.optimizer(trained) if self.optimizer is not None else None
         with tracer:
             self._run_once(tracer, batch, optimizer)
-            self._model.zero_grad()  # gradients of the first step are not held in the second
-            gc.collect()  # graphs are circles
+            self._model.zero_grad()  # drop gradients of the first step
+            gc.collect()  # autograd graphs contain reference cycles
             tracer.forget()
             self._run_once(tracer, batch, optimizer)
         return {}
@@ -128,7 +128,7 @@ def _track_layers(module: torch.nn.Module, path: str, tracer: Any) -> None:
             tracer.layers[:] = [path]
 
         def watch_gradient(tensor: torch.Tensor) -> torch.Tensor:
-            # The innermost layer has been here before those that it is in.
+            # Inner layers come first, so keep the first one.
             if tensor.grad_fn is not None and tensor.grad_fn not in tracer.nodes:
                 tracer.nodes.add(tensor.grad_fn)
                 tensor.register_hook(set_layer)  # pyright: ignore[reportUnknownMemberType]

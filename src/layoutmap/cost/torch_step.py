@@ -53,7 +53,7 @@ _KINDS: Mapping[str, CollectiveKind] = {
 }
 _COMMUNICATING = ("c10d", "_c10d_functional")
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd")
-# What is still the same weight, or the same gradient, afterwards.
+# Operators whose result is still the same weight or gradient.
 _COPIES = {"cat", "clone", "_to_copy", "div", "mul", "neg", "copy_", "wait_tensor", "add", "add_"}
 _EAGER = "each operation reads what it takes and writes what it returns, as without torch.compile"
 _ACCUMULATED = "weights of a block are gathered together, under the name of the first of them"
@@ -72,7 +72,7 @@ class LoweredStep:
         """Count the step's collectives, operations, and memory in given layouts. `with_held` is ignored."""
         with ExitStack() as stack:
             stack.enter_context(_simulate_process_group(policy.mesh.size))
-            groups = _list_groups(policy.mesh)  # with values: torch reads those of a device mesh
+            groups = _list_groups(policy.mesh)  # real values, because torch reads those of a device mesh
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             counting: Any = _OperationCounter(policy, groups)
             values = {a.variable.key: _make_fake_dtensor(a) for a in assignments}
@@ -86,7 +86,7 @@ class LoweredStep:
             given += sum(a.shard_bytes for a in assignments)
             for key, value in values.items():
                 counting.name_shard(get_local(value), key[1])
-            for each in batch:  # of which only this device's part counts
+            for each in batch:  # count only this device's part
                 counting.name_shard(each, "")
             with _explain_failures(self._step):
                 self._step.run(counting, values, batch)
@@ -119,7 +119,7 @@ def _simulate_process_group(num_processes: int) -> Generator[None]:
     finally:
         forget_process_group(group)
         dist.destroy_process_group()
-        clear_sharding_caches()  # their keys have meshes of that group
+        clear_sharding_caches()  # cache keys reference meshes of that group
 
 
 @contextmanager
@@ -170,9 +170,9 @@ class _OperationCounter(TorchDispatchMode):
         self.layers: list[str] = []
         self.last_layer = ""
         self.nodes: set[object] = set()
-        self.fuses = False  # whether it has seen a call of attention that is one operation
+        self.fuses = False  # whether a fused attention call was seen
 
-    # -- what the step tells
+    # -- called by the step
 
     def name_shard(self, local: torch.Tensor, path: str) -> None:
         """Set the path of a variable's shard."""
@@ -206,14 +206,14 @@ class _OperationCounter(TorchDispatchMode):
         for (kind, dims, num_bytes, cause, phase), number in counts.items():
             yield Collective(kind, dims, number, num_bytes, cause, phase)
 
-    # -- what is seen
+    # -- called by torch
 
     def __torch_dispatch__(
         self, func: OpOverload[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        kwargs = kwargs or {}  # torch passes None
+        kwargs = kwargs or {}  # torch may pass None
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it comes again, with the pieces
+            return NotImplemented  # torch calls again with the pieces
         result = func(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -223,7 +223,7 @@ class _OperationCounter(TorchDispatchMode):
         if func.namespace in _COMMUNICATING and name not in _SILENT:
             cause = self._add_collective(name, args, kwargs, inputs, cause)
             outputs = outputs or inputs[:1]
-        elif func.namespace == "aten" and not can_return_view(func):  # a view moves no bytes
+        elif func.namespace == "aten" and not can_return_view(func):  # views move no bytes
             self.traffic += sum(map(_count_bytes, (*inputs, *outputs)))
             if func.overloadpacket in flop_registry and inputs:
                 dtype = format_dtype(inputs[0].dtype)
@@ -252,7 +252,7 @@ class _OperationCounter(TorchDispatchMode):
         dims, size = self._find_dims([*args, *kwargs.values()])
         if kind is None or not dims:
             return [""]
-        # The model's own code and the loss have no path, and take what the last layer has returned.
+        # Attribute code without a layer and the loss to the last layer.
         cause = [cause[0] if cause else (self.layers and self.layers[-1]) or self.last_layer]
         num_bytes = max(map(_count_bytes, inputs))
         if name == "all_gather_into_tensor":
@@ -264,13 +264,15 @@ class _OperationCounter(TorchDispatchMode):
         """Return the mesh dims of a collective, and the number of its devices."""
         mesh = self.policy.mesh
         for each in args:
-            is_group = isinstance(each, torch.ScriptObject)  # the first one is: the kind of a sum follows
+            is_group = isinstance(
+                each, torch.ScriptObject
+            )  # the group comes first, the kind of reduction second
             name = dist.ProcessGroup.unbox(each).group_name if is_group else each
             if isinstance(name, str) and name in self._groups:
                 dims = self._groups[name]
                 return dims, math.prod(map(mesh.dim_size, dims))
             if is_group:
-                break  # it has one device
+                break  # a mesh of one device
         return (), 1
 
     def _track_memory(self, tensor: torch.Tensor, cause: list[str] | None) -> None:
@@ -287,7 +289,9 @@ class _OperationCounter(TorchDispatchMode):
         self._storages[key] = num_bytes, cause
         self._held += num_bytes
         self.peak = max(self.peak, self._held - self.kept)
-        weakref.finalize(storage, self._release_memory, key)  # not of the tensor: views hold the storage
+        weakref.finalize(
+            storage, self._release_memory, key
+        )  # finalize the storage, because views keep it alive
 
     def _release_memory(self, key: object) -> None:
         self._held -= self._storages.pop(key)[0]
@@ -296,7 +300,7 @@ class _OperationCounter(TorchDispatchMode):
 def _list_groups(mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """Return the mesh dims of each process group of a mesh, by the group's name."""
     native = convert_layout(Layout.replicated(mesh, 0))[0]
-    simulation.list_ranks(native)  # which is then known
+    simulation.list_ranks(native)  # torch caches the list
     return {
         native.get_group(i).group_name: (dim,)
         for i, dim in enumerate(mesh.dim_names)

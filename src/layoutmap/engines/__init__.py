@@ -46,7 +46,7 @@ def get_engine(name: str) -> Engine:
             fix="use one of them",
         )
     loaded = sys.modules.get(ENGINES[name])
-    # The usual case, and inside a trace no import may happen; unless another thread is still importing it.
+    # Use the loaded module, because imports inside a trace fail. It lacks `engine` while another thread imports it.
     if loaded is not None and hasattr(loaded, "engine"):
         return loaded.engine()
     if importlib.util.find_spec(name) is None:

@@ -19,8 +19,8 @@ from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import CheckpointError, ScopeError, join_names
 from layoutmap.engines.checks import make_difference_error
 
-_FIRST_CALLS = 8  # what feeds a loop wrongly does so from the first batch on
-_MAX_SHOWN = 200  # characters of a process's text in a message
+_FIRST_CALLS = 8  # compare the first calls, because a wrong input pipeline differs from the first batch on
+_MAX_SHOWN = 200  # longest text of one process in a message
 
 Result = TypeVar("Result")
 
@@ -41,7 +41,7 @@ def gather_texts(text: str, gather: Gather) -> list[str]:
 def _gather_padded(own: NumpyArray, gather: Gather) -> list[NumpyArray]:
     """Return the values of each process, which may differ in number."""
     lengths = gather(np.array([own.size], np.int64))[:, 0]
-    if not lengths.any():  # as where nothing has failed
+    if not lengths.any():  # no process sent a text
         return [own] * len(lengths)
     rows = gather(np.pad(own, (0, int(lengths.max()) - own.size)))
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]

@@ -57,7 +57,7 @@ def explain_more_devices(framework: str, number: int) -> str:
 
 def check_simulated(framework: str, number: int, there: Sequence[str]) -> None:
     """Refuse a number of simulated devices other than that with which a framework has started."""
-    if len(there) == number and there[0].startswith("CPU:"):  # numbered anew in each of several processes
+    if len(there) == number and there[0].startswith("CPU:"):  # CPU device numbers restart in each process
         return
     raise EngineError(
         f"{number} devices cannot be simulated: {framework} has started",
@@ -239,7 +239,7 @@ def check_draws(engine: str, draws: str, ways: Sequence[str] = ("exact",)) -> No
         )
 
 
-# -- what is known of programs
+# -- cache of programs
 
 
 def remember(cache: OrderedDict[Hashable, Value], key: Hashable, value: Value) -> Value:

@@ -74,7 +74,7 @@ class Attribute:
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], object]):
         self._owner, self._name, self._make = owner, name, make
-        self._made: list[tuple[object, object]] = []  # what took whose place; noted before it does
+        self._made: list[tuple[object, object]] = []  # replaced objects, recorded before the replacement
 
     def install(self) -> None:
         """Have it replaced, where it is not."""
@@ -112,7 +112,7 @@ class Item:
 
 def patch_if_present(owner: object, name: str, make: Callable[[Any], Any]) -> Iterator[Attribute]:
     """Yield the patch of a function that keeps its signature, or nothing if the owner has no such attribute."""
-    if hasattr(owner, name):  # else the library says itself what it cannot do
+    if hasattr(owner, name):  # otherwise the library reports the missing feature itself
         yield Attribute(owner, name, lambda own: functools.wraps(own)(make(own)))
 
 
@@ -138,7 +138,9 @@ class Patches:
     def __init__(self, patches: Iterable[Patch]):
         self._patches = tuple(patches)
         self._users: weakref.WeakSet[_Use] = weakref.WeakSet()
-        self._lock = threading.RLock()  # a use may end inside, by the garbage collector
+        self._lock = (
+            threading.RLock()
+        )  # reentrant, because garbage collection may end a use while the lock is held
 
     def activate(self) -> Closing:
         """Install the patches while this context is open."""

@@ -107,7 +107,9 @@ class Guard:
 
     def callback(self) -> Any:
         """Return a callback for `fit` of Keras that calls the guard after each batch."""
-        from layoutmap.adapters.keras.callback import make_batch_callback  # late: Keras
+        from layoutmap.adapters.keras.callback import (
+            make_batch_callback,
+        )  # imported here, because it imports Keras
 
         return make_batch_callback(self)
 

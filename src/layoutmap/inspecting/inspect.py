@@ -160,7 +160,7 @@ def _find_layout_on_mesh(mesh: Mesh, place: Place, rank: int, engine: Engine) ->
             if _is_submesh(place.mesh, mesh, engine)
             else None
         )
-    # A mesh of a plan names no devices until it is bound.
+    # The mesh of a plan has no devices until it is bound.
     on_all = len(place.devices) == mesh.size and place.devices == engine.bind(mesh).devices
     return Layout.replicated(mesh, rank) if place.is_copied or on_all else None
 
@@ -203,7 +203,7 @@ def _find_problems(held: StoredVariable, mesh: Mesh) -> Iterator[Problem]:
                 "the plan",
                 "lay it out by names, in equal shards, or look at it with the framework's own tools",
             )
-        elif mesh.size > 1 and variable.shape:  # a number cannot be sharded
+        elif mesh.size > 1 and variable.shape:  # scalars cannot be sharded
             why = "it counts as replicated"
             yield Problem("plain", "note", path, f"{path}: {place.what}", facts, why)
     elif layout is None:
@@ -264,7 +264,7 @@ def _add_rules(found: Plan, planned: PlanTable) -> Plan:
     assignments.sort(key=lambda a: order.get(a.variable.path, len(order)))
     models = {a.variable.model for a in assignments if a.variable.path in known}
     kept = [p for p in planned.problems if not p.model or p.model in models]
-    # A scope has padded these, which its own notes say.
+    # A scope padded these variables and has noted it.
     padded = {a.variable.path for a in assignments if a.is_padded}
     kept += [p for p in found.problems if p.kind != "uneven" or p.subject not in padded]
     return replace(

@@ -41,11 +41,11 @@ from layoutmap.scope.scope import build
 
 ROUNDINGS = 30
 """How many times as far as by one rounding of its numbers a model may differ: each of its operations rounds."""
-_EPSILON = 1e-7  # of float32
-_NUM_DRAWS = 3  # one draw of roundings leaves a single number unmoved by chance, three do not
+_EPSILON = 1e-7  # rounding unit of float32
+_NUM_DRAWS = 3  # with a single draw, a value may stay equal by chance
 _FLUSHED = float(np.finfo(np.float32).tiny)  # processors may flush smaller numbers to zero
-_LARGEST_ROUNDING = 1e-2  # a larger difference is none
-_ROUNDING = 1e3  # a gradient is no rounding if it is so many times as large
+_LARGEST_ROUNDING = 1e-2  # larger differences are not rounding
+_ROUNDING = 1e3  # a gradient larger than rounding by this factor is significant
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ def check_parity(
 
 def make_unsharded_model(adapter: Training, make_model: Callable[[], object], layout_map: LayoutMap) -> Any:
     """Return another unsharded model on one device of the mesh's type."""
-    assert layout_map.mesh is not None  # else no model is built
+    assert layout_map.mesh is not None  # a map without a mesh builds no model
     return adapter.make_on_one_device(make_model, get_engine(adapter.engine_name).bind(layout_map.mesh))
 
 
@@ -309,7 +309,7 @@ def scale_rows(
 
 
 def _number_rows(rows: Sequence[ParityRow]) -> Iterator[tuple[tuple[str, int], ParityRow]]:
-    # By their places: layers without names are called otherwise in each build.
+    # Match by position, because the names of unnamed layers differ in each build.
     counts = Counter[str]()
     for row in rows:
         yield (row.stage, counts[row.stage]), row
@@ -343,7 +343,7 @@ def compare_models(
     losses: list[tuple[float, float]] = []
     missing: list[str] = []
     rounding: dict[str, npt.NDArray[np.bool_]] = {}
-    # By their order: layers without names are called otherwise in each build.
+    # Match by order, because the names of unnamed layers differ in each build.
     known = None if left_out is None else list(left_out.values())
     batches = batch, batch if other_batch is None else other_batch
     rows = tuple(
@@ -357,7 +357,7 @@ def _check_separate(adapter: Training, plain: object, sharded: object) -> None:
     ours, theirs = (
         adapter.variables(sharded),
         adapter.variables(plain),
-    )  # both live while their ids are compared
+    )  # keep both alive while their ids are compared
     laid_out = {id(variable) for variable in ours.values()}
     shared = [path for path, variable in theirs.items() if plain is sharded or id(variable) in laid_out]
     if shared:
@@ -405,7 +405,7 @@ def _compare_stages(
     largest = max((float(np.max(np.abs(g))) for _, g, _ in found if g.size), default=0.0)
     moved: dict[str, Any] = {}
     if left_out is None and any(_is_tiny(a, b, largest) for _, a, b in found):
-        # Of both models: an adapter may count the calls of each to draw the same numbers from then on.
+        # Run both models, so that an adapter that counts calls draws equal random numbers afterwards.
         again, _ = (_move_gradients(adapter, model, batch, tolerance) for model in (plain, sharded))
         moved = dict(zip(other_gradients, again.values(), strict=True))
     for number, (path, gradient, actual) in enumerate(found):
@@ -429,7 +429,7 @@ def compare_logs(
 ) -> Iterator[ParityRow]:
     """Yield a row for each number that two steps have logged. A number in only one log differs."""
     if expected.keys() != actual.keys() and len(expected) == len(actual):
-        # Losses of several outputs are called by their layers, whose numbers go on from one build to the next.
+        # Losses are named by layers whose numbers increase with each build, so sort them by the number.
         named = zip(sorted(actual, key=_split_numbers), sorted(expected, key=_split_numbers), strict=True)
         expected = {name: expected[other] for name, other in named}
     for name in dict.fromkeys([*expected, *actual]):
@@ -455,8 +455,8 @@ def compare_variables(
     rounding: Mapping[str, npt.NDArray[np.bool_]] | None = None,
 ) -> Iterator[ParityRow]:
     """Yield a row for each variable of two models, under the path in the sharded one."""
-    # Pairs go by their order, and by the sharded model's paths: a plain model has no say in how layers without names
-    # are called.
+    # Pair variables by order and use the sharded model's paths, because the unsharded model numbers its
+    # unnamed layers differently.
     ours, theirs = adapter.variables(sharded), adapter.variables(plain)
     if len(ours) != len(theirs):
         raise ParityError(
@@ -492,7 +492,7 @@ def _is_tiny(expected: NumpyArray, actual: NumpyArray, largest: float) -> bool:
 
 def _move_gradients(adapter: Training, model: Any, batch: object, tolerance: float) -> Mapping[str, Any]:
     """Return the gradients of a model with its values perturbed by one rounding error."""
-    # A forward pass may count its calls, as a batch normalization does, so put all variables back.
+    # A forward pass may update variables, such as moving averages, so restore them all.
     before = {path: adapter.read(variable).copy() for path, variable in adapter.variables(model).items()}
     signs = np.random.default_rng(0)
     move_variables(adapter, model, signs, tolerance)
@@ -557,7 +557,9 @@ def _find_factor(expected: NumpyArray, actual: NumpyArray, tolerance: float) -> 
         return None
     a, b = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
     factor = float(np.vdot(a, b) / np.vdot(a, a))
-    if math.isclose(factor, 1, abs_tol=10 * tolerance):  # what differs is something else
+    if math.isclose(
+        factor, 1, abs_tol=10 * tolerance
+    ):  # the scale is equal, so the difference has another cause
         return None
     return factor if np.max(np.abs(a * factor - b)) <= 10 * tolerance * np.max(np.abs(b)) else None
 

@@ -95,7 +95,7 @@ def _list_shards(
         return
     pieces = pieces_of(layout)
     for device, values in engine.iterate_by_device(held.array):
-        # An array that is whole may be on a device of no mesh.
+        # An unsharded array may be on a device outside every mesh.
         yield device, pieces[device] if pieces else "", compute_checksum(values)
 
 

@@ -174,7 +174,7 @@ def _diff_variables(
             ("dtype", was.dtype, now.dtype),
             ("kind", was.kind, now.kind),
             ("memory", old.layout.host_memory or "device", new.layout.host_memory or "device"),
-            # Not the meshes of the layouts: that they differ is one change.
+            # Compare specs only, because another mesh is one change and not one for each variable.
             ("layout", old.layout.sharding_specs, new.layout.sharding_specs),
         ):
             if a != b:

@@ -59,10 +59,10 @@ from layoutmap.plan.verdict import judge_plan
 FORMAT = "layoutmap plan"
 VERSION = 3
 _OTHERWISE = Match("", None).otherwise
-_ERROR: UnevenSetting = "error"  # what a rule says of an axis that does not divide, if it says nothing
-_DTYPE = re.compile(r"[a-z]{3}[a-z0-9_]*(<[a-z0-9_]+>)?")  # of keys of JAX, too: key<fry>
-_ROLE = re.compile(r"(in|out)\.[0-9]+|rows|")  # of an axis: see `Use`
-_HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates; no encoding can write it
+_ERROR: UnevenSetting = "error"  # default policy for axes that do not divide
+_DTYPE = re.compile(r"[a-z]{3}[a-z0-9_]*(<[a-z0-9_]+>)?")  # also matches PRNG keys of JAX: key<fry>
+_ROLE = re.compile(r"(in|out)\.[0-9]+|rows|")  # role of an axis; see `Use`
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which no encoding can write
 
 
 def plan_to_json(plan: PlanTable) -> str:
@@ -177,7 +177,7 @@ def _make_sort_key(row: tuple[Any, ...]) -> tuple[Any, ...]:
     return *row[:-1], _dump_json(row[-1])
 
 
-# -- writing
+# -- plan to JSON
 
 
 def _dump_json(value: Any) -> str:
@@ -270,7 +270,7 @@ def _convert_problem(problem: Problem) -> dict[str, Any]:
     return {name: value for name, value in written.items() if value or name in ("subject", "what")}
 
 
-# -- reading
+# -- JSON to plan
 
 
 _Specs = tuple[str | tuple[str, ...] | None, ...]

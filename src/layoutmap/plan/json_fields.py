@@ -20,7 +20,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
 Figure = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 _MESSAGE = re.compile(r"(.*?)(?: - at `\$(.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
-_WANTED = (  # the first pattern that is in msgspec's message names what belongs there
+_WANTED = (  # patterns in messages of msgspec, and the expected value to report
     (r"`array` of (?:at (?:least|most) )?length (\d+)", r"a list of \1"),
     (r"\barray\b", "a list"),
     (r"\bobject\b", "an object"),

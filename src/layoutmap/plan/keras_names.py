@@ -28,7 +28,7 @@ def collect_keras_layouts(plan: PlanTable) -> dict[str, Layout]:
         name, layout = assignment.variable.name.removeprefix(KERAS), assignment.layout
         if assignment.variable.kind is Kind.SLOT:
             if assignment.variable.axes is None or layout.is_fully_replicated():
-                continue  # Keras lays it out so by itself
+                continue  # Keras replicates it by default
             raise _make_unsupported_error(
                 f"the layout {layout} of an optimizer's slot",
                 path,

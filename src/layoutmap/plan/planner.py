@@ -168,7 +168,7 @@ class _Planning:
             asked, match, uneven = self._find_layout(variable)
             asked, variable = _choose_memory(asked, variable)
             is_uneven = asked.rank == len(variable.shape) and bool(asked.find_uneven_axes(variable.shape))
-            # An array that exists in uneven shards needs no answer: its engine has padded it.
+            # An existing array with uneven shards is already padded by its engine.
             is_given = key in self.given
             why_not = self.explain_no_padding(variable, asked) if is_uneven and not is_given else ""
             policy = choose_policy(uneven, can_pad=not why_not)
@@ -213,7 +213,7 @@ class _Planning:
         names = [path for path in variable.aliases if is_keras_rule(path)]
         answers = {path: self.layout_map.matching_rules(path) for path in _list_paths(variable)}
         named = [rule for name in names for rule in self.layout_map.matching_rules(name)]
-        if named:  # a name is no other path to the variable: a rule over names is one for its first path
+        if named:  # a Keras name is not an alias, so its rule counts for the variable's path
             exact = {variable.path, *names}
             answers[variable.path] = sorted(
                 (*answers[variable.path], *named), key=lambda r: (r.pattern not in exact, r.number)
@@ -223,7 +223,9 @@ class _Planning:
             return Match(variable.path, None, otherwise=AS_REST)
         if not winners:
             block = split_at_numbers(variable.path)
-            if block not in self._near:  # they take a while to find, and are the same in all repeated blocks
+            if (
+                block not in self._near
+            ):  # cache near misses, which are slow to find and equal in all repeated blocks
                 self._near[block] = tuple(self._patterns.find_nearest(variable.path))
             return Match(variable.path, None, near_misses=self._near[block])
         rule = min(winners.values(), key=lambda r: (r.pattern not in (*answers, *names), r.number))
@@ -257,7 +259,7 @@ class _Planning:
             assignment = self._assign(parent)
             layout, shape = assignment.layout, parent.shape
             uneven = _PAD_OR_SHRINK if assignment.is_padded else "shrink"
-        else:  # it has made way for those that are derived from it, a packed form of it among them
+        else:  # the parent was replaced by derived variables, such as its packed form
             rule = next(iter(self._find_parent_rules(variable)), None)
             if rule is None:
                 return replicated, None, "error"
@@ -265,7 +267,7 @@ class _Planning:
             layout, shape = pad_layout(rule, len(variable.rule_shape)), variable.rule_shape
             uneven = _derive_setting(rule.uneven)
         if variable.axes is None:
-            uneven = "error" if uneven == "shrink" else uneven  # the parent's problem is reported there
+            uneven = "error" if uneven == "shrink" else uneven  # the problem is reported for the parent
             return (layout if shape == variable.shape else replicated), None, uneven
         if layout.rank != len(variable.rule_shape):
             return replicated, None, "error"

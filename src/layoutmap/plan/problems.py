@@ -68,7 +68,7 @@ def merge_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
     """
     groups: dict[object, list[Problem]] = {}
     for p in problems:
-        # The pattern in a fix names one block; all else must be equal for two problems to be one.
+        # Problems are merged if they differ only in the block number, so the pattern in the fix is not compared.
         subject = p.subject if p.kind in OF_RULES else split_at_numbers(p.subject)
         key = (p.kind, p.severity, p.model, subject, p.facts, p.why)
         groups.setdefault(key, []).append(p)

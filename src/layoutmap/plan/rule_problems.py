@@ -122,7 +122,7 @@ def correct_typos(problems: Sequence[Problem], unused: Mapping[str, Problem]) ->
     for problem in problems:
         near = dict(problem.facts).get("near misses", "").split(", ") if problem.kind == "no rule" else ()
         block = split_at_numbers(problem.subject)
-        # A rule has one variable that it is nearest to: it would be changed twice if others were told to change it.
+        # Assign each unused rule to its nearest variable only, so that no two fixes change one rule.
         meant = [unused[pattern] for pattern in near if pattern in unused]
         meant = [rule for rule in meant if split_at_numbers(_get_nearest(rule)) == block]
         if meant:
@@ -147,7 +147,7 @@ def suggest_rules(plan: PlanTable) -> Iterator[Problem]:
         model = problem.model if problem.model or len(models) > 1 else next(iter(models), "")
         a = by_path.get((model, problem.subject))
         layout = suggestions.suggest_layout(a) if a and problem.kind == "no rule" else None
-        # A vector is small, so it is sharded only as its kernel is.
+        # Vectors are small, so shard them only like their kernel.
         if a and layout and (len(a.variable.shape) > 1 or a.variable.use):
             none = f"= {(None,) * layout.rank}"
             problem = replace(problem, fix=problem.fix.replace(none, f"= {_format_specs(layout)}"))

@@ -10,7 +10,7 @@ from layoutmap.core.errors import join_names
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.problems import Problem
 
-_SMALL = 1024  # elements: a slot of no weight that has more is worth a warning, and worth sharding
+_SMALL = 1024  # number of elements from which a replicated slot is reported
 SLOTS = re.compile(r"optimizer(\\?\.|$)")
 """Matches patterns that are meant for slots, whose paths begin so; a layer may be called `optimizer_net`."""
 NO_RULES = (

@@ -24,7 +24,7 @@ from layoutmap.rules import presets
 from layoutmap.rules.merged_rules import match_numbers, merge_patterns
 from layoutmap.rules.rule_set import RuleSet
 
-_LEAST_SHARE = 0.001  # of all weights: sharding fewer bytes saves nothing, and is one more rule to read
+_LEAST_SHARE = 0.001  # share of all weights below which no rule is suggested
 
 Group = Sequence[Assignment]
 
@@ -41,7 +41,7 @@ def suggest_rules(plan: PlanTable, batch_dim: BatchDim | None = None) -> RuleSet
     dims = [dim.name for dim in plan.mesh.mesh_dims if dim.size > 1]
     if not dims:
         return RuleSet(plan.mesh, rest="replicated")
-    # A preset shards weights over a dim of the batch only where the mesh has no other.
+    # A preset uses a batch dim for weights only if the mesh has no other dim.
     dim = max(dims, key=lambda dim: (dim not in batch_dims, plan.mesh.dim_size(dim)))
     preset = presets.find_matching_preset([group[0].variable.path for group in _group_weights(plan)])
     return (preset and _adapt_preset(plan, preset, dim, batch_dims)) or _write_rules(
@@ -139,7 +139,7 @@ def _write_rules(plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> Rule
             is_small = layout.is_fully_replicated() and (layout.rank == 1 or _is_small(members, plan))
             if is_small and usual in (None, layout):
                 continue
-            # The usual pattern matches the other members of the group, too, so their rules come before.
+            # The pattern for the usual layout also matches the exceptions, so their rules come first.
             parts = _find_pattern_parts(members, group if layout == usual else members, owners)
             rows.setdefault((layout == usual, layout, reasons.describe(members[0])), []).append(parts)
     merged = [(key, pattern) for key, patterns in rows.items() for pattern in merge_patterns(patterns)]

@@ -48,7 +48,7 @@ class PlanTable(Mapping[str, Assignment]):
             v = a.variable
             key = name = v.path if counts[v.path] == 1 else f"{v.model}: {v.path}"
             number = 1
-            while key in found:  # two models of one name
+            while key in found:  # two models have the same name
                 number += 1
                 key = f"{name} ({number})"
             found[key] = a

@@ -44,7 +44,7 @@ def derive_rules(plan: PlanTable) -> RuleSet:
             groups.setdefault((split_at_numbers(a.variable.path), _get_specs(a)), []).append(a.variable.path)
     owners = {path: a.variable.path for a in ruled for path in (a.variable.path, *a.variable.aliases)}
     rules = make_group_rules({tuple(paths): specs for (_, specs), paths in groups.items()}, owners)
-    # What is derived from another variable follows it, unless a rule is meant for it alone.
+    # Derived variables follow their parent unless they need a rule of their own.
     own = {a.variable.path: _get_specs(a) for a in _find_mismatches(plan, rules)}
     rules = {f"{re.escape(path)}$": specs for path, specs in own.items()} | rules
     if wrong := [a.variable.path for a in _find_mismatches(plan, rules)]:

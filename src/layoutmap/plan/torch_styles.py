@@ -167,7 +167,7 @@ def _find_style(path: str, held: Held) -> StyledModule | None:
         or len(dims) != 1
         or weight.variable.path != f"{path}.weight".lstrip(".")
     ):
-        return None  # what a weight is to a module that shares it, the plan does not know
+        return None  # the plan does not record the role of a shared weight in its second module
     (dim,) = dims
     axes = {name: _find_sharded_axis(a.layout) for name, a in held.items()}
     for kind, expected in _SHARDED_AXES.get(use.roles, {}).items():

@@ -23,7 +23,7 @@ from layoutmap.plan.ways import Way, describe_change, read_way, try_count
 
 _MOST_ADVICE = 6
 _MOST_CAUSES = 10
-_LEAST_SHARE = 0.01  # of what is needed: what saves less changes nothing
+_LEAST_SHARE = 0.01  # smallest saving to report, as a share of the needed memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def _plan_alternatives(plan: PlanTable, needed: int, there: int) -> tuple[Advice
         found = zip(table.assignments, counts.values(), strict=True)
         return sum((a.device_bytes + a.shard_bytes * a.variable.is_trained) * number for a, number in found)
 
-    if try_count(lambda: count_bytes(before)) != needed:  # rules alone do not give this memory
+    if try_count(lambda: count_bytes(before)) != needed:  # the memory does not follow from the rules alone
         return ()
     dims = plan.mesh.dim_names
     sharded = [
@@ -239,7 +239,7 @@ def _plan_alternatives(plan: PlanTable, needed: int, there: int) -> tuple[Advice
     for ways in (sharded, [before.doubled(dim) for dim in dims], together, narrow):
         if ways is together and any(n <= there for n, _ in found):
             continue
-        # Of several that are the same but for a dim, the best one.
+        # Keep the best of several options that differ only in the mesh dim.
         known = [(n, way) for way in ways if (n := try_count(lambda way=way: count_bytes(way))) is not None]
         found += [min(known, key=lambda each: each[0])] if known else []
     return tuple(Advice(*describe_change(before, way), needed_bytes=n) for n, way in found)

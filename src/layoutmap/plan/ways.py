@@ -82,7 +82,7 @@ class Way:
         """Size of the first axis of the first input, or 1 without one."""
         return next((each.shape[0] for each in self.inputs if each.shape), 1)
 
-    # -- others
+    # -- variants
 
     def change_rules(self, rules: Mapping[str, Specs], activations: Mapping[str, Specs] | None = None) -> Way:
         """Return the way with some rules changed, and others added at the end."""
@@ -158,7 +158,7 @@ def find_preset(rules: RuleSet) -> Preset | None:
     for name in presets.list_presets():
         fields = presets.read_preset(
             name, mesh, None, None
-        )  # which has the patterns: most are of other families
+        )  # keep presets with a matching pattern, because most belong to other families
         for model_dim in (*mesh.dim_names, None) if fields.rules.keys() >= set(rules) else ():
             for fsdp_dim in (None, *(dim for dim in mesh.dim_names if dim != model_dim)):
                 preset = Preset(name, model_dim, fsdp_dim)
@@ -204,7 +204,7 @@ def _get_specs(layout: Layout) -> Specs:
     return replace_unsharded(layout.sharding_specs)
 
 
-# -- what to type
+# -- text of a change
 
 
 class Difference(NamedTuple):
@@ -293,7 +293,7 @@ def _find_rule_differences(before: Way, after: Way) -> Iterator[Difference]:
         lines = [
             f"  '{escape_text(p).replace(_QUOTE, 2 * _QUOTE)}': {_format_yaml(s)}" for p, s in changed.items()
         ]
-        # Rules of a preset are in no file that could be changed.
+        # A user cannot edit the rules of a preset, so write them as a new file.
         yield Difference(
             what, f"{name}={{{written}}}", "", "" if before.preset else "\n".join([f"{name}:", *lines])
         )

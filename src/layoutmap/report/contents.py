@@ -31,7 +31,7 @@ _NAMES = {
     Kind.METRIC: "metrics",
     Kind.LATER: "later",
 }
-_MOST_METADATA = 400  # characters of it that are shown
+_MOST_METADATA = 400  # longest metadata to show, in characters
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class RuleIndex:
         with self._filing:
             start = len(self._pieces)
             for pattern in self._patterns[start:]:
-                # Flags are written in a pattern, and most change what its characters mean: it is always tried then.
+                # Flags in a pattern change the meaning of its characters, so such a pattern is tried on every path.
                 literals = find_required_literals(pattern.pattern) if pattern.flags == re.UNICODE else []
                 pieces = {piece for text in literals for piece in _cut_literal(text)}
                 self._frequency.update(pieces)
@@ -119,7 +119,7 @@ def find_required_literals(pattern: str) -> list[str]:
     """
     try:
         items: Any = import_module("re._parser").parse(pattern)
-    except (ImportError, AttributeError):  # it is no public module
+    except (ImportError, AttributeError):  # the module is not public in this Python release
         return []
     found: list[str] = []
     run = ""
@@ -129,7 +129,9 @@ def find_required_literals(pattern: str) -> list[str]:
             run += chr(value)
             continue
         if name in _REPEATS and value[0] and [str(inner) for inner, _ in value[2]] == ["LITERAL"]:
-            run += chr(value[2][0][1])  # at least once, and what follows does not join on to it
+            run += chr(
+                value[2][0][1]
+            )  # the character occurs at least once, and the next one need not follow it
         found.append(run)
         run = ""
     return [text for text in [*found, run] if text]

@@ -38,7 +38,8 @@ def anchor_pattern(pattern: str) -> str:
         return pattern
     body = pattern.removeprefix(KERAS)
     flags = _FLAGS.match(body)
-    end = "\n" if re.compile(body).flags & re.VERBOSE else ""  # the body may end in a comment
+    # A verbose body may end in a comment, so close the group on a new line.
+    end = "\n" if re.compile(body).flags & re.VERBOSE else ""
     return f"{flags[0] if flags else ''}{KERAS}(?:{body[flags.end() if flags else 0 :]}{end})\\Z"
 
 

@@ -76,7 +76,7 @@ def _apply_linen_rules(names: Specs, rules: Sequence[tuple[str, _Dims]], where: 
             why="a rule of linen is for one axis of that name",
             fix="give the axes different names",
         )
-    # An axis without a name is unsharded, and one of mesh dims keeps them.
+    # An axis without a name is unsharded. An axis that names mesh dims keeps them.
     taken: dict[int, _Dims] = {axis: name for axis, name in enumerate(names) if not isinstance(name, str)}
     for name, dims in rules:
         axis = names.index(name) if name in names else None

@@ -48,7 +48,7 @@ def make_group_rules(
         unwanted = {path for path, owner in owners.items() if owner not in wanted}
         for pattern in merge_patterns(_find_pattern_parts(paths, unwanted) for paths in groups):
             matched = {owner for path, owner in owners.items() if re.match(pattern, path)} & wanted
-            if matched:  # a rule before it may be for all of them, by another of their paths
+            if matched:  # an earlier rule may match all of them by an alias
                 rules[pattern] = specs
                 wanted -= matched
     return rules
@@ -62,7 +62,7 @@ def _find_pattern_parts(paths: Sequence[str], unwanted: set[str]) -> tuple[str, 
     split = [path.split(".") for path in paths]
     depth = min(map(len, split))
     for length in range(min(2, depth), depth + 1):
-        start = r".*\." if depth > length else r"(.*\.)?"  # which allows for another model around this one
+        start = r".*\." if depth > length else r"(.*\.)?"  # also matches if the model is part of a larger one
         regex = make_path_regex([".".join(each[-length:]) for each in split])
         if _is_only_for(start + regex, unwanted):
             return (start, *regex[:-1].split(r"\."))

@@ -49,13 +49,13 @@ class Candidates:
         matcher = difflib.SequenceMatcher()
         scored: list[tuple[float, str]] = []
         for skeleton, block in self._by_skeleton.items():
-            # Of repeated blocks one is named: that of the same number, if it is there.
+            # Suggest one of several repeated blocks, preferably the one with the same number.
             candidate = block.get(numbers) or next(iter(block.values()))
             parts = skeleton.split(".")
-            # A pattern that starts with .* says nothing of the path's first parts.
+            # A pattern that starts with .* leaves the first parts of a path open.
             shared = min(len(parts), len(wanted))
             matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
-            # The last word says what a variable is; to be another kind of variable is the least likely mistake.
+            # The last word names the kind of variable, which users rarely confuse, so equal last words score higher.
             score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted)) + 0.1 * (parts[-1] == wanted[-1])
             if score < _CLOSE and _is_subsequence(wanted, parts):
                 score = _CLOSE

@@ -213,7 +213,7 @@ def search_specs(
     used: set[int] = set()
     missing: list[str] = []
     for path, shape in shapes.items():
-        if math.prod(shape) == 1:  # also of a scalar
+        if math.prod(shape) == 1:  # scalars and arrays of one element are replicated
             found[path] = (None,) * len(shape)
             continue
         name = path.replace(".", "/")
@@ -259,7 +259,7 @@ def read_pairs(rules: Any, where: str) -> list[tuple[str, Any]]:
     return found
 
 
-# These return a plain bool, so that what is `Any` stays it.
+# These return bool, not TypeGuard, so that values of type `Any` keep that type.
 def _is_list(value: object) -> bool:
     return isinstance(value, (tuple, list))
 

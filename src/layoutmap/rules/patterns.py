@@ -47,7 +47,7 @@ def refuse_slow_pattern(pattern: str, rule: str) -> None:
     """
     reason = find_slow_part(
         pattern + "$" * is_keras_rule(pattern)
-    )  # A rule over Keras's names matches to the end.
+    )  # Rules for Keras names must match the whole name.
     if reason:
         raise RuleError(
             f"{rule} {pattern[:_MAX_LENGTH]!r} could take too long on a path that it does not match",
@@ -79,7 +79,7 @@ def find_slow_part(pattern: str) -> str:
         elif _OPENING.fullmatch(token):
             opened.append(start)
         elif token == "|" and not opened:
-            cost = 0  # The alternatives of a whole pattern are tried one after the other.
+            cost = 0  # Top-level alternatives are tried one after the other, so their costs add up.
         elif _CHOICE.fullmatch(token) and not _END.match(pattern, end):
             cost += 1 if token[0] in "|?" or _DOT.match(pattern, end) else 4
             if cost > _MAX_COST:
@@ -98,7 +98,7 @@ def _explain_error(error: Exception) -> str:
 
 
 def _fix(pattern: str, error: Exception) -> str:
-    if re.search(r"(^|[(|])\*", pattern):  # the most common mistake: a glob
+    if re.search(r"(^|[(|])\*", pattern):  # the user wrote a glob, which is the most common mistake
         meant = re.sub(r"(?<![.\\])\*", ".*", re.sub(r"(?<!\\)\.(?!\*)", r"\\.", pattern))
         if _is_regex(meant):
             return f"in a regex, .* matches anything: {meant!r}"

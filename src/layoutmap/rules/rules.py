@@ -57,7 +57,7 @@ class Rules(MutableMapping[str, Layout]):
         RuleError: See `__setitem__`.
     """
 
-    # What messages call a rule and its paths, what they say to type, and what is done where no rule matches.
+    # Words for messages: the kind of rule, its paths, an example, and the result without a match.
     _rule_kind = "rule"
     _paths = "variable paths"
     _written = "layout_map"
@@ -73,7 +73,7 @@ class Rules(MutableMapping[str, Layout]):
         self._table = Table()
         Rules.update(self, rules or {})
 
-    # -- looking up a path
+    # -- lookup
 
     def __getitem__(self, path: str) -> Layout | None:  # type: ignore[override]
         rule = self._find_first_rule(path)
@@ -125,7 +125,7 @@ class Rules(MutableMapping[str, Layout]):
             return exact.rule
         return next(_iterate_rules(table, path), None)
 
-    # -- the dict of rules
+    # -- mapping of patterns to layouts
 
     def __setitem__(self, pattern: str, layout: Layout | Sequence[object]) -> None:
         """Add a rule, after all others.
@@ -207,7 +207,7 @@ class Rules(MutableMapping[str, Layout]):
                 why=f"a rule is a regex over {self._paths}",
                 fix=f'write it as in {self._written}[r"{self._example}"]',
             )
-        pattern = str.__str__(pattern)  # and not a class derived from it, such as numpy's
+        pattern = str.__str__(pattern)  # convert subclasses of str, such as numpy's
         there = self._table.entries.get(pattern) or beside.get(pattern)
         if there is not None:
             raise RuleError(

@@ -138,7 +138,7 @@ def to_yaml(fields: RulesFields) -> str:
     text = dump(data)
     end = text.index("rules:")
     for pattern, reason in fields.reasons.items():
-        # Each rule is found after the one before it, as its key is written.
+        # Search for each key after the previous one, so that line numbers are right.
         key = textwrap.indent(dump({pattern: None}).removesuffix("null\n").rstrip(), "  ")
         end = text.index(f"\n{key}", end) + 1
         comment = "".join(f"  # {line}\n" for line in textwrap.wrap(reason, 106, break_long_words=False))

@@ -161,7 +161,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
     def __len__(self) -> int:
         return len(self._variables)
 
-    # -- texts
+    # -- text, JSON, and HTML
 
     def to_json(self) -> str:
         """Return the content as JSON for programs, one variable per line, without values."""
@@ -179,7 +179,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
         Args:
             problems: What `verify` has returned, which the page shows; `None`: it says that nobody has looked.
         """
-        from layoutmap.report.page.page import make_checkpoint_page  # late, as in `Plan`
+        from layoutmap.report.page.page import make_checkpoint_page  # imported here, as in `Plan`
 
         return make_checkpoint_page(
             self._contents, problems if problems is None else list(map(_convert_problem, problems))

@@ -157,7 +157,7 @@ def load(
     place = processes.number, processes.count
     positions = [each["data"] for each in saved if "data" in each]
     state = processes.agreed(lambda: None if data is None else check_data(data, positions, *place))
-    is_new = layout_map is not None  # then nothing is lost if the checkpoint is damaged
+    is_new = layout_map is not None  # a new model loses nothing if the checkpoint is damaged
     if layout_map is not None:
         found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
         found, _ = loading.put(found, None, is_new=True)
@@ -315,7 +315,7 @@ class Loading:
             only: The paths in the checkpoint of what is read; `None`: all.
         """
         stored = self._processes.agreed(lambda: self._check_variables(model, optimizer))
-        # Initializers, in their turn, may have drawn from a generator whose state had been read.
+        # Initializers may have drawn from a generator after its state was read, so read RNG states again.
         taken = self.values.taken - {e.variable.path for e in stored if e.variable.kind is Kind.RNG}
         rest = [
             e
@@ -327,7 +327,7 @@ class Loading:
         self.unread = self._find_unread(stored)
         layouts = {each.variable.path: self._engine.get_layout(each.array) for each in rest}
         variables = {each.variable.path: each.variable for each in rest}
-        # In place of a slot that the optimizer does not have yet, there is the weight that it is for.
+        # A slot that does not exist yet is represented by its weight's array.
         weights = {id(each.array) for each in stored if not _is_slot(each)}
         own = {
             each.variable.path: (each.array, memory)
@@ -337,7 +337,7 @@ class Loading:
         if not is_new:
             with Progress(variables, enabled=self._progress, verb="checked") as progress:
                 self._processes.agreed(lambda: self._check_values(variables.values(), layouts, progress))
-        del stored, rest  # the last references to replaced arrays, which are freed now
+        del stored, rest  # free the replaced arrays
         with Progress(variables, enabled=self._progress, verb="loaded") as progress:
 
             def read_arrays() -> Iterator[tuple[str, Any]]:
@@ -376,7 +376,7 @@ class Loading:
             self._check_optimizer(bool(slots))
         saved = Saved(slots if self._settings else (), self._settings)
         stored = self.adapter.list_stored_variables(model, optimizer, saved)
-        if not self._settings:  # slots of another library
+        if not self._settings:  # the checkpoint's optimizer belongs to another library
             stored = [each for each in stored if not _is_slot(each)]
         kinds = {Kind.WEIGHT, Kind.STATE}
         if self._settings and (optimizer is not None or (slots and any(map(_is_slot, stored)))):
@@ -386,7 +386,7 @@ class Loading:
 
     def _find_unread(self, stored: Sequence[Stored]) -> Sequence[str]:
         """Return the paths of saved slots for which the model lacks an optimizer."""
-        if not self._settings or "optimizer" in self._settings:  # that is passed beside the model
+        if not self._settings or "optimizer" in self._settings:  # the optimizer was passed as an argument
             return ()
         known = {saved.path for each in stored if (saved := self.values.find(each.variable))}
         slots = [v.path for v in self.values.source.variables.values() if v.kind is Kind.SLOT]
@@ -416,7 +416,7 @@ class Loading:
             layout = layouts[variable.path]
             read = self.values.make_reader(variable)
             if is_integer_state(variable, saved) and read is not None:
-                read(make_full_index(saved.shape))  # it may not fit
+                read(make_full_index(saved.shape))  # raises if the value does not fit
             elif layout is None:
                 self.values.source.check(saved.path)
             else:

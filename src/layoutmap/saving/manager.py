@@ -99,13 +99,13 @@ class CheckpointManager:
         self._waits = wait
         self._flight: _BackgroundSave | None = None
         self._memory: Memory = {}
-        self._failures: list[BaseException] = []  # of saves, that no call has raised yet
+        self._failures: list[BaseException] = []  # failures of background saves, not raised yet
         self._history = History(self._storage)
         self._seen: int | None = None
-        self._position: SavedStep | None = None  # which was saved or loaded last
-        self._before: SavedStep | None = None  # and before the save that is in flight
-        self._is_deleted = False  # whether the position is, so that it may be saved again
-        self._leaves = False  # whether later steps that come from the position are left as they are
+        self._position: SavedStep | None = None  # step that was saved or loaded last
+        self._before: SavedStep | None = None  # position before the save in flight
+        self._is_deleted = False  # whether the last step was deleted, so that it may be saved again
+        self._leaves = False  # whether later steps of the line are kept
         self._damaged: set[int] = set()
         self._saved_at = time.monotonic()
         self._group: Group | None = None
@@ -179,7 +179,7 @@ class CheckpointManager:
             model, self._directory, number, optimizer=optimizer, data=data, metadata=metadata, metrics=found
         )
         self._group = plan.group
-        self._group.agreed(self.wait, "save")  # if the save in flight failed in one process, all raise
+        self._group.agreed(self.wait, "save")  # all processes raise if the previous save failed in one
         writer = plan.begin(
             lambda token: self._resolve_later_steps(number, token), patience_seconds=self._patience_seconds
         )
@@ -238,7 +238,7 @@ class CheckpointManager:
         number = wanted[0] if wanted else None
         if damaged == "skip":
             found = next(self._find_undamaged(wanted), None)
-            if found is None and step is None and not best:  # a damaged manifest may name a wrong line
+            if found is None and step is None and not best:  # the line in a damaged manifest may be wrong
                 found = next(
                     self._find_undamaged([n for n in self._list_own_steps() if n not in wanted]), None
                 )
@@ -260,7 +260,7 @@ class CheckpointManager:
         """
         if self._group is None:
             self.wait()
-        else:  # where a step is gone before all have seen that it was there, its save has failed
+        else:  # a step that disappeared before all processes saw it belongs to a failed save
             self._group.agreed(self.wait, "save")
         number = check_step(step)
         if number not in self.steps and not (self._group and self._group.has_others):
@@ -342,7 +342,7 @@ class CheckpointManager:
                 ),
                 stacklevel=find_user_stacklevel(),
             )
-        # What is not in the way is of a line that was left, or nobody can go on from it.
+        # Only steps on the current line can block a save.
         if (step in there and position is not None) or step in self._damaged:
             self._storage.delete(step)
             self._history.forget(step)
@@ -389,9 +389,7 @@ class CheckpointManager:
             own = np.array([rows[0, 0], rows[:, 1].max()])
         if self._preemption is not None and own[1] >= 0:
             self._is_preempted = True
-            return bool(
-                own[1] < self._preemption.total_seconds
-            )  # or the checkpoint would be incomplete when the machine stops
+            return bool(own[1] < self._preemption.total_seconds)  # finish the save before the machine stops
         return self._retention.is_due(step, self._seen, float(own[0]))
 
     def _write(self, writer: StepWriter, saved: SavedStep) -> None:
@@ -414,7 +412,7 @@ class CheckpointManager:
         """Return the steps that can be loaded, last one first."""
         last = self._position or self._history.last()
         found = [*self._collect_metrics(last)]
-        if last is not None and last.step in self._history.damaged:  # its line is not known
+        if last is not None and last.step in self._history.damaged:  # the line of a damaged step is unknown
             found += self._collect_metrics(max(self._history.steps().values(), key=_get_age, default=None))
         return sorted({*found}, reverse=True)
 

@@ -150,7 +150,8 @@ def plan_save(
     def make_manifest() -> tuple[Manifest, dict[str, Any]]:
         facts: dict[str, Any] = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "writer": f"layoutmap {sys.modules['layoutmap'].__version__}",  # it imports this file
+            # Read from sys.modules, because the package imports this module.
+            "writer": f"layoutmap {sys.modules['layoutmap'].__version__}",
             "library": adapter.name,
             "engine": engine.name,
             "mesh": None if mesh is None else dict(zip(mesh.dim_names, mesh.shape, strict=True)),
@@ -246,7 +247,7 @@ def _make_table(kept: Sequence[Stored], layouts: Mapping[str, Layout | None], me
 
 def _find_mesh(engine: Engine, layouts: Mapping[str, Layout | None]) -> Mesh | None:
     meshes = {layout.mesh: path for path, layout in layouts.items() if layout is not None}
-    # A slot that torch makes knows the devices of its mesh, and not whether a program has named them.
+    # torch slots know the devices of their mesh but not the mesh object, so compare bound meshes.
     bound = {engine.bind(mesh): (mesh, path) for mesh, path in meshes.items()} if len(meshes) > 1 else {}
     if len(bound) > 1:
         (one, path), (other, other_path) = list(bound.values())[:2]

@@ -17,7 +17,7 @@ from layoutmap.core.errors import CheckpointError
 from layoutmap.saving.model_source import ModelSource, Names, read_table, select_weights
 
 _LEAST_FILE_BYTES = 1 << 30
-_MOST_FILES = 256  # since a receiver has all of them open
+_MOST_FILES = 256  # limit, because a receiver keeps all files open
 
 
 def stream(
@@ -87,7 +87,7 @@ class Stream:
         source = ModelSource(model, "stream")
         self._adapter = source.adapter
         self._table = read_table(names, model, source.adapter)
-        select_weights(source, self._table)  # raises before an iteration
+        select_weights(source, self._table)  # raise before the first iteration
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Gather and yield each weight. All processes of the model must iterate, to the end."""
@@ -101,7 +101,9 @@ class Stream:
         self.checksums = {}
         with lead_others(source):
             for variable in variables:
-                values = np.array(named.read(variable.path))  # a copy, which the caller may keep and change
+                values = np.array(
+                    named.read(variable.path)
+                )  # copy, because the caller may keep and change the values
                 if self._since is not None:
                     self.checksums[variable.path] = checksum = compute_digest(values)
                     if self._since.get(variable.path) == checksum:
@@ -159,7 +161,7 @@ def lead_others(source: ModelSource) -> Generator[None]:
     try:
         yield
         is_complete = True
-    except GeneratorExit:  # the caller wants no more
+    except GeneratorExit:  # the caller stopped iterating
         is_complete = True
         raise
     finally:

@@ -383,7 +383,7 @@ class Matching:
         self, target: Stored, sources: Sequence[Stored], conversion: AxisConversion | None
     ) -> dict[tuple[str, str], int]:
         wanted = self._sampler.index_devices(target)
-        # Devices of two engines may have one name, and share no arrays.
+        # Devices of two engines can have equal names and still share no arrays.
         label = "" if self._trainer.engine is self._sampler.engine else f"{self._trainer.engine.name} "
         found: Counter[tuple[str, str]] = Counter()
         for number, source in enumerate(sources):

@@ -32,7 +32,7 @@ from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Progress
 
 if TYPE_CHECKING:
-    from layoutmap.checkpoint.model_values import ModelValues  # it imports numpy
+    from layoutmap.checkpoint.model_values import ModelValues  # imports numpy
 
 
 class Scope:
@@ -56,7 +56,8 @@ class Scope:
         *,
         across: bool = False,
     ):
-        self.layout_map = copy.copy(layout_map)  # models are laid out by it for as long as they make weights
+        # Copy, because models may create weights long after the map has changed.
+        self.layout_map = copy.copy(layout_map)
         mesh, activations = get_mesh(layout_map), self.layout_map.activations
         usual = ScopeOptions()
         self.options = options or replace(usual, own=adapter.read_own_options({}, usual, across=False))
@@ -64,7 +65,7 @@ class Scope:
         lookup = self._find_output_layout if activations else None
         self.policy = LayoutPolicy(mesh, self.options.batch_dim, lookup)
         self.plan = Plan(mesh, ())
-        self.plan_only = engine is None  # a dry run: nothing may get a value
+        self.plan_only = engine is None  # a dry run, in which no variable gets a value
         self.across = across  # whether the mesh has devices of other processes
         self._engine = engine
         self._warned: set[str] = set()
@@ -116,7 +117,7 @@ class Scope:
         self.plan = self.plan.add_problems([*self._find_unsupported(plan), *unused])
         if not self.plan_only:
             if self.across:
-                # Late, here and below: numpy takes as long to load as all the rest.
+                # Imported here and below, because numpy loads slowly.
                 from layoutmap.adapters.fingerprints import list_versions
                 from layoutmap.scope.process_group import check_plans
 
@@ -213,7 +214,7 @@ class Scope:
                 refusals[layout] = _get_refusal(engine.check_layout, layout)
             if variable.dtype not in refusals:
                 refusals[variable.dtype] = _get_refusal(engine.check_dtype, variable.dtype, "")
-            # What follows another variable has its layout, whose problem is reported there.
+            # A derived variable has its parent's layout, so only the parent's problem is reported.
             if assignment.match and (error := refusals[layout]) is not None:
                 yield Problem(
                     "unsupported layout",

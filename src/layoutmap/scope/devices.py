@@ -73,7 +73,7 @@ def create_mesh(
     there = held_by.devices(device_type)
     mesh = Mesh(None, fill_in_size(dims, len(there)), mesh_name)
     kind = there[0].partition(":")[0]
-    missing = [f"{kind}:{i}" for i in range(len(there), mesh.size)]  # the engine says what to do about them
+    missing = [f"{kind}:{i}" for i in range(len(there), mesh.size)]  # the engine's error names the fix
     return held_by.bind(mesh.with_devices([*there, *missing][: mesh.size]))
 
 

@@ -82,7 +82,7 @@ class ImportedMaps(RuleSet):
             RuleError: No rules give a variable its layout.
             ScopeError: `model` is no model of a supported library.
         """
-        # By name, since `inspect` reads models through scopes and lies above them.
+        # By name, because `inspect` is in a higher package.
         plan = model if isinstance(model, PlanTable) else import_module("layoutmap").inspect(model, optimizer)
         return cls.from_plan(plan)
 

@@ -106,7 +106,7 @@ class LayoutMap(ImportedMaps):
         return self._plan_tree(tree).to_named_shardings(tree)
 
     def _plan_tree(self, tree: object) -> Plan:
-        from layoutmap.engines.jax.trees import list_variables  # late: JAX
+        from layoutmap.engines.jax.trees import list_variables  # imported here, because it imports JAX
 
         return make_plan(list_variables(tree), self).check()
 

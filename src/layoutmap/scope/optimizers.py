@@ -21,7 +21,7 @@ from layoutmap.scope.plan import Plan
 if TYPE_CHECKING:
     from layoutmap.adapters.jax.optimizers import OptimizerVariables
 
-# The adapter is imported late: it imports JAX.
+# The adapter is imported inside functions, because it imports JAX.
 
 
 def plan_optimizer(

@@ -62,7 +62,7 @@ def find_named_libraries(function: object) -> set[str]:
         while isinstance(value, functools.partial):
             value = value.func
         value = inspect.unwrap(value) if callable(value) else value
-        value = getattr(value, "__func__", value)  # of a method
+        value = getattr(value, "__func__", value)  # the function of a bound method
         if id(value) in seen:
             continue
         seen[id(value)] = value
@@ -92,7 +92,7 @@ def _resolve_names(function: FunctionType) -> list[object]:
         code = codes.pop()
         names |= dict.fromkeys(code.co_names)
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-    with suppress(ValueError):  # a variable of an outer function that has no value yet
+    with suppress(ValueError):  # a closure variable without a value yet
         closure = [cell.cell_contents for cell in function.__closure__ or ()]
         scope = {**function.__globals__, **dict(zip(function.__code__.co_freevars, closure, strict=True))}
         values = [scope[name] for name in (*names, *function.__code__.co_freevars) if name in scope]
@@ -114,10 +114,11 @@ def infer_library(function: Callable[P, R]) -> Callable[P, R]:
         imported = [name for name in ADAPTERS if name in sys.modules]
         if kwargs.get("library") is not None or len(imported) < 2:
             return function(*args, **kwargs)
-        from layoutmap.adapters.random_states import read_states, restore_states  # late: it imports numpy
+        # Imported here, because it imports numpy.
+        from layoutmap.adapters.random_states import read_states, restore_states
 
         given = [*args, *kwargs.values()]
-        # `load` may be for a model that exists, without a layout map.
+        # `load` without a layout map takes an existing model.
         builds = any(isinstance(value, RuleSet) for value in given)
         is_jax = builds and "jax" in imported and find_named_libraries(given[0]) == {"jax"}
         states = read_states()

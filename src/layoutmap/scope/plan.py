@@ -20,7 +20,7 @@ from layoutmap.report.explain import explain_variable
 from layoutmap.report.text import format_html, format_line, format_text
 from layoutmap.rules.rule_set import RuleSet
 
-# What reads and writes JSON and pages is imported late: it takes as long to load as a third of all the rest.
+# JSON and page code is imported inside methods, because it loads slowly.
 
 P = ParamSpec("P")
 
@@ -183,10 +183,10 @@ class Plan(PlanTable):
                1  .*\\.\\d+\\.up$  (unsharded, model)
             the rest is replicated
         """
-        # By name, since a map makes plans and its module imports this one.
+        # By name, because the module of LayoutMap imports this one.
         return import_module("layoutmap.scope.layout_map").LayoutMap.from_plan(self)
 
-    # -- for other libraries
+    # -- exports
 
     def to_partition_specs(self, tree: object = None) -> Any:
         """Return the layouts as `PartitionSpec`s of JAX, with an entry for each axis.
@@ -331,7 +331,7 @@ class Plan(PlanTable):
 
         return make_logical_rules(self, axes)
 
-    # -- texts
+    # -- text, JSON, and HTML
 
     def to_json(self) -> str:
         """Return the plan as JSON, one variable per line, for files next to the model and for `diff`."""

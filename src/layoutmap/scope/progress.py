@@ -14,7 +14,7 @@ from layoutmap.core.variables import VariableSpec
 
 _PATIENCE_SECONDS = 2.0
 _BETWEEN_SECONDS = 0.1
-_LOG_SECONDS = 5.0  # between two lines of a log
+_LOG_SECONDS = 5.0  # time between two log lines
 
 Shown = bool | Literal["log"] | None
 """Whether to show progress.
@@ -37,7 +37,7 @@ class ProgressLine:
         self._between_seconds = _LOG_SECONDS if self._is_log else _BETWEEN_SECONDS
         patience = 0 if enabled is True else _LOG_SECONDS if self._is_log else _PATIENCE_SECONDS
         self._next = time.monotonic() + patience
-        self._width = 0  # of the line that is shown
+        self._width = 0  # width of the current line
 
     def __enter__(self) -> Self:
         return self

@@ -331,7 +331,7 @@ def _open_scope(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]
     if across:
         from layoutmap.scope.process_group import check_options
 
-        # Compare before raising, so that an error of one process is raised in all, and none waits for it.
+        # Compare processes before raising, so that an error in one is raised in all and none waits forever.
         compared = replace(options, progress=None, later=None) if options else refusal
         check_options(f"library={adapter.name!r}, {compared}", lambda values: engine.all_gather(values, mesh))
     if refusal is not None:
@@ -341,9 +341,9 @@ def _open_scope(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]
     try:
         engine.check_layout(replicated)
     except EngineError:
-        return context  # the plan says so, with all its other problems
-    # Arrays are to come, so what simulates devices begins, which no question does; and before the session does, inside
-    # of which some of it cannot begin.
+        return context  # the plan reports it with all other problems
+    # Start simulated devices now, before the session starts, because some parts of the simulation cannot
+    # start inside of a session.
     engine.native(replicated, 0)
     return context
 

@@ -226,7 +226,7 @@ def _make_converter(old: Any) -> Callable[[object], object]:
         made: Any = array if isinstance(array, PaddedArray) else jnp.asarray(array)
         if implementation is not None:
             made = jax.random.wrap_key_data(made, impl=implementation)
-        if is_weak:  # it gives way to the types of what it is computed with
+        if is_weak:  # weakly typed, so it takes the dtype of the other operand
             made = jax.lax.convert_element_type_p.bind(
                 made, new_dtype=made.dtype, weak_type=True, sharding=None
             )

@@ -93,7 +93,7 @@ def check_all_found(nodes: Nodes, state: object) -> None:
                 why="flax.nnx looks into lists, tuples and dicts only where they are marked as data",
                 fix="mark it where it is assigned: nnx.data(..)",
             )
-        if isinstance(node, TracedOutput):  # ours, and nothing of the model
+        if isinstance(node, TracedOutput):  # a wrapper of this library that is not part of the model
             continue
         if id(node) not in checked and has_hidden_tracer(node, _is_of_flax):
             raise ScopeError(

@@ -10,7 +10,7 @@ from types import ModuleType
 import jax
 import jax.core
 
-_MOST_LEVELS = 3  # objects below objects: some lead to all of a program
+_MOST_LEVELS = 3  # limit for nested objects, because some reference the whole program
 
 
 def has_hidden_tracer(leaf: object, is_of_flax: Callable[[object], bool]) -> bool:
@@ -37,6 +37,6 @@ def _list_held(owner: object) -> list[object]:
     if isinstance(owner, functools.partial):
         held += [owner.func, owner.args, owner.keywords]
     for cell in getattr(owner, "__closure__", None) or ():
-        with suppress(ValueError):  # nothing was assigned to the name
+        with suppress(ValueError):  # a closure variable without a value
             held.append(cell.cell_contents)
     return held

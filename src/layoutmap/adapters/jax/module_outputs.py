@@ -128,7 +128,7 @@ def set_output(module: nnx.Module, output: OutputLayout | OwnMesh | TracedOutput
     """Make a module constrain its output to a layout, run under its own mesh, or report its calls to a tracer."""
     remove_output(module)
     is_pytree = not jax.tree_util.all_leaves([module])
-    # Not setattr: flax takes what is set so for an attribute of the model.
+    # Not setattr, because flax would register a model attribute.
     object.__setattr__(module, "__class__", _make_subclass(type(module), is_pytree))
     vars(module)[_ATTRIBUTE] = output
 
@@ -148,7 +148,7 @@ def _make_subclass(plain: Any, is_pytree: bool) -> type[nnx.Module]:
     @functools.wraps(plain.__call__)
     def call(self: object, *args: object, **kwargs: object) -> object:
         plain_call = functools.partial(plain.__call__, self)
-        output = vars(self).get(_ATTRIBUTE)  # a module that is made anew, of this type, has none
+        output = vars(self).get(_ATTRIBUTE)  # a new instance of the subclass has no output rule
         return plain_call(*args, **kwargs) if output is None else output.call_module(plain_call, args, kwargs)
 
     def copy_module(self: object) -> Any:

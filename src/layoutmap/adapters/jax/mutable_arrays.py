@@ -37,7 +37,7 @@ def check_immutable(model: object) -> None:
             )
         if not is_nnx(model) and has_hidden_tracer(
             leaf, _is_of_flax
-        ):  # of a module flax.nnx knows the attribute
+        ):  # for modules, flax.nnx reports the attribute
             raise ScopeError(
                 f"{path or 'the model'}: an array is hidden in an object",
                 facts={"value": describe_type(leaf)},

@@ -53,7 +53,7 @@ def take_apart(model: nnx.Module) -> Parts:
             paths.append(keys)
             why = "an attribute that is no Variable holds it, and flax takes only JAX's arrays there"
             return Leaf(_format_path(keys), value, infer_kind(value), no_padding=why)
-        inner = keys[length + 1 :]  # without "value", the attribute of the variable that holds it
+        inner = keys[length + 1 :]  # drop "value", the attribute of the Variable
         path = (*keys[:length], *inner)
         paths.append(path)
         aliases = tuple(_format_path(other) for other in shared.find_other_paths(path))
@@ -121,7 +121,7 @@ def _infer_kind(variable: nnx.Variable[object]) -> Kind:
 # Only the layout map shards, so flax's annotations have no effect and the plan notes each one (decisions/0073).
 def _read_annotation(variable: nnx.Variable[object]) -> str:
     sharding = variable.get_metadata().get("out_sharding")
-    sharding = getattr(sharding, "sharding", sharding)  # of a Format of JAX
+    sharding = getattr(sharding, "sharding", sharding)  # unwrap jax.experimental.layout.Format
     return str(tuple(getattr(sharding, "spec", sharding))) if sharding else ""
 
 

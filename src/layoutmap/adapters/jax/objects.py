@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _is_of_nnx(value: object, kind: str) -> bool:
-    nnx = sys.modules.get("flax.nnx")  # without it there are no such objects, and it is not to be imported
+    nnx = sys.modules.get("flax.nnx")  # if flax was not imported, no nnx objects exist
     return nnx is not None and isinstance(value, getattr(nnx, kind))
 
 
@@ -108,7 +108,7 @@ class StepObjects:
     def write(self, changed: Mapping[int, object]) -> None:
         """Assign arrays to the Variables and attributes that hold them, by the numbers of the leaves."""
         values: Iterable[tuple[int, object]] = changed.items()
-        if self._values_tree.num_leaves != len(self._places):  # a Variable holds several
+        if self._values_tree.num_leaves != len(self._places):  # a Variable holds several arrays
             leaves = jax.tree.leaves(self._values())
             for number, value in changed.items():
                 leaves[number] = value

@@ -102,7 +102,7 @@ def make_state(init: Callable[[object], object], params: object, layouts: Sequen
     """Return an optimizer's state, each leaf computed straight in its layout."""
     shardings: list[Any] = [get_engine("jax").native(layout, layout.rank) for layout in layouts]
     mesh = _find_mesh(params)
-    if isinstance(mesh, jax.sharding.Mesh):  # equal layouts may have other axis types than the parameters
+    if isinstance(mesh, jax.sharding.Mesh):  # use the parameters' axis types, which equal layouts may lack
         shardings = [NamedSharding(mesh, each.spec, memory_kind=each.memory_kind) for each in shardings]
     with leave_program_context(), use_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh):
         leaves, tree = jax.tree.flatten(jax.eval_shape(init, describe_logical(params)))
@@ -153,6 +153,6 @@ def make_nnx_optimizer(model: object, tx: Any, wrt: object, make: Callable[[obje
 
 
 def _read_shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], str]:
-    # The state of a random generator is counted as the numbers that it is made of.
+    # Count a PRNG key as its integers.
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
     return tuple(leaf.shape), "uint32" if is_key else jnp.dtype(leaf.dtype).name

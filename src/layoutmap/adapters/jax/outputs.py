@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, Literal, Var
 from layoutmap.core.errors import LayoutError
 from layoutmap.engines.jax.programs import CALLS, iterate_inner_jaxprs
 
-Tree = Any  # a tree of JAX, which has no type
+Tree = Any  # pytree; JAX has no type for it
 Place = tuple[Tree, int]
 """A part of a tree: its own tree, and the number of its first leaf."""
 

@@ -25,7 +25,7 @@ def find_uses(modules: Sequence[tuple[Sequence[object], nnx.Module]]) -> dict[tu
         for _, module in modules
         if isinstance(size := getattr(module, _HEAD_SIZE, None), int)
         for each in vars(module).values()
-        if isinstance(each, nnx.Linear)  # all others have an axis of heads
+        if isinstance(each, nnx.Linear)  # other kernels have a heads axis
     }
     found: dict[tuple[str, ...], Use] = {}
     for keys, module in modules:

@@ -112,7 +112,7 @@ class JaxSession:
         if not is_nnx(model):
             return _is_made(jax.tree.leaves(model))
         nnx = sys.modules["flax.nnx"]
-        # Ends at the first array of a model that is traced.
+        # Stops at the first array, which is enough to detect tracing.
         nodes = (node for _, node in nnx.iter_graph(model))
         is_made = (any(map(_is_tracer, jax.tree.leaves(n))) for n in nodes if isinstance(n, nnx.Variable))
         return any(is_made) or _is_made(jax.tree.leaves(nnx.state(model)))
@@ -160,7 +160,7 @@ class JaxSession:
             if isinstance(array, Traced) and not array.is_seed
         }
         if context.across:
-            # The others exist in each process: they are moved from there, and must be the same.
+            # Each process has the other arrays, so compare them before they are placed.
             sums = (
                 (a.variable.path, compute_checksum(context.engine.to_numpy(_get_data(array))))
                 for number, (a, array) in enumerate(zip(assignments, arrays, strict=True))

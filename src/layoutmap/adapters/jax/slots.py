@@ -31,7 +31,7 @@ Parts = tuple[str, ...]
 _REMOVED = {
     "v_row": -1,
     "v_col": -2,
-}  # of the axes from the smallest to the largest, the one that is reduced over
+}  # position of the reduced axis if axes are ordered by size
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def match_axes(
     for count in range(min(len(shape), len(of)), 0, -1):
         matches = [
             (mine, theirs)
-            # What an optimizer adds to a parameter's axes stands before them, so the last ones are tried first.
+            # Optimizers prepend axes, so try the last axes first.
             for mine in reversed(list(itertools.combinations(range(len(shape)), count)))
             for theirs in itertools.combinations(range(len(of)), count)
             if all(shape[a] == of[b] > 1 for a, b in zip(mine, theirs, strict=True))

@@ -161,15 +161,13 @@ class StepOptions:
 class Variant(NamedTuple):
     """The part of a call that the traced function closes over: all but its leaves, which must not be kept alive."""
 
-    keys: tuple[Key, ...]  # by position, then by name in sorted order
-    static: Constants  # of each static argument the number, type, and value
-    nodes: tuple[int, ...]  # the numbers of the arguments that are objects of nnx
-    structure: int  # the number of the structure of these objects
-    tree: Tree  # of all arguments: static ones are `None` in it, and objects of nnx are lists of arrays
-    constants: Constants  # the leaves of the tree that are no arrays
-    padded: tuple[
-        tuple[int, Shape], ...
-    ]  # of each padded array the number among the others, and its logical shape
+    keys: tuple[Key, ...]  # positional arguments, then names in sorted order
+    static: Constants  # number, type, and value of each static argument
+    nodes: tuple[int, ...]  # numbers of arguments that are nnx objects
+    structure: int  # number of the structure of these objects
+    tree: Tree  # tree of all arguments; static ones are None, and nnx objects are lists of arrays
+    constants: Constants  # leaves that are not arrays
+    padded: tuple[tuple[int, Shape], ...]  # number and logical shape of each padded array
 
     @property
     def num_positional(self) -> int:

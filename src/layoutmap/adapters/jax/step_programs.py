@@ -62,7 +62,7 @@ ARRAYS = (jax.Array, np.ndarray, np.generic)
 Signature = tuple[Variant, tuple[jax.core.ShapedArray, ...], tuple[Any, ...], frozenset[int]]
 """Facts for which a step is compiled: all but arrays, types and shardings of arrays, and those that JAX places."""
 
-_SMALL = 1024  # elements: an array off the mesh that has more may be meant as a batch
+_SMALL = 1024  # arrays with more elements outside the mesh may be batches
 
 
 @dataclass(slots=True, eq=False)
@@ -70,14 +70,14 @@ _SMALL = 1024  # elements: an array off the mesh that has more may be meant as a
 class Program:
     """Step that is compiled for certain shapes and layouts, as a function of its arguments' leaves."""
 
-    shardings: Sequence[NamedSharding]  # of the leaves
+    shardings: Sequence[NamedSharding]  # sharding of each leaf
     donated: Sequence[bool]
-    of_objects: Sequence[int]  # the leaves that are arrays of objects of nnx
-    compiled: Any = None  # returns the leaves of the results, and the new arrays of objects
+    of_objects: Sequence[int]  # numbers of leaves that are arrays of nnx objects
+    compiled: Any = None  # returns the result leaves and the new arrays of nnx objects
     result_shardings: tuple[Sequence[object], object] = ((), None)
     logical_results: tuple[dict[int, Shape], dict[int, Shape]] = field(default_factory=lambda: ({}, {}))
-    tree: Tree = None  # of the results, set when the function is traced
-    constants: dict[int, object] = field(default_factory=dict[int, object])  # the results that are no arrays
+    tree: Tree = None  # tree of the results, set by tracing
+    constants: dict[int, object] = field(default_factory=dict[int, object])  # results that are not arrays
 
 
 # Checks take longer than a small step, so a call is compared with earlier ones (decisions/0270).
@@ -186,7 +186,7 @@ class Programs:
                 shardings[n], off_mesh[n] = NamedSharding(native, PartitionSpec(*dims)), is_batch
                 if native.is_multi_process or isinstance(leaf, jax.Array) or is_of_object:
                     places[n] = is_batch
-            # Leaves that jax.jit places are not on the mesh when it traces them.
+            # Leaves that jax.jit places have no sharding on the mesh during tracing.
             is_placed_by_jit = n in off_mesh and n not in places
             shapes.append(describe_shape(leaf, None if is_placed_by_jit else shardings[n]))
         avals, by_jit = tuple(map(jax.typeof, shapes)), frozenset(off_mesh.keys() - places)
@@ -206,7 +206,7 @@ class Programs:
             ):
                 self._warn_of_idle_dims(mesh, shardings, program.compiled, shapes)
             if native.is_multi_process:
-                # On CPUs, the step before and what is gathered could block each other.
+                # On CPUs, a running step and a gather could deadlock.
                 jax.block_until_ready(call.leaves)
                 gather = functools.partial(get_engine("jax").all_gather, mesh=mesh)
                 with leave_ambient_mesh():
@@ -260,7 +260,7 @@ class Programs:
             jax.ShapeDtypeStruct(padded[n], each.dtype) if n in padded else each
             for n, each in enumerate(shapes)
         ]
-        # JAX traces a function once for both.
+        # JAX reuses this trace for compiling.
         with leave_ambient_mesh():
             traced = jax.jit(run, donate_argnums=donate).trace(*logical)
         self._warn_of_splits(traced.jaxpr.jaxpr, inputs, shardings)
@@ -462,10 +462,10 @@ class Programs:
         used = {dim for each in shardings for dim in jax.tree.leaves(tuple(each.spec))}
         used.update(list_batch_dims(self._options.batch_dim))
         idle = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name not in used]
-        if idle:  # lowering takes time, so it is done for such meshes alone
+        if idle:  # lower only if a dim may be idle, because it takes time
             with leave_ambient_mesh():
                 lines = compiled.lower(*shapes).as_text().splitlines()
-            # Shardy names a dim wherever it is used. Another partitioner numbers devices, so nothing is known then.
+            # Shardy names each used dim. GSPMD numbers devices, so usage is unknown.
             uses = [line for line in lines if "sdy." in line and "sdy.mesh @" not in line]
             idle = [dim for dim in idle if uses and not any(f'"{dim}"' in line for line in uses)]
         if idle:

@@ -238,7 +238,7 @@ class JitStep:
         }
         keys = list(map(self._describe_program, self._programs.by_signature))
         changes = [describe_change(before, after) for before, after in pairwise(keys)]
-        # The cost of steps is a package above this one, which the rest of the library reaches through one module.
+        # `cost` is a higher package with one entry point.
         return import_module("layoutmap.cost.entry").explain_step(
             self._options.name, traced, names, list(map(np.shape, call.leaves)), batches, mesh, changes
         )
@@ -258,7 +258,7 @@ class JitStep:
             leaves = [*leaves]
             for n, is_batch in known.places.items():
                 leaves[n] = place_leaf(leaves[n], program.shardings[n], is_batch)
-            if objects is not None:  # their arrays are on the mesh from now on
+            if objects is not None:  # the arrays of nnx objects are now on the mesh
                 objects.write({at: leaves[n] for at, n in enumerate(program.of_objects) if n in known.places})
         if has_equal:
             self._options.check_leaves(Call(known.variant, leaves, objects), leaves, program.donated)

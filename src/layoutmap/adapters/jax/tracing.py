@@ -83,7 +83,7 @@ def trace(
             fix="compute that value with numpy; or make the model plainly, and lay it out: layout_map.apply(model)",
         ) from error
     except Exception as error:
-        if type(error).__name__ != "TraceContextError":  # of flax, which may not be installed
+        if type(error).__name__ != "TraceContextError":  # an error of flax, which may not be installed
             raise
         raise ScopeError(
             "the function that makes the model changes an object of flax that was made outside of it",
@@ -167,7 +167,7 @@ class Operations:
         self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._eqns = jaxpr.eqns
         self._makers = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-        # An operation on a Ref changes what later operations on it read.
+        # Operations on one Ref depend on each other in order.
         self._on_refs: dict[Var, list[int]] = {}
         for number, eqn in enumerate(jaxpr.eqns):
             for var in filter(is_ref, eqn.invars):

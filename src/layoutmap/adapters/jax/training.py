@@ -75,7 +75,7 @@ class TrainState:
         slots: dict[str, Variable] = {}
         weights = {*self.steps.trained}
         for number, (keys, value) in enumerate(found):
-            names = sorted(map(format_key, keys), key=lambda name: name not in weights)  # the weight first
+            names = sorted(map(format_key, keys), key=lambda name: name not in weights)  # weights come first
             path = ".".join(("optimizer", *names))
 
             def replace(new: object, number: int = number) -> None:
@@ -278,7 +278,7 @@ def call_model(model: Any, forward: Callable[..., object] | None, inputs: Any) -
 
 def find_inputs(batch: object) -> Any:
     """Return the inputs of a batch, as positional arguments or as a mapping of named ones."""
-    inputs = batch[0] if isinstance(batch, tuple | list) else batch  # a single array has no targets beside it
+    inputs = batch[0] if isinstance(batch, tuple | list) else batch  # a single array has no targets
     return inputs if isinstance(inputs, (Mapping, tuple, list)) else (inputs,)
 
 

@@ -87,7 +87,7 @@ class KerasAdapter(KerasKeeping, Adapter):
     def complete(self, model: object, batch: object) -> None:
         """Create, without computing, the variables that a first call and training step would create."""
         session = get_session(model)
-        # JAX refuses products of arrays on another mesh than that of `jax.set_mesh`, in a traced call, too.
+        # JAX refuses products of arrays on another mesh than `jax.set_mesh` names, even in traced calls.
         with session.backend.leave_tracing() if session is not None else nullcontext():
             complete(model, _get_inputs(batch))
 
@@ -104,7 +104,7 @@ class KerasAdapter(KerasKeeping, Adapter):
                 fix='pass the name of a Keras optimizer, such as "adamw"',
             ) from error
         if getattr(model, "compiled", False):
-            model.optimizer = made  # the loss stays
+            model.optimizer = made  # keep the compiled loss
         else:
             model.compile(optimizer=made)
         return model

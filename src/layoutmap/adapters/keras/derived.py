@@ -37,8 +37,8 @@ class Derivation:
     """Parent weight of a derived variable, and the parent's axes that its axes consist of."""
 
     parent: str  # name in the same layer; the variable's own name if it replaced the parent
-    shape: tuple[int, ...]  # of the parent
-    axes: Axes  # the parent's axes in each axis
+    shape: tuple[int, ...]  # shape of the parent
+    axes: Axes  # parent axes in each axis
 
 
 # Rules rarely name derived variables, so they follow their parent axis by axis (decisions/0020).
@@ -62,8 +62,8 @@ class ReducedSlot:
 
     slot: keras.Variable
     weight: keras.Variable
-    kind: str  # the optimizer's name of such slots, since Keras gives them the weight's name
-    axes: Axes  # the weight's axes in each axis
+    kind: str  # the optimizer's name for these slots, because Keras gives them the weight's name
+    axes: Axes  # weight axes in each axis
 
 
 def find_reduced_slots(optimizer: object) -> Iterator[ReducedSlot]:
@@ -80,7 +80,7 @@ def find_reduced_slots(optimizer: object) -> Iterator[ReducedSlot]:
         yield ReducedSlot(columns, weight, "c", (*kept, (rank - 1,)))
 
 
-# Variables, or `None` where the layer has none, and from what.
+# Variable (or None if the layer lacks it) and its derivation.
 _Derived = Iterator[tuple[keras.Variable | None, Derivation]]
 
 
@@ -106,7 +106,7 @@ def _derive_quantized(
     if mode is None:
         return
     if mode == "int4":
-        for attribute in (f"_{name}", name):  # kept apart, or not
+        for attribute in (f"_{name}", name):  # private or public attribute
             yield _get_variable(layer, attribute), Derivation(name, shape, table)
     yield _get_variable(layer, f"quantized_{name}"), Derivation(name, shape, table)
     for scale in (f"{name}_scale", f"{name}_zero"):
@@ -131,7 +131,7 @@ def _derive_float8(layer: keras.Layer, shape: tuple[int, ...]) -> _Derived:
 
 def _derive_from_dense(layer: keras.Layer) -> _Derived:
     table, kernel = _get_variable(layer, "quantized_kernel"), _get_variable(layer, "_kernel")
-    if table is None and kernel is None:  # between two forms
+    if table is None and kernel is None:  # the layer is being converted
         return
     shape = (kernel.shape[0] if table is None else table.shape[1], layer.units)
     yield from _derive_lora(layer, "kernel", shape)
@@ -150,12 +150,12 @@ def _derive_from_einsum_dense(layer: keras.Layer) -> _Derived:
     yield from _derive_float8(layer, shape)
     mode = getattr(layer, "quantization_mode", None)
     if mode in ("gptq", "awq"):
-        # Its columns are one axis of three if the largest comes last, and two if it comes first.
+        # A kernel of rank 3 has one column axis if its largest axis is last, and two if it is first.
         split = 1 if len(shape) == 2 or shape.index(max(shape)) == 0 else 2
         rows, columns = tuple(range(split)), tuple(range(split, len(shape)))
         yield from _derive_quantized(layer, "kernel", shape, (columns, rows), columns)
     elif mode in ("int8", "int4"):
-        # The scale's shape for a kernel of prime sizes tells which axes each of its axes has.
+        # With prime sizes, the shape of the scale shows which kernel axes each axis contains.
         sizes = _PRIMES[: len(shape)]
         axes = tuple((sizes.index(n),) if n in sizes else () for n in layer._get_kernel_scale_shape(sizes))
         columns = tuple(sorted(axis for of in axes for axis in of))

@@ -47,7 +47,7 @@ def describe_variables(registry: Registry) -> list[Entry]:
     )
     by_variable = {id(entry.variable): entry for entry in entries}
     reduced = {id(each.slot): each for optimizer in optimizers for each in find_reduced_slots(optimizer)}
-    # A variable that was made from an array, and is nowhere yet, hands no tag on to its slots.
+    # A variable created from an array without a layout passes no tag to its slots.
     unknown = [
         v for v in known if id(v) in slots and id(v) not in reduced and registry.find_parent(v) is None
     ]
@@ -56,7 +56,7 @@ def describe_variables(registry: Registry) -> list[Entry]:
     ]
     trained = list({id(variable): variable for variable in trained}.values())
     by_name = dict(zip(map(id, unknown), match_slots(unknown, trained), strict=True))
-    taken: dict[str, set[str]] = {}  # the slots' paths in each model
+    taken: dict[str, set[str]] = {}  # slot paths of each model
     for variable in known:
         if id(variable) in by_variable or is_global_seed(variable):
             continue
@@ -140,7 +140,7 @@ def find_unsupported(backend: Backend, layers: Sequence[Any], entries: Sequence[
     found: list[Unsupported] = []
     for layer in layers:
         own = [*layer._trainable_variables, *layer._non_trainable_variables]
-        # A layer without weights of its own is where the first below it is: an RNN where its cell is.
+        # A layer without own weights takes the position of its first sublayer, such as an RNN cell.
         inner = own or [v for below in list_sublayers(layer) for v in below.variables]
         known = [specs[id(v)] for v in inner if id(v) in specs]
         if known:
@@ -212,5 +212,7 @@ def _describe_slot(
 def _make_entry(variable: keras.Variable, path: str, kind: Kind, **rest: Any) -> Entry:
     shape = tuple(int(n) for n in variable.shape)
     dtype = keras.backend.standardize_dtype(variable._dtype)
-    name = "" if kind is Kind.SLOT else f"{KERAS}{variable.path}"  # rules do not apply to a slot
+    name = (
+        "" if kind is Kind.SLOT else f"{KERAS}{variable.path}"
+    )  # rules over Keras names do not apply to slots
     return Entry(variable, VariableSpec(path, shape, dtype, kind, name=name, **rest))

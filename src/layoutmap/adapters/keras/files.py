@@ -58,7 +58,7 @@ class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
         return bool(np.asarray(self))
 
     def __getattr__(self, name: str) -> object:
-        if name.startswith("_"):  # private names are no files of the user's and no arrays
+        if name.startswith("_"):  # skip private names
             raise AttributeError(name)
         return getattr(np.asarray(self), name)
 
@@ -118,7 +118,7 @@ class FileStore:
 
 def _read_dtype(dataset: Any) -> np.dtype[Any] | None:
     """Return the dtype of a dataset's elements, or None if they are not numbers."""
-    if dataset.attrs.get("dtype") == "bfloat16":  # as Keras marks them
+    if dataset.attrs.get("dtype") == "bfloat16":  # Keras marks bfloat16 this way
         return np.dtype(ml_dtypes.bfloat16)
     return dataset.dtype if dataset.dtype.kind in "biufc" else None
 

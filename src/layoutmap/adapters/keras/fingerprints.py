@@ -45,13 +45,14 @@ def describe_model(model: keras.Model, step: str) -> Iterator[Part]:
 def _describe_settings(prefix: str, thing: Any) -> Iterator[Part]:
     """Yield the scalar settings and the functions in a Keras object's configuration, if it has one."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # a lambda cannot be saved
+        with warnings.catch_warnings(action="ignore"):  # Keras warns about lambdas
             config = thing.get_config()
-    except Exception:  # it holds a layer of the user that has none
+    except Exception:  # a custom layer inside may have no config
         return
     for key, value in config.items():
-        own = getattr(thing, key, None)  # Keras writes a function with its file and line
+        own = getattr(thing, key, None)  # Keras writes a function's file and line, which may differ
         if callable(own) and isinstance(value, dict):
             yield f"{prefix}{key}", describe_function(own)
-        elif key not in ("name", "seed") and not isinstance(value, (dict, list)):  # 0029 compares seeds
+        # Seeds are compared separately (0029).
+        elif key not in ("name", "seed") and not isinstance(value, (dict, list)):
             yield f"{prefix}{key}", describe_value(value)

@@ -33,9 +33,7 @@ def _wrap_variable_init(plain: Callable[..., None]) -> Callable[..., None]:
         refusal = session.find_existing_error()
         if refusal is not None:
             raise _Refused(refusal) if _is_being_built(sys._getframe()) else refusal
-        with temporarily(
-            _inside, "variable", variable
-        ):  # where another library wraps this, it may come twice
+        with temporarily(_inside, "variable", variable):  # other wrappers may call it twice
             session.create_variable(variable, plain, initializer, args, kwargs)
 
     return init
@@ -130,7 +128,7 @@ _PATCHES = Patches(
         Attribute(Layer, "_maybe_build", _wrap_maybe_build),
         Attribute(keras.random.SeedGenerator, "next", _wrap_seed_draw),
         Attribute(BaseOptimizer, "__init__", _wrap_optimizer_init),
-        # Keras 3.15 makes a layer each time it asks for one of these, for every object in a file.
+        # Keras 3.15 creates a layer for each of these lookups, so cache them.
         Attribute(saving_lib, "get_attr_skipset", functools.cache),
     ]
 )

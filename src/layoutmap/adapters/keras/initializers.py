@@ -40,7 +40,7 @@ def make_initializer(
     config.pop("seed", None)
     seed: object = ()
     if hasattr(initializer, "seed"):
-        seed = plain(draw_seed(initializer.seed))  # advances a seed generator, once
+        seed = plain(draw_seed(initializer.seed))  # advances a seed generator once
     seeded = copy.copy(initializer)
 
     def compute_value(seed: object) -> object:
@@ -90,7 +90,7 @@ class _FixedSeed(keras.random.SeedGenerator):
     """A seed that is drawn already, in the form in which every backend takes one."""
 
     def __init__(self, seed: object):
-        # Not the base's, which makes a variable to draw from; and past its tracking of what it is given.
+        # Skip the base constructor, which creates a variable, and the attribute tracking.
         self.__dict__["seed"] = seed
 
     def next(self, ordered: bool = True) -> object:

@@ -35,7 +35,7 @@ def is_on_host(value: object) -> bool:
     if isinstance(value, (np.generic, keras.Variable, keras.KerasTensor)) or keras.ops.is_tensor(value):
         return False
     like_an_array = all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
-    return like_an_array and not hasattr(value, "__dlpack__")  # that is how tensors of others are told
+    return like_an_array and not hasattr(value, "__dlpack__")  # other frameworks' tensors have `__dlpack__`
 
 
 def place_host_array(assignment: Assignment, value: Any) -> object:
@@ -126,7 +126,7 @@ def wrap_load_weights(
                 session.on_thread.mismatches = found
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # they come when it is loaded
+                    warnings.simplefilter("ignore")  # these warnings come again during the load
                     plain(filepath, **kwargs)
             finally:
                 for session in checking:

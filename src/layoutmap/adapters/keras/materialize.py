@@ -32,7 +32,7 @@ class Materializer:
 
     def __init__(self, session: KerasSession):
         self._session = session
-        # What may draw from a generator, in the order of making.
+        # Variables that may draw from a generator, in order of creation.
         self._undrawn = deque[weakref.ref[keras.Variable]]()
 
     def record_pending(self, variable: keras.Variable) -> None:
@@ -73,7 +73,7 @@ class Materializer:
         keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(todo)}
         with self._mark_initializing():
             initializers = {key: self._make_initializer(v) for key, (v, _) in keyed.items()}
-            # The state of a generator that a seed was drawn from has a value by now.
+            # Generator states that were already drawn from have values.
             keyed = {key: pair for key, pair in keyed.items() if is_pending(pair[0])}
             arrays = self._session.context.create({key: a for key, (_, a) in keyed.items()}, initializers)
         for key, (variable, assignment) in keyed.items():
@@ -111,7 +111,7 @@ class Materializer:
 
     def _set_first_value(self, variable: keras.Variable, assignment: Assignment, array: object) -> None:
         self._store(variable, assignment, array)
-        end_pending(variable)  # after that: an interrupt before leaves it pending
+        end_pending(variable)  # last, so that an interrupt leaves the variable pending
         variable._initializer = None
 
     def _store(self, variable: keras.Variable, assignment: Assignment, array: Any) -> None:

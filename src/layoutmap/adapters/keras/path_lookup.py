@@ -23,8 +23,8 @@ class PathLookup:
 
     def __init__(self, registry: Registry):
         self._registry = registry
-        # By layer: how many it held when last seen, the one that holds it, and what the layers in it are called
-        # in one state of it.
+        # For each layer: the number of sublayers when last seen, its parent, and the names of its sublayers
+        # in that state.
         self._num_below: MutableMapping[keras.Layer, int] = WeakKeyDictionary()
         self._above: MutableMapping[object, ref[keras.Layer]] = WeakKeyDictionary()
         self._names: MutableMapping[object, tuple[tuple[int, int], dict[int, str]]] = WeakKeyDictionary()

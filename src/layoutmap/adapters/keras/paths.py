@@ -27,7 +27,7 @@ from layoutmap.core.variables import make_unique_names
 
 _MOST_ALIASES = 16
 
-# What Keras and this library keep on a layer for their own use; what is in them is found under its own attribute.
+# Internal attributes of Keras and of this library. Their contents are found under public attributes.
 SESSION = "_layoutmap_session"
 """The attribute of a layer, an optimizer or a pending variable that is the scope it was made in."""
 
@@ -39,7 +39,7 @@ _BOOKKEEPING = frozenset(
         *("_inbound_nodes", "_outbound_nodes", "_losses", "_loss_ids", "_losses_override", "_loss_tracker"),
         *("_compile_loss", "_compile_metrics", "_modules", "_parameters", "_torch_params"),
         *("optimizer", "_optimizer"),
-        # What TensorFlow notes, on each layer, about the others that it saves with it.
+        # TensorFlow's bookkeeping for checkpoints.
         *("_self_unconditional_checkpoint_dependencies", "_self_unconditional_dependency_names"),
         *("_self_unconditional_deferred_dependencies", "_self_name_based_restores"),
         *("_self_saveable_object_factories", "_self_tracked_trackables"),
@@ -97,7 +97,7 @@ def find_layers(root: object) -> list[tuple[str, keras.Layer]]:
     above: set[int] = set()
 
     def look(owner: object, prefix: str) -> None:
-        if id(owner) in above:  # an object that holds its parent
+        if id(owner) in above:  # a cycle: the object references its parent
             return
         above.add(id(owner))
         for name, child in _list_children(owner):
@@ -156,7 +156,7 @@ def _walk_variables(root: object) -> list[tuple[str, object, bool]]:
     def walk(owner: object, child: object) -> list[tuple[str, object, bool]]:
         if isinstance(child, keras.Variable):
             return [("", child, isinstance(owner, keras.random.SeedGenerator))]
-        if id(child) in above:  # an object that holds its parent
+        if id(child) in above:  # a cycle: the object references its parent
             return []
         if id(child) not in found:
             above.add(id(child))
@@ -190,8 +190,8 @@ def _list_children(owner: object) -> list[tuple[str, object]]:
 
 def list_attributes(owner: object) -> Iterator[tuple[str, object]]:
     """Yield an object's attributes under public names, except Keras's own trackers."""
-    # torch keeps sublayers apart from the other attributes. They come first, as most are made before a layer's
-    # variables: a variable of two paths, as that of a wrapped layer, has the same first path on each backend.
+    # torch stores sublayers separately. They come first, because most are created before variables,
+    # so a variable with two paths has the same first path on each backend.
     values = {**(vars(owner).get("_modules") or {}), **vars(owner)}
     for name, value in values.items():
         if name not in _BOOKKEEPING:

@@ -35,12 +35,12 @@ class _Pending:
         if in_stateless_scope():
             return super().value  # type: ignore[misc]
         getattr(self, SESSION).make_now(self)
-        if is_pending(self):  # in a plan
+        if is_pending(self):  # during a plan
             return self._maybe_autocast(keras.ops.broadcast_to(keras.ops.zeros((), self._dtype), self.shape))
-        return self.value  # that of its own class now
+        return self.value  # now the property of the real class
 
     def _maybe_autocast(self, value: object) -> object:
-        # An initializer may give a number of Python, which Keras makes an array of only when it stores it.
+        # An initializer may return a Python number, which Keras converts only when it is stored.
         if not keras.ops.is_tensor(value):
             value = keras.ops.convert_to_tensor(value, dtype=self._dtype)
         return super()._maybe_autocast(value)  # type: ignore[misc]
@@ -49,7 +49,7 @@ class _Pending:
         if in_stateless_scope():
             return super().__array__(dtype)  # type: ignore[misc]
         getattr(self, SESSION).make_now(self)
-        if is_pending(self):  # in a plan
+        if is_pending(self):  # during a plan
             own = getattr(ml_dtypes, self._dtype, self._dtype)
             return np.broadcast_to(np.zeros((), dtype or own), self.shape)
         return np.asarray(self, dtype=dtype)

@@ -69,7 +69,7 @@ Layer: Any = keras.layers.Layer
 global_state: Any = keras_state
 H5IOStore: Any = KerasStore
 
-# An error with it leaves a layer's call as it is. Of others Keras makes another one, of their text alone.
+# Keras re-raises errors with this mark unchanged and replaces others by a copy of their text.
 LayoutMapError._keras_call_info_injected = True  # type: ignore[attr-defined]
 
 
@@ -126,7 +126,7 @@ def check_names(more: Names = ()) -> None:
         missing.append(_CALL)
     if inspect.unwrap(keras.models.clone_model).__module__ != CLONING:
         missing.append(CLONING)
-    # The optimizer hands it on; in Keras 3.14, the variables of JAX alone have it from the beginning.
+    # Optimizers read this attribute. In Keras 3.14, only JAX variables have it from the start.
     if (
         not missing
         and _LAYOUT not in inspect.unwrap(BaseOptimizer.add_variable_from_reference).__code__.co_consts
@@ -233,7 +233,7 @@ class _Callback:
         try:
             self.call()
         except BaseException:
-            # Keras clears the list only after all went well; leave no trace of ours for the next scope.
+            # Keras clears the list only on success, so remove our entries.
             left = [
                 v for v in global_state.get_global_attribute(_PENDING_LIST) if not isinstance(v, _Callback)
             ]

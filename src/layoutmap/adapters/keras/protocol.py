@@ -103,13 +103,13 @@ class Backend(ABC):
     """One backend of Keras. Methods with a body here suit most backends."""
 
     engine_name: ClassVar[str]
-    # Keras's initializers, by class name, that the engine draws on one device, and why.
+    # Initializer class name -> why the engine must draw it on one device.
     global_init: ClassVar[Mapping[str, str]]
-    # Methods of Keras's classes that do nothing on a thread that is in a scope.
+    # Keras methods that do nothing while the thread is in a scope.
     silenced_methods: ClassVar[Sequence[tuple[object, str]]] = ()
     # A compiler chooses layouts of activations without a rule.
     chooses_layouts: ClassVar[bool] = False
-    # Keras's steps that an outside model cannot run with sharded layers; True: if it trains others.
+    # Step name -> whether only training is refused for a model outside the scope with sharded layers.
     single_scope_steps: ClassVar[Mapping[str, bool]] = MappingProxyType({})
     # Value of a variable in its Keras element type.
     read_value: Callable[[keras.Variable], object] = staticmethod(operator.attrgetter("value"))

@@ -29,7 +29,7 @@ def restore_on_error(layer: keras.Layer, session: KerasSession) -> Generator[Non
         for state in before:
             for variable in state.restore_values():
                 session.registry.remove_variable(variable)
-        session.materialize()  # nothing is pending; the scope's plan is again that of the old variables
+        session.materialize()  # rebuild the plan for the restored variables
         raise
 
 
@@ -59,7 +59,7 @@ class _State:
         for store, variables in self._stores:
             store[:] = variables
         own = layer.__dict__
-        for name in self._attributes:  # paths are found in this order
+        for name in self._attributes:  # restore the order of attributes, which determines paths
             own[name] = own.pop(name)
         if layer.built:
             layer._tracker.lock()

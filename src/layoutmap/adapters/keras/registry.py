@@ -32,8 +32,8 @@ class Registry:
         self.version = 0
         self._layers: list[weakref.ref[Any]] = []
         self._optimizers: list[weakref.ref[object]] = []
-        self._records: dict[int, _Record] = {}  # by id, in the order in which they were made
-        self._tagged: dict[int, _Record] = {}  # by the id of the tag
+        self._records: dict[int, _Record] = {}  # by id, in order of creation
+        self._tagged: dict[int, _Record] = {}  # by id of the tag
 
     # -- layers and optimizers
 
@@ -58,7 +58,7 @@ class Registry:
         """Return the layers that still exist."""
         self._layers = [ref for ref in self._layers if ref() is not None]
         layers = [layer for ref in self._layers if (layer := ref()) is not None]
-        # Keras makes a hollow object, without __init__, when a Functional model is subclassed.
+        # Keras creates an object without __init__ if a Functional model is subclassed.
         return [layer for layer in layers if hasattr(layer, "built")]
 
     def optimizers(self) -> list[Any]:
@@ -110,7 +110,7 @@ class Registry:
         self._tagged.pop(id(record.tag), None)
         record.tag = tag
         self._tagged[id(tag)] = record
-        record.layout = layout  # at last: an interrupt before leaves the variable to be placed again
+        record.layout = layout  # last, so that after an interrupt the variable is placed again
 
     def get_layout(self, variable: object) -> Layout | None:
         """Return the layout in which a variable has been placed, or `None` if it has not been placed yet."""
@@ -127,7 +127,9 @@ class Registry:
     def _get_record(self, variable: object) -> _Record:
         key = id(variable)
         record = self._records.get(key)
-        if record is None or record.variable() is not variable:  # an interrupt can keep one that is dead
+        if (
+            record is None or record.variable() is not variable
+        ):  # an interrupt can leave the record of a dead variable
             self.version += 1
             record = self._records[key] = _Record(weakref.ref(variable, lambda _: self._remove_record(key)))
         return record

@@ -33,7 +33,7 @@ def find_uses(layers: Iterable[object]) -> dict[int, Use]:
         for layer in layers
         if (size := _find_head_size(layer))
         for child in list_sublayers(layer)
-        if isinstance(child, keras.layers.Dense)  # an EinsumDense has an axis of heads
+        if isinstance(child, keras.layers.Dense)  # an EinsumDense has a heads axis
     }
     found: dict[int, Use] = {}
     for layer in layers:
@@ -72,6 +72,6 @@ def _list_einsum_roles(equation: str, bias_axes: str) -> Iterator[tuple[str, tup
     names = {letter: f"in.{i}" for i, letter in enumerate(summed)}
     names |= {letter: f"out.{i}" for i, letter in enumerate(put_out)}
     yield "_kernel", tuple(names.get(letter, "") for letter in kernel)
-    # A bias has an axis for each letter of the result from its first one on; those that it lacks are of size one.
+    # A bias has all result axes from its first one on, with size 1 for missing letters.
     first = min((result.index(letter) for letter in bias_axes if letter in result), default=len(result))
     yield "bias", tuple(names.get(letter, "") if letter in bias_axes else "" for letter in result[first:])

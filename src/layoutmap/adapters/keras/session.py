@@ -55,7 +55,7 @@ from layoutmap.core.variables import Assignment, Kind, VariableSpec, format_vari
 from layoutmap.engines.agreement import check_values
 from layoutmap.engines.protocol import Engine
 
-_MOST_ZEROS = 2**28  # elements: of the zeros that a plan returns to whoever reads a weight
+_MOST_ZEROS = 2**28  # limit for the zeros that a plan returns for a weight
 
 
 class Session(KerasSession):
@@ -79,7 +79,7 @@ class Session(KerasSession):
         self._path_lookup = PathLookup(self.registry)
         self._planned_ahead = Table[Assignment](self.registry)
         self._outputs = Table[tuple[str, Layout | None]](self.registry)
-        self._kept: set[int] = set()  # what was loose when garbage was last collected
+        self._kept: set[int] = set()  # untracked objects at the last garbage collection
         self._is_materializing = False
         self._failed = False
         self._names_before = private.count_names()
@@ -89,7 +89,7 @@ class Session(KerasSession):
         """Engine of the scope's arrays. A plan has no engine."""
         return self.context.engine
 
-    # -- what is made in the scope
+    # -- objects created in the scope
 
     @contextmanager
     def defer(self) -> Iterator[None]:
@@ -108,7 +108,7 @@ class Session(KerasSession):
     def note_layer(self, layer: object, *, given: Iterable[str] | None = None) -> None:
         """Wrap a layer, and record the texts passed to its constructor, or None if it existed before the scope."""
         if given is not None:
-            if is_noted(layer):  # another library wraps the hook that has reported this once
+            if is_noted(layer):  # already reported; another library wraps the hook
                 return
             note_given(layer, given)
         self.registry.add_layer(layer)
@@ -170,21 +170,22 @@ class Session(KerasSession):
         """Construct a variable without its value, unless it gets a given array."""
         reference = kwargs.get("layout")
         if self.context.plan_only and isinstance(initializer, (int, float)) and kwargs.get("dtype"):
-            # As optimizers make them. Keras would make an array of the number, and start a backend for it.
+            # Wrap the number, because Keras would create an array and start the backend.
             initializer, kwargs = keras.initializers.Constant(initializer), {**kwargs, "shape": ()}
         if callable(initializer) or isinstance(initializer, str):
             with private.deferred_values():
                 plain_init(variable, initializer, *args, **kwargs)
             make_pending(variable, self)
             self._materializer.record_pending(variable)
-            variable._layout = weakref.ref(variable)  # its tag until it has a value: see `Registry.weight_of`
+            # The tag until the variable has a value; see `Registry.find_tagged_weight`.
+            variable._layout = weakref.ref(variable)
         else:
             plain_init(variable, initializer, *args, **kwargs)
         found = list(find_makers(self.on_thread.opened_at))
         if found:
             layer = next((maker for maker in found if isinstance(maker, keras.layers.Layer)), None)
             self.registry.add(variable, layer)
-        else:  # a variable of its own, such as a user's code makes
+        else:  # a standalone variable, created by user code
             note_given(variable, [v for v in (*args, *kwargs.values()) if isinstance(v, str)])
             self.registry.add(variable, kind=Kind.WEIGHT if variable.trainable else Kind.STATE)
         parent = self.registry.find_tagged_weight(reference)
@@ -211,7 +212,7 @@ class Session(KerasSession):
         """Give every variable of the scope its layout, and every pending one its value."""
         with self.lock, self._leave_tracing():
             waiting = self.registry.variables()
-            # Also of what an early read has made by itself.
+            # Include variables that an early read created.
             news = self.registry.version != self._version_planned
             if not news and not any(is_pending(v) or self.registry.get_layout(v) is None for v in waiting):
                 return
@@ -297,7 +298,7 @@ class Session(KerasSession):
         if not self._outputs.is_current():
             found: dict[int, tuple[str, Layout | None]] = {}
             for path, each in list_layer_paths(self.registry.layers()):
-                # A shared layer has the rule of any of its paths.
+                # Rules for any path of a shared layer apply.
                 if found.get(id(each), ("", None))[1] is None:
                     found[id(each)] = path, self.policy.find_activation_layout(path)
             self._outputs.fill(found)
@@ -406,12 +407,12 @@ class Session(KerasSession):
         found = self._path_lookup.find_entry(variable, layer) if layer is not None else None
         if found is not None:
             return found
-        if not self._specs.is_current():  # slots, metrics, seeds: few are read before all is known
+        if not self._specs.is_current():  # slots, metrics, and seeds are rarely read early
             self._specs.fill({id(e.variable): e.spec for e in describe_variables(self.registry)})
         spec = self._specs.get(variable)
         return Entry(variable, spec) if spec else describe_alone(variable, self.registry.find_kind(variable))
 
-    # -- models that exist, and models to be
+    # -- entry points
 
     def build(self, make: Callable[[], object]) -> Any:
         """Return the model that a function makes, materialized."""

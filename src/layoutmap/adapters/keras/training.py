@@ -180,7 +180,7 @@ def _make_epoch_wraps(
 
     @functools.wraps(reset)
     def begin_epoch() -> None:
-        # `fit` and `evaluate` reset metrics when an epoch begins; `train_on_batch` does at each call.
+        # `fit` and `evaluate` reset metrics at each epoch, and `train_on_batch` at each call.
         schedule.begins_epoch = schedule.is_in_epochs
         reset()
 

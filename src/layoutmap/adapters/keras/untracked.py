@@ -15,7 +15,7 @@ import keras
 from layoutmap.adapters.keras.paths import Found, find_layers, find_roots, list_attributes, number_equal_paths
 from layoutmap.adapters.keras.registry import Registry
 
-_DEPTH = 4  # of objects in objects, below a layer
+_DEPTH = 4  # depth of nested objects below a layer
 _NOT_SEARCHED = (
     type,
     str,
@@ -25,7 +25,7 @@ _NOT_SEARCHED = (
     MethodType,
     keras.layers.Layer,
     keras.Metric,
-    keras.initializers.Initializer,  # of what is below one, a path begins as that of the weight: rules would match it
+    keras.initializers.Initializer,  # variables inside an initializer would get a path that rules for the weight match
     keras.optimizers.Optimizer,
     keras.KerasTensor,
 )

@@ -86,7 +86,9 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
     """
     inner = getattr(optimizer, "inner_optimizer", None)
     for each in (optimizer, inner) if session.context.plan_only else ():
-        if hasattr(each, "built") and get_session(each) is not session:  # else its __init__ is only beginning
+        if (
+            hasattr(each, "built") and get_session(each) is not session
+        ):  # skip layers whose __init__ has not finished
             raise make_existing_error(each, plan_only=True)
     if _start_wrapping(optimizer, session):
         wraps = {
@@ -97,10 +99,11 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
         session.registry.add_optimizer(optimizer)
     if inner is not None and _start_wrapping(
         inner, session
-    ):  # the inner optimizer updates the variables of the outer one
+    ):  # the inner optimizer updates the outer one's variables
         wraps = {"load_own_variables": wrap_load_own_variables(inner, session)}
         _set_methods(inner, {**wraps, **session.backend.make_optimizer_wraps(inner, session)})
-    for each in getattr(optimizer, "optimizers", ()):  # a MultiOptimizer's, that may have been made outside
+    # Inner optimizers of a MultiOptimizer may come from outside the scope.
+    for each in getattr(optimizer, "optimizers", ()):
         wrap_optimizer(each, session)
 
 
@@ -156,7 +159,7 @@ def _unwrap(thing: object) -> None:
 
 
 def _set_methods(thing: object, wraps: dict[str, Callable[..., object]]) -> None:
-    # Into __dict__, past Keras's __setattr__, which tracks what it is given.
+    # Write to __dict__, because Keras's __setattr__ would track the value.
     own = thing.__dict__
     before = own.setdefault(_BEFORE, {})
     for name in wraps:
@@ -233,7 +236,7 @@ def _wrap_call_with_layouts(
     @functools.wraps(plain)
     def call(*args: object, **kwargs: object) -> object:
         outputs = plain(*args, **kwargs)
-        # Keras finds out shapes with sizes that it makes up, and a plan has no arrays.
+        # Symbolic calls and plans have no real arrays.
         if in_symbolic_scope() or session.context.plan_only:
             return outputs
         path, layout = session.find_output_layout(layer)

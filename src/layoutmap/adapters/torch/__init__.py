@@ -184,7 +184,7 @@ class TorchAdapter(Adapter):
 
     def gradients(self, model: torch.nn.Module, batch: object) -> tuple[dict[str, float], dict[str, object]]:
         """Return the loss of a batch, and its gradient for each trainable parameter by path."""
-        model.zero_grad()  # what a step of the program has left
+        model.zero_grad()  # drop gradients of an earlier step
         loss = self._add_gradients(model, batch)
         gradients: dict[str, object] = {}
         for each in find_tensors(model):
@@ -218,7 +218,7 @@ class TorchAdapter(Adapter):
         """Return the tensors and optimizer slots that a checkpoint of a model contains."""
         training = get_training(model)
         if optimizer is None and training.make_optimizer is not None and saved is not None and saved.slots:
-            optimizer = get_optimizer(model)  # before its first step there is none to take the saved slots
+            optimizer = get_optimizer(model)  # create the optimizer, because slots are restored into it
         return list_stored(model, optimizer or training.optimizer, saved)
 
     def list_checkpoint_names(self, model: Any) -> list[tuple[str, list[tuple[str, str]]]]:

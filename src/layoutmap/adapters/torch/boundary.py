@@ -42,9 +42,10 @@ def map_tensors(change: Callable[[Any], object], values: object, kind: type = to
         if isinstance(leaf, kind):
             return change(leaf)
         if _is_record(leaf) and list_tensors(leaf, kind):
-            changed = copy.copy(leaf)  # a dataclass may take no arguments, or compute in __init__
+            # Copy instead of constructing, because `__init__` may compute or take other arguments.
+            changed = copy.copy(leaf)
             for each in dataclasses.fields(leaf):
-                # It may be frozen.
+                # object.__setattr__ also works for frozen dataclasses.
                 object.__setattr__(changed, each.name, map_tensors(change, getattr(leaf, each.name), kind))
             return changed
         return leaf
@@ -64,7 +65,7 @@ def place_inputs(values: object, context: ScopeContext) -> Any:
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return context.engine.relayout(tensor, layout)
         mesh, placements = context.engine.native(layout, tensor.ndim)
-        # Not by the engine, so that its gradient has a gradient, too.
+        # Not through the engine, so that double backward works.
         return skip_function_modes(lambda: move_to_placements(replicate_tensor(tensor, mesh), placements))()
 
     return map_tensors(place, values)

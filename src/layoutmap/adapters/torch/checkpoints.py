@@ -61,7 +61,7 @@ def list_stored(
         _check_alike(optimizer, parameters, settings)
         _check_slots(settings, saved)
         _warn_of_replaced(optimizer, parameters, settings, saved.settings.get("override", {}))
-    # Of others the state is to be as before the first step.
+    # Parameters without saved state start as before their first step.
     own = {path: each for path, each in parameters.items() if not settings or path in settings["state"]}
     slots = {each.variable.path: each for each in _iterate_slots(own, optimizer)}
     for path, each in slots.items():
@@ -118,7 +118,7 @@ def restore_values(
             parameter, name = parameters[place[0]], place[1]
             if name in optimizer.state[parameter]:
                 optimizer.state[parameter][name].copy_(value)
-            else:  # the count of steps of some optimizers is on the CPU, whatever the device
+            else:  # some optimizers keep `step` on the CPU
                 here = name == "step" and not _has_step_on_device(optimizer, parameter)
                 keep = here or isinstance(value, DTensor)
                 optimizer.state[parameter][name] = value if keep else value.to(parameter.device)
@@ -143,7 +143,7 @@ def read_settings(
         if not isinstance(key, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             other[key] = _pack_setting(values)
         else:
-            state[paths[id(key)]] = {  # by path: ids and order differ in the program that loads
+            state[paths[id(key)]] = {  # by path, because ids and order differ in the loading program
                 name: _pack_setting(value)
                 for name, value in values.items()
                 if not isinstance(value, torch.Tensor)
@@ -166,7 +166,8 @@ def restore_settings(
         for name, value in {**saved, **(override if saved else {})}.items():
             if name not in _HOW:
                 old = group.get(name)
-                if isinstance(old, torch.Tensor):  # a schedule or a compiled step may hold it
+                # Copy in place, because a scheduler or compiled step may hold the tensor.
+                if isinstance(old, torch.Tensor):
                     old.copy_(torch.as_tensor(value))
                 else:
                     group[name] = _unpack_setting(value)
@@ -191,7 +192,7 @@ def _warn_of_replaced(
     ):
         saved: Mapping[str, Any] = {} if number is None else settings["groups"][number]
         for name in [n for n in saved if n in group and n not in (*_HOW, *override)]:
-            # A schedule changes the learning rate: what it began with is compared, where that is known.
+            # A scheduler changes `lr`, so compare `initial_lr` if it exists.
             begin = "initial_lr" if name == "lr" and "initial_lr" in saved else name
             own, value = _pack_setting(group.get(begin, group[name])), saved[begin]
             is_cycled = name in ("betas", "momentum") and "max_momentum" in saved
@@ -231,7 +232,9 @@ def _check_form(settings: Any, saved: Saved) -> None:
         paths = [path for group in settings["groups"] for path in group["params"]]
         is_right = is_right and all(isinstance(path, str) for path in paths)
         named = {f"optimizer.{path}.{name}" for path, values in settings["state"].items() for name in values}
-        is_right = is_right and named.isdisjoint(each.path for each in saved.slots)  # those are tensors
+        is_right = is_right and named.isdisjoint(
+            each.path for each in saved.slots
+        )  # tensors are restored as slots
         _unpack_setting(parts)
     except (LookupError, TypeError, AttributeError, ValueError):
         is_right = False
@@ -375,7 +378,7 @@ def _convert_to_array(value: object) -> object:
         layout = get_engine("torch").get_layout(value)
         if (
             layout is not None and layout.is_fully_replicated()
-        ):  # LBFGS has gradients and directions of all weights
+        ):  # LBFGS stores lists of gradients and directions
             return next(get_engine("torch").to_shards(value))[1]
         raise CheckpointError(
             "optimizer: a list of its state has a tensor in a layout",

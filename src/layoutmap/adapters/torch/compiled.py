@@ -132,7 +132,9 @@ class Compiled:
         """Compute the module."""
         if self._gave_up:
             return self._forward.compute(args, kwargs)
-        call = _Call(self._forward, module, args, kwargs)  # its key has all that Dynamo does not guard
+        call = _Call(
+            self._forward, module, args, kwargs
+        )  # the key contains everything that Dynamo does not guard
         key = (call.key, self._compiler.key)
         graph = self._graphs.get(key)
         if graph is None:
@@ -180,7 +182,7 @@ class _CompiledGraphs:
         self._why_not = call.why_not
         what, inside = f"{call.name} cannot be compiled", "call compile() of modules inside of it"
         if self._is_strict:
-            self._why_not = ""  # to be said each time
+            self._why_not = ""  # reported at each call
             raise ScopeError(what, why=call.why_not, fix=f"{inside}, or leave fullgraph=True out")
         text = format_message(
             f"{what}, and runs as it is", {}, call.why_not, f"{inside}, or do not compile it"
@@ -201,7 +203,7 @@ def _fill_missing_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 class _WithZeros(AutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
-        ctx.set_materialize_grads(False)  # of a DTensor torch would make plain zeros
+        ctx.set_materialize_grads(False)  # otherwise torch materializes zeros that are no DTensors
         ctx.forms = [(each.dtype, tuple(get_local(each).shape), get_spec(each)) for each in tensors]
         return tuple(make_dtensor(get_local(each), get_spec(each)) for each in tensors)
 
@@ -278,10 +280,10 @@ class _Call:
 
     def record(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Compute the call with traced tensors in place of the stored ones, and return all tensors of the result."""
-        if self.why_not:  # Dynamo would go on without a graph, and it has begun to run
+        if self.why_not:  # refuse now, because Dynamo would fall back to eager code that has partly run
             raise RuntimeError(self.why_not)
         self.was_recorded = True
-        if not any(map(_is_traced, tensors)):  # by a backend that records nothing
+        if not any(map(_is_traced, tensors)):  # the backend did not trace
             with self._swap_tensors(tensors) as given:
                 return self._compute_outputs(given)
         try:
@@ -324,7 +326,7 @@ class _Call:
         found: list[torch.Tensor] = []
         for each in list_tensors(result):
             refuse_shard("an output of a graph", each)
-            # Of what shares memory, torch.compile makes views, which DTensors have not.
+            # torch.compile returns views of shared memory, which DTensors do not support, so clone.
             found.append(each.clone() if is_view_of_another(each) or id(each) in seen else each)
             seen.add(id(each))
         numbers = iter(range(len(found)))

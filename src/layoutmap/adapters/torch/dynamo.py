@@ -19,12 +19,16 @@ with Needed("torch"):
 
 R = TypeVar("R")
 
-_make_static = make_set_enable_dynamic(False)  # as torch.compile(dynamic=False) does around each call
+_make_static = make_set_enable_dynamic(
+    False
+)  # the setting that torch.compile(dynamic=False) uses around each call
 
 
 def skip_compiling(function: Function) -> None:
     """Have Dynamo run a function uncompiled where it would start to compile it."""
-    skip_code(inspect.unwrap(function).__code__)  # a decorator has one code object for all that it wraps
+    skip_code(
+        inspect.unwrap(function).__code__
+    )  # unwrap, because all functions of one decorator share its code object
 
 
 def stop_compiling() -> object:
@@ -51,7 +55,7 @@ def call_compiled(compiler: Any, function: Callable[[Any], R], argument: object)
 def is_full_graph(compiler: object) -> bool:
     """Return whether a compiler of `stop_compiling` was made with `fullgraph=True`."""
     while compiler and not isinstance(compiler, ConvertFrameAssert):
-        compiler = getattr(compiler, "_torchdynamo_orig_backend", None)  # its callbacks wrap each other
+        compiler = getattr(compiler, "_torchdynamo_orig_backend", None)  # Dynamo's callbacks wrap each other
     return bool(compiler)
 
 

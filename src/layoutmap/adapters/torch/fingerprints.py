@@ -24,7 +24,7 @@ def describe_module(module: torch.nn.Module, forwards: Iterable[object]) -> Iter
         weights = each.named_parameters(recurse=False)
         yield f"{name}: trainable", str([name for name, weight in weights if weight.requires_grad])
         if kind.__module__.startswith("torch.nn."):
-            # A list of parameters names the GPU of each, which is another one in each process.
+            # A ParameterList prints the GPU of each parameter, which differs between processes.
             yield f"{name}: settings", re.sub(r"(GPU |cuda:)\d+", r"\1", each.extra_repr())
     for function in dict.fromkeys([*(type(each).forward for _, each in modules), *forwards]):
         if function is not None:

@@ -65,7 +65,8 @@ class Forward:
         graphs: dict[object, Any] | None = None,
         layouts: Mapping[int, Layout] | None = None,
     ) -> None:
-        self._module = weakref.ref(module)  # the module holds this: a circle would keep weights until gc runs
+        # Weak, because a reference cycle would keep the weights until garbage collection.
+        self._module = weakref.ref(module)
         self._before = _find_previous_forward(module)
         self.path = path
         self.context = context
@@ -85,7 +86,7 @@ class Forward:
     def attach(self) -> None:
         """Put it in its place."""
         vars(self._get_module()).update({_ATTRIBUTE: self, "compile": functools.partial(_compile, self)})
-        keep_patches(self)  # torch stays changed while a model is in layouts
+        keep_patches(self)  # keep torch patched while a sharded model exists
 
     def compile(self, options: Mapping[str, object]) -> None:
         """Have the module compiled when it is called, or the blocks in it that gather their weights.
@@ -101,7 +102,7 @@ class Forward:
         """Return the outermost modules in this one that gather their weights when the model is called."""
         found: list[Forward] = []
         inner: set[Forward] = set()
-        for each in self.list_forwards():  # a module comes before those in it
+        for each in self.list_forwards():  # outer modules come first
             if each.frees and each not in inner:
                 found.append(each)
                 inner.update(each.list_forwards())
@@ -134,7 +135,7 @@ class Forward:
         if key not in self._as_called:
             made, blocks = reuse_compiler(compiler), self._list_gathering_modules()
             compiled: dict[Forward, Compiled] = {}
-            if made.is_strict and blocks not in ([], [self]):  # one graph, so all weights at once
+            if made.is_strict and blocks not in ([], [self]):  # a full graph needs all weights at once
                 blocks = [self]
             for each in blocks or [self]:
                 compiled[each] = Compiled(each, made, self._graphs, each.merge_gatherings())
@@ -254,7 +255,7 @@ class Forward:
     def compute(self, args: Args, kwargs: Kwargs) -> object:
         """Compute the module as it is, on the mesh."""
         forward = self._before or _bind_class_forward(self._get_module())
-        result = forward(*args, **kwargs)  # not module(): its hooks have run
+        result = forward(*args, **kwargs)  # call forward, because `module()` would run hooks twice
         return self._results.place(self._get_module(), result)
 
     def _get_module(self) -> torch.nn.Module:
@@ -262,7 +263,7 @@ class Forward:
         assert module is not None, "a forward is called through its module"
         return module
 
-    # -- what a bound method has
+    # -- attributes of a bound method
 
     __name__ = _ATTRIBUTE
 
@@ -274,7 +275,9 @@ class Forward:
     def __deepcopy__(self, memo: dict[int, object]) -> object:
         module = self._get_module()
         made = copy.copy(self)
-        made._module = weakref.ref(memo.get(id(module), module))  # in the copy, if all is copied
+        made._module = weakref.ref(
+            memo.get(id(module), module)
+        )  # bind to the copied module, if it is part of the copy
         made._before = copy.deepcopy(self._before, memo)
         made.gather = copy.deepcopy(self.gather, memo)
         made._watch = made.compiled = None
@@ -290,7 +293,7 @@ class Forward:
     def __reduce__(self) -> tuple[object, ...]:
         return _bind_class_forward, (
             self._get_module(),
-        )  # a pickle has no mesh: what is loaded is plain code
+        )  # a pickle has no mesh, so unpickling restores the class's own forward
 
 
 for _function in (Forward.__call__, Forward._call_outside_graph, Forward._call_without_dynamo):  # pyright: ignore[reportPrivateUsage]

@@ -87,7 +87,7 @@ def _wrap_from_pretrained(plain: Any) -> object:
                     f"{cls.__name__}.from_pretrained: {name}= is passed in a scope", given
                 )
         _probe(cls)
-        loaded = plain.__get__(None, cls)(*args, **options)  # a classmethod, bound to the class that is asked
+        loaded = plain.__get__(None, cls)(*args, **options)  # bind the classmethod to the class of this call
         model = loaded[0] if is_sequence(loaded) else loaded
         if getattr(model, "hf_quantizer", None) is not None:
             raise _make_scope_error(f"{cls.__name__}.from_pretrained: the weights are quantized", {})
@@ -128,7 +128,7 @@ def _wrap_spawn_materialize(plain: Function) -> Function:
         if session is None:
             return plain(thread_pool, tensor, device, dtype, **options)
 
-        def read() -> torch.Tensor:  # transformers calls it on this thread
+        def read() -> torch.Tensor:  # transformers calls it on the current thread
             return session.read_later(lambda: tensor[...]).to(dtype=dtype)
 
         return read

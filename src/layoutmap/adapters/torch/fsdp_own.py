@@ -90,21 +90,23 @@ class GatherGroup:
         weights = [(weight, held) for weight in self._weights if (held := weight.held) is not None]
         found = _StoredWeights(self, weights, context)
         together = skip_function_modes(self._gather_tensors)(found)
-        if not together:  # the model's own call has gathered them
+        if not together:  # already gathered by the model's call
             yield
             return
         held = [(weight, each, together[id(each)]) for weight, each in weights if id(each) in together]
         for _, stored, tensor in held:
-            note_redistributed(stored, tensor)  # a module may change it, as spectral norms do
+            note_redistributed(stored, tensor)  # modules such as spectral norms write to it
         memories = [get_memory(tensor) for _, _, tensor in held]
-        keys = () if self._is_kept else found.keys  # what stays gathered needs not be gathered again
-        # Names and no modules: the graph keeps this, and a module that stored a gathered weight would never be freed.
+        keys = () if self._is_kept else found.keys  # kept weights are not gathered again
+        # Keep names, because a graph that references modules would prevent them from being freed.
         versions = [(weight.name, tensor, get_version(tensor)) for weight, tensor in weights]
 
         def gather_again() -> list[DTensor]:
             for name, tensor, version in versions:
                 if get_version(tensor) != version:
-                    raise RuntimeError(describe_early_change(name, tuple(tensor.shape)))  # as torch does
+                    raise RuntimeError(
+                        describe_early_change(name, tuple(tensor.shape))
+                    )  # torch raises the same error
             anew = found.tensors()
             return [anew[key] for key in keys]
 
@@ -154,7 +156,7 @@ class _StoredWeights:
                 continue
             mesh, placements = context.engine.native(weight.layout, tensor.ndim)
             if tensor.device_mesh != mesh:
-                continue  # it was laid out anew, and computes as it is
+                continue  # applied again with another layout, so it is not gathered
             differ = [i for i, (a, b) in enumerate(zip(tensor.placements, placements, strict=True)) if a != b]
             is_number = tensor.is_floating_point()
             if len(differ) == 1 and placements[differ[0]].is_replicate() and can_gather(tensor, differ[0]):
@@ -190,7 +192,7 @@ class _StoredWeights:
 @contextmanager
 def swap_temporarily(changes: Sequence[tuple[Holder, torch.Tensor | None, torch.Tensor]]) -> Generator[None]:
     """Put other tensors into modules until the block ends, given as (place, old tensor, new tensor)."""
-    # A recurrent layer lists its weights in each call, and would store the gathered ones until the next call.
+    # A recurrent layer caches its weights in each call, so restore the list afterwards.
     recurrent = {place.module for place, *_ in changes if isinstance(place.module, torch.nn.RNNBase)}
     lists = [(module, module._flat_weights) for module in recurrent]  # pyright: ignore[reportPrivateUsage]
     try:

@@ -183,7 +183,7 @@ def _apply_fully_shard(outermost: Gathering, below: Sequence[Gathering], context
                 weights.setdefault(id(held), (held, []))[1].append(weight)
         sharded = [tensor for tensor, _ in weights.values() if not tensor.placements[mesh_dim].is_replicate()]  # pyright: ignore[reportUnknownMemberType]
         dtypes = Counter(tensor.dtype for tensor in sharded if tensor.is_floating_point())
-        usual = max(dtypes, key=dtypes.__getitem__, default=None)  # fully_shard takes one at a time
+        usual = max(dtypes, key=dtypes.__getitem__, default=None)  # fully_shard takes one dtype
         chosen: list[tuple[DTensor, list[Weight]]] = []
         for tensor, places in weights.values():
             if tensor.placements[mesh_dim].is_replicate():  # and only converted  # pyright: ignore[reportUnknownMemberType]
@@ -193,7 +193,7 @@ def _apply_fully_shard(outermost: Gathering, below: Sequence[Gathering], context
             elsewhere = [dim for dim in others if not tensor.placements[dim].is_replicate()]  # pyright: ignore[reportUnknownMemberType]
             if elsewhere:
                 reason = "several mesh dims of the batch shard them"
-            elif users[id(tensor)] > 1:  # fully_shard would free it after the first
+            elif users[id(tensor)] > 1:  # fully_shard would free a shared weight after its first use
                 reason = "several blocks share them"
             elif tensor.dtype != usual:
                 reason = "most weights of the block are of another element type"
@@ -247,7 +247,7 @@ def _has_blocks(module: torch.nn.Module) -> bool:
     """Return whether the children of a module are blocks, each of which gathers its weights together."""
     children = list(module.children())
     if len(children) == 1 and isinstance(module, torch.nn.ModuleList):
-        # A decoder of one block is gathered as one of many. A part that has blocks itself is more than a block.
+        # A single block counts as a block unless it contains blocks itself.
         inner = list(children[0].modules())
         return len(inner) > 1 and not any(map(_has_blocks, inner))
     is_list = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
@@ -274,7 +274,7 @@ def gather_weights(
         own = gathering.weights
         if unit is not None and unit.is_up_to_date(
             sharded
-        ):  # the model was not converted, no call of it is open
+        ):  # the dtypes are unchanged and the model is not in a forward pass
             tensors = stack.enter_context(unit.gathered(inputs))
             whole = zip(gathering.places, sharded, tensors, strict=True)
             stack.enter_context(

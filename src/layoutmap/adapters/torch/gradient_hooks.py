@@ -23,7 +23,7 @@ from layoutmap.engines.torch.gather import Gradients
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.modules import get_members
 
-_WATCHED = "_layoutmap_watched"  # on a parameter: its id, which a copy of it has not
+_WATCHED = "_layoutmap_watched"  # attribute of a parameter with its id, which detects copies
 
 
 class Watch:
@@ -54,7 +54,7 @@ class Watch:
     def look(self) -> None:
         """Set the hooks of parameters that have none."""
         new: list[torch.Tensor] = []
-        holders: dict[int, Callable[[], Any]] = {}  # which hooks may keep, as parameters have the hooks
+        holders: dict[int, Callable[[], Any]] = {}  # weak references, because parameters own the hooks
         for parameters, name, holder in self._held:
             parameter = parameters.get(name)
             if type(parameter) is torch.nn.Parameter:

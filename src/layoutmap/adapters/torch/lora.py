@@ -41,7 +41,7 @@ def find_lora_factors(root: torch.nn.Module) -> dict[int, tuple[str, Axes]]:
         if not (_is_of_peft(module) and isinstance(base, torch.nn.Module)):
             continue
         roles = find_roles(base, "weight")
-        if len(roles) == 2:  # PEFT's adapter of a convolution is a convolution, so the rules apply to it
+        if len(roles) == 2:  # two roles; adapters of convolutions are convolutions and follow the rules
             output = roles.index("out.0")
             path = ".".join(filter(None, (prefix, _BASE, "weight")))
             found.update((id(t), (path, axes)) for t, axes in _iterate_factors(module, 1 - output, output))
@@ -52,7 +52,7 @@ def _iterate_factors(
     module: torch.nn.Module, inward: int, output: int
 ) -> Iterator[tuple[torch.Tensor, Axes]]:
     for name, axes in (("lora_A", ((), (inward,))), ("lora_B", ((output,), ()))):
-        for layer in getattr(module, name, {}).values():  # it has the factors of its own kind only
+        for layer in getattr(module, name, {}).values():  # a layer has only the factors of its adapter type
             yield layer.weight, axes
             if layer.bias is not None:
                 yield layer.bias, axes[:1]

@@ -22,7 +22,7 @@ from layoutmap.core.errors import ScopeError
 from layoutmap.engines.patches import Attribute, Closing, Item, Patches
 from layoutmap.engines.tested import check_names
 
-_of_modules: Any = torch.nn.modules.module  # where hooks have no types
+_of_modules: Any = torch.nn.modules.module  # untyped module of torch
 
 check_names(
     "torch",
@@ -38,7 +38,7 @@ def install_hooks() -> Closing:
 
 def _note_registration(module: torch.nn.Module, name: str, registered: object) -> None:
     watcher = get_current_session()
-    if watcher is None:  # the hooks are those of all threads, a scope is one's own
+    if watcher is None:  # the hooks are global, but a scope belongs to one thread
         warn_in_inner_task("torch", type(module).__name__)
     elif watcher.library == "torch":
         watcher.note_module(module)
@@ -86,7 +86,7 @@ _PATCHES = Patches(
         Item(_of_modules._global_module_registration_hooks, "layoutmap", _note_registration),
         Item(_of_modules._global_parameter_registration_hooks, "layoutmap", _check_parameter),
         Item(_of_modules._global_buffer_registration_hooks, "layoutmap", _note_registration),
-        Attribute(torch.nn.Module, "__setstate__", _wrap_setstate),  # a copy passes the hooks by
-        Attribute(torch.optim.Optimizer, "add_param_group", _wrap_add_param_group),  # __init__ calls it
+        Attribute(torch.nn.Module, "__setstate__", _wrap_setstate),  # copies bypass the registration hooks
+        Attribute(torch.optim.Optimizer, "add_param_group", _wrap_add_param_group),  # also called by __init__
     ]
 )

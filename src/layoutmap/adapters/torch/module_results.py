@@ -62,7 +62,7 @@ class ModuleResults:
         shapes = [tuple(tensor.shape) for tensor in found]
         layouts = self._context.policy.choose_output_layouts(layout, shapes, self._path)
         chosen = {id(t): each for t, each in zip(found, layouts, strict=True) if each is not None}
-        # A tensor that has its layout already is placed, too, so that its gradient comes to the same layout.
+        # Also place tensors that have the layout, so that their gradients get it too.
         return map_tensors(
             lambda t: self._context.engine.relayout(t, chosen[id(t)]) if id(t) in chosen else t, result
         )

@@ -31,9 +31,9 @@ from layoutmap.engines.torch.changes import change
 with Needed("torch"):
     from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks  # pyright: ignore[reportPrivateUsage]
 
-# How many groups of each optimizer were compared, with other processes and with one device, before their first steps.
+# Number of parameter groups of each optimizer that were compared before their first step.
 _compared: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-# By id: what is no model's any more, and its path.
+# id -> replaced tensor and its former path.
 _replaced: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
 
@@ -45,7 +45,8 @@ def note_replaced_tensor(tensor: torch.Tensor, path: str) -> None:
         path: Its path in the model, for the message.
     """
     key = id(tensor)
-    _replaced[key] = weakref.ref(tensor, lambda _: _replaced.pop(key, None)), path  # ids are given again
+    # Remove the entry, because ids are reused.
+    _replaced[key] = weakref.ref(tensor, lambda _: _replaced.pop(key, None)), path
     check_optimizers()
 
 
@@ -102,7 +103,7 @@ def _compare_optimizer(optimizer: torch.optim.Optimizer, parameter: DTensor) -> 
             gather,
         )
     check_state_kinds(optimizer)
-    _compared[optimizer] = len(optimizer.param_groups)  # once: it costs an exchange of all processes
+    _compared[optimizer] = len(optimizer.param_groups)  # compare once, because it needs a collective
 
 
 def _refuse_stale(optimizer: torch.optim.Optimizer, path: str) -> None:

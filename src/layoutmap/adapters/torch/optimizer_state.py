@@ -48,7 +48,9 @@ Slots = Mapping[str, Any]
 """By name, the kind of each slot; lists and mappings are kept."""
 
 _TENSOR = "Tensor"
-_MAX_COPIED = 4096  # elements of a tensor whose values a step may read, as those of a learning rate
+_MAX_COPIED = (
+    4096  # copy tensors up to this number of elements, such as a learning rate, because a step may read them
+)
 _NOT_COPIED = ("state", "param_groups")
 
 
@@ -75,7 +77,7 @@ def check_state_kinds(optimizer: torch.optim.Optimizer) -> None:
             done.add(key)
             one, one_failed = _run_step_on_copy(optimizer, group, _as_on_one_device(parameter))
             sharded, failed = _run_step_on_copy(optimizer, group, _as_sharded(parameter))
-            if one_failed or failed:  # a step that needs values: compare the slots that both have made before
+            if one_failed or failed:  # the step needs values, so compare the slots that exist already
                 one, sharded = (
                     {name: each[name] for name in one.keys() & sharded} for each in (one, sharded)
                 )
@@ -95,7 +97,9 @@ def _as_sharded(parameter: DTensor) -> torch.nn.Parameter:
 def _make_meta_parameter(meta: torch.Tensor, parameter: torch.Tensor) -> torch.nn.Parameter:
     new = torch.nn.Parameter(meta)
     new.grad = torch.empty_like(meta)
-    for name, value in list_user_attributes(parameter).items():  # optimizers may read marks of the program
+    for name, value in list_user_attributes(
+        parameter
+    ).items():  # optimizers may read attributes that the program set
         if name not in vars(new):
             setattr(new, name, value)
     return new
@@ -113,7 +117,9 @@ def _run_step_on_copy(
             copied = _copy(optimizer, group, parameter, guard)
             try:
                 _run_step_without_hooks(copied)
-            except Exception:  # it needs values, or a closure; the real step reports errors of its own
+            except (
+                Exception
+            ):  # steps that need values or a closure fail here, and the real step reports its own errors
                 failed = True
             kinds = {name: tree_map(_describe_slot, slot) for name, slot in copied.state[parameter].items()}
     finally:
@@ -148,7 +154,7 @@ def _copy(
         if name not in _NOT_COPIED and not name.endswith("_hooks"):
             vars(copied)[name] = tree_map(copy_leaf, value)
     for name in (each for each in vars(optimizer) if each.endswith("_hooks")):
-        vars(copied)[name] = {}  # no hooks: a `step` that calls `super().step` would run them twice
+        vars(copied)[name] = {}  # drop hooks, because a `step` that calls `super().step` would run them twice
     copied.state = defaultdict(dict)
     settings = {name: tree_map(copy_leaf, value) for name, value in group.items() if name != "params"}
     copied.param_groups = [{**settings, "params": [parameter]}]
@@ -160,7 +166,7 @@ class _Guard(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
-        self._made: dict[int, torch.UntypedStorage] = {}  # storages are kept, since ids are given again
+        self._made: dict[int, torch.UntypedStorage] = {}  # keep the storages, because ids are reused
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor: its values if they are few, or else its shape."""
@@ -181,7 +187,7 @@ class _Guard(TorchDispatchMode):
         result = func(*args, **kwargs)
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor) and not each.is_meta:
-                with contextlib.suppress(RuntimeError):  # a class of its own may have no storage
+                with contextlib.suppress(RuntimeError):  # tensor subclasses may have no storage
                     self._made[get_storage_key(each)] = each.untyped_storage()
         return result
 

@@ -54,7 +54,7 @@ class TorchOptions:
             ScopeError: There is no such option, a value is none of its choices, or it would have no effect.
         """
         check_names(given, "torch", cls.__slots__)
-        # `fully_shard=None` is what a program passes that has no options for it.
+        # `fully_shard=None` means no options.
         made = cls(**{name: value for name, value in given.items() if value is not None})
         _check_choice(
             "draws", made.draws, Draws, "it says which random numbers initialize weights and drop elements"
@@ -114,7 +114,7 @@ def _check_use(made: TorchOptions, options: ScopeOptions, across: bool) -> None:
 # The layout map decides which weights are sharded, so only three options are passed on (decisions/0017).
 def _check_fully_shard(options: Mapping[str, object]) -> None:
     """Refuse `fully_shard` options that are unknown, of a wrong type, or decided by the layout map."""
-    # Late: it takes a tenth of a second to load.
+    # Imported here, because it takes 0.1 s to load.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
     kinds: dict[str, type] = {

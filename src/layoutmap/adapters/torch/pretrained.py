@@ -94,14 +94,15 @@ def save_shards(
         for name, tensor in tensors.items()
         if isinstance(tensor, DTensor) and (layout := engine.get_layout(tensor)) is not None
     }
-    if not layouts:  # of tensors that somebody else has laid out in a way that has no form here
+    if not layouts:  # the tensors have layouts that this library cannot express
         return False
-    mesh = max((layout.mesh for layout in layouts.values()), key=lambda each: each.size)  # all take part
+    # The largest mesh, so that all processes take part.
+    mesh = max((layout.mesh for layout in layouts.values()), key=lambda each: each.size)
 
     def gather(values: NumpyArray) -> NumpyArray:
         return engine.all_gather(values, mesh)
 
-    own = os.urandom(8).hex()  # two programs may save to one folder at once
+    own = os.urandom(8).hex()  # unique, because two programs may save to one folder at the same time
     tokens = gather_texts(own, gather)
     is_first = own == tokens[0]
     target = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
@@ -134,7 +135,7 @@ def _prepare_folder(
             fix="name a folder, or one that does not exist",
         )
     names: dict[int, str] = {}
-    empty: dict[int, torch.Tensor] = {}  # tensors that are one stay one
+    empty: dict[int, torch.Tensor] = {}  # keep shared tensors shared
     state: dict[str, object] = dict(tensors)
     for name in layouts:
         tensor = tensors[name]
@@ -156,7 +157,8 @@ def _make_file(
     """Make a file with its header, its full size, and the values of plain tensors."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
-    ordered = sorted(content.items(), key=lambda each: (-each[1].dtype.itemsize, each[0]))  # as safetensors
+    # Order of the safetensors library.
+    ordered = sorted(content.items(), key=lambda each: (-each[1].dtype.itemsize, each[0]))
     for name, tensor in ordered:
         end = place + tensor.numel() * tensor.dtype.itemsize
         entries[name] = {
@@ -166,7 +168,7 @@ def _make_file(
         }
         place = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format aligns the values
+    text += b" " * (-len(text) % 8)  # align the values, as the format requires
     places: list[_Start] = []
     with open(folder / file, "xb") as sink:
         sink.write(len(text).to_bytes(8, "little") + text)
@@ -178,7 +180,7 @@ def _make_file(
             else:
                 sink.seek(start)
                 sink.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        sink.truncate(begin + place)  # the full size, before others write into it
+        sink.truncate(begin + place)  # set the full size before other processes write
     return places
 
 
@@ -202,7 +204,7 @@ def _write_shards(
             for index, values in _iterate_own_shards(tensors[name], layouts[name], number):
                 _write_block(files[file], start, tensors[name].shape, index, values)
         for each in files.values():
-            os.fsync(each)  # before the index names the file
+            os.fsync(each)  # sync before the index names the file
     except OSError as error:
         raise CheckpointError(
             f"{folder}: it cannot be written",
@@ -223,7 +225,8 @@ def _iterate_own_shards(
     for device in range(layout.mesh.size):
         holders.setdefault(get_slice_ends(layout.shard_slices(tensor.shape, device)), []).append(device)
     here = set(engine.bind(layout.mesh).local_device_ids)
-    writers = {ends: devices[number % len(devices)] for ends, devices in holders.items()}  # all write
+    # Spread the writes over all devices.
+    writers = {ends: devices[number % len(devices)] for ends, devices in holders.items()}
     if here.intersection(writers.values()):
         for index, values in engine.to_shards(tensor, copy=False):
             if writers[get_slice_ends(index)] in here:
@@ -241,7 +244,7 @@ def _write_block(file: int, start: int, shape: Sequence[int], index: Index, valu
     for number, outer in enumerate(np.ndindex(*sizes[:parted])):
         place = first + sum(each * stride for each, stride in zip(outer, strides, strict=False))
         data = block[number * run : (number + 1) * run].data
-        while data:  # the system may write less than all
+        while data:  # the system may write only a part
             written = os.pwrite(file, data, place)
             data, place = data[written:], place + written
 

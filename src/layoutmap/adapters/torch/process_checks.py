@@ -28,7 +28,7 @@ class ProcessChecks:
     def __init__(self, context: ScopeContext) -> None:
         self._context = context
         self._schedule = CallSchedule()
-        self._modes: set[object] = set()  # in which programs have been compared
+        self._modes: set[object] = set()  # modes in which the program was compared
 
     def compare_program(self, module: torch.nn.Module, forwards: Iterable[object]) -> None:
         """Refuse a module that is another one in another process, in the first call of each mode.
@@ -40,7 +40,7 @@ class ProcessChecks:
         Raises:
             ScopeError: The programs differ.
         """
-        mode = module.training, torch.is_grad_enabled()  # a program may branch on either
+        mode = module.training, torch.is_grad_enabled()  # a forward may branch on either mode
         if mode not in self._modes:
             parts = describe_module(module, forwards)
             check_program(f"{type(module).__name__}.forward", parts, self._context.gather)

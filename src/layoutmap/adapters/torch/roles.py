@@ -42,7 +42,7 @@ def find_roles(module: torch.nn.Module, name: str) -> tuple[str, ...]:
     if isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)):
         filters = ("out.0", "in.0", *("",) * len(module.kernel_size))
         return filters if name == "weight" else ("out.0",)
-    # A Linear the other way round.
+    # Conv1D of transformers is a Linear with a transposed weight.
     if kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers."):
         return ("in.0", "out.0") if name == "weight" else ("out.0",)
     return ()

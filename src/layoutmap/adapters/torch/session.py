@@ -109,18 +109,18 @@ class TorchSession:
         self.context = context
         self._tape = self._make_tape()
         self._recording: AbstractContextManager[Tape] | None = None
-        # By id, in the order in which they were made.
+        # Modules by id, in order of creation.
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._unbuilt: list[str] = []
         self.reading = FromPretrainedPatches()
-        self.planned: Sequence[Entry] = ()  # in a dry run
+        self.planned: Sequence[Entry] = ()  # set by a dry run
 
     def _make_tape(self) -> Tape:
         return Tape(
             dry=self.context.plan_only,
             tiles=self.context.options.own.draws == "tiles",
-            is_here=partial(is_session_active, self),  # asked for each operation
+            is_here=partial(is_session_active, self),  # called for each operation
         )
 
     # -- deferring
@@ -132,7 +132,7 @@ class TorchSession:
             yield
             return
         outer = get_current_session()
-        with _suspend_outer(outer):  # or both tapes would record
+        with _suspend_outer(outer):  # suspend the outer tape, so that only one records
             with module_hooks.install_hooks(), self.reading, active_session(self), _Recording(self):
                 yield
             self._materialize(self._find_new_models(), is_new=True)
@@ -141,12 +141,14 @@ class TorchSession:
         """Start recording new tensors on the tape."""
         recording = self._tape.record_operations()
         recording.__enter__()
-        self._recording = recording  # noted earlier, what an interrupt left would begin when it is ended
+        self._recording = (
+            recording  # set last, because an interrupt before would end a recording that never began
+        )
 
     def stop(self) -> None:
         """Have the tape stop, if it does record."""
         recording, self._recording = self._recording, None
-        if recording is not None:  # a scope inside of this one may be open still
+        if recording is not None:  # an inner scope may still be open
             recording.__exit__(None, None, None)
 
     @contextmanager
@@ -159,21 +161,23 @@ class TorchSession:
         try:
             yield
         finally:
-            if is_session_active(self):  # and not closed meanwhile
+            if is_session_active(self):  # skip if the scope was closed meanwhile
                 self.record()
 
     def note_module(self, module: torch.nn.Module) -> None:
         """Remember a module that gets a tensor or child in this scope."""
         key = id(module)
         if key not in self._modules:
-            if is_keras_module(module):  # Keras on torch has modules, too
+            if is_keras_module(
+                module
+            ):  # Keras layers on torch are modules too, and the Keras adapter handles them
                 raise ScopeError(
                     f"{type(module).__name__}: a Keras layer is built in a scope for torch modules",
                     why="a scope is for one library, and names and trains Keras models in another way",
                     fix='pass library="keras"',
                 )
             self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))
-            self.reading.look()  # the program may have imported transformers meanwhile
+            self.reading.look()  # patch transformers if the program imported it meanwhile
 
     def read_later(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return a deferred tensor that is read from a file (see `Tape.read_later`)."""
@@ -191,7 +195,7 @@ class TorchSession:
     def _find_new_models(self) -> list[torch.nn.Module]:
         """Return the models built in this scope: modules that are inside no other module."""
         roots = find_roots(_list_alive(self._modules))
-        if len(roots) > 1:  # one may be garbage that is not collected yet
+        if len(roots) > 1:  # a root may be garbage that is not collected yet
             del roots
             gc.collect()
             roots = find_roots(_list_alive(self._modules))
@@ -226,11 +230,11 @@ class TorchSession:
             else:
                 self._make(roots, entries, assignments)
         except BaseException:
-            if is_new:  # a model that existed before still has its values
+            if is_new:  # an existing model keeps its values
                 self._mark_valueless(roots, _FAILED)
             raise
         finally:
-            self._tape = self._make_tape()  # the one that was holds on to much
+            self._tape = self._make_tape()  # drop the old tape, which references many tensors
             self._modules.clear()
             self._optimizers.clear()
 
@@ -251,7 +255,7 @@ class TorchSession:
             for number, (e, a) in enumerate(zip(entries, assignments, strict=True))
         }
         deferred = {key: pair for key, pair in pairs.items() if self._tape.is_deferred(pair[0].found.tensor)}
-        if self.context.across:  # each process has made these by itself, and they may differ
+        if self.context.across:  # each process created these values separately, so they may differ
             self._check_values(entry for key, (entry, _) in pairs.items() if key not in deferred)
         made = self.context.create(
             {key: assignment for key, (_, assignment) in deferred.items()},
@@ -282,7 +286,7 @@ class TorchSession:
         for entry, _, _ in placed:
             note_replaced_tensor(
                 entry.found.tensor, entry.spec.path
-            )  # an optimizer may hold it, and would train it
+            )  # an optimizer may still reference the old tensor
         self._attach(roots, layouts)
 
     def _check_values(self, entries: Iterable[Entry]) -> None:
@@ -324,11 +328,11 @@ class TorchSession:
     def _replace_references(
         self, roots: Sequence[torch.nn.Module], replaced: dict[int, Any], layouts: Mapping[int, Layout]
     ) -> None:
-        kept: dict[int, torch.Tensor] = {}  # while ids stand for the tensors
+        kept: dict[int, torch.Tensor] = {}  # keep tensors alive while ids identify them
 
         def swap(tensor: torch.Tensor) -> object:
             if id(tensor) not in replaced and self._tape.is_deferred(tensor):
-                # Neither a parameter nor a buffer: it stays plain, and gets its value too.
+                # Tensors that are neither parameters nor buffers stay unsharded and also get values.
                 kept[id(tensor)] = tensor
                 trainable = tensor.requires_grad and tensor.is_leaf
                 replaced[id(tensor)] = self._tape.recipe(tensor).global_value().requires_grad_(trainable)
@@ -360,7 +364,7 @@ class TorchSession:
             gather = plan_gatherings(root, layouts, self.context)
             graphs: dict[object, Any] = {}
             for module in (root, *iterate_descendants(root)):
-                if find_forward(module) is None:  # else it is laid out anew, and has the hook
+                if find_forward(module) is None:  # a module that is applied again has the hook already
                     module.register_load_state_dict_pre_hook(_redistribute_state_dict)  # pyright: ignore[reportUnknownMemberType]
                 path = paths.get(id(module), "")
                 gathers = gather.get(id(module))
@@ -371,7 +375,7 @@ class TorchSession:
             for module in (root, *iterate_descendants(root)):
                 Forward(module, "", self.context, valueless=why).attach()
 
-    # -- models that exist, and models to be
+    # -- entry points
 
     def build(self, make: Callable[[], object]) -> object:
         """Return the model that a function makes, materialized."""

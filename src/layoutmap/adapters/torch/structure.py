@@ -73,7 +73,7 @@ class Structure:
                     self.parts += (name, self.frozen(value))
         for name, known in _find_globals(type(module).forward):
             self.parts += (name, self.frozen(known.get(name)))
-        if not is_outermost:  # the hooks of that run outside of the graph
+        if not is_outermost:  # hooks of the outermost module run outside the graph
             self.parts += ("hooks", self.frozen(list_module_hooks(module)))
         for name, child in module.named_children():
             self.parts += (name, self._module_numbers.get(id(child)))

@@ -18,12 +18,18 @@ Swap = Callable[[Any], Any]
 Slot = Callable[[Any, Any], object]
 
 
-_NO_ATTRIBUTES = {"_is_param", "_is_buffer", "persistent"}  # torch's own, of Parameter and Buffer
+_NO_ATTRIBUTES = {
+    "_is_param",
+    "_is_buffer",
+    "persistent",
+}  # attributes that torch sets on Parameter and Buffer
 
 
 def list_user_attributes(tensor: torch.Tensor) -> dict[str, object]:
     """Return the attributes that a program has set on a tensor."""
-    ours = set(vars(tensor)) - _NO_ATTRIBUTES  # what a subclass sets on all of its tensors is taken off below
+    ours = (
+        set(vars(tensor)) - _NO_ATTRIBUTES
+    )  # attributes that a subclass sets on all of its tensors are removed below
     return {name: vars(tensor)[name] for name in ours - set(vars(tensor.detach()))} if ours else {}
 
 
@@ -33,7 +39,7 @@ def copy_user_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
         if name not in vars(new):
             setattr(new, name, value)
     on_gradient, after_accumulation = list_tensor_hooks(old)
-    if new.requires_grad:  # torch takes hooks of no other tensor
+    if new.requires_grad:  # torch allows hooks only on tensors that require gradients
         for hook in on_gradient:
             new.register_hook(hook)  # pyright: ignore[reportUnknownMemberType]
         for hook in after_accumulation:
@@ -82,7 +88,8 @@ def _replace_tensors(value: object, swap: Swap) -> object:
         return swap(value)
     if type(value) is list:
         held = cast("list[object]", value)
-        held[:] = [_replace_tensors(each, swap) for each in held]  # in place, since others may hold the list
+        # In place, because other objects may reference the list.
+        held[:] = [_replace_tensors(each, swap) for each in held]
     elif type(value) is tuple:
         items = cast("tuple[object, ...]", value)
         if any(isinstance(each, (torch.Tensor, list, tuple, dict)) for each in items):

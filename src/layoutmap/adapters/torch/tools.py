@@ -114,7 +114,7 @@ def _wrap_save_pretrained(own: Function) -> Function:
         tensors = options.get("state_dict") or self.state_dict()
         if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
             options["state_dict"] = gather_tensors(tensors)
-            if simulation.get_rank():  # the first process writes
+            if simulation.get_rank():  # only process 0 writes
                 return None
         return own(self, directory, *args, **options)
 
@@ -191,7 +191,7 @@ def _patch_safetensors() -> Iterator[Attribute]:
             if simulation.is_simulated():
                 state_dict.update(gather_tensors(state_dict))
                 return own(state_dict, **options)
-            # Names are compared by storages, for which shards stand in. Whoever saves is refused below.
+            # Compare by the storages of shards. A save of shards is refused below.
             shards = ((n, get_local(t) if isinstance(t, DTensor) else t) for n, t in state_dict.items())
             return own(dict(shards), **options)
 

@@ -41,7 +41,7 @@ def patch_accelerate() -> Iterator[Attribute]:
     def wrap_prepare(own: Function) -> Function:
         def prepare(self: object, *args: object, **options: object) -> object:
             if any(map(_is_shared, args)):
-                _count_as_one(*args)  # before a data loader among them is split
+                _count_as_one(*args)  # before accelerate splits a data loader
             return own(self, *args, **options)
 
         return prepare
@@ -157,7 +157,7 @@ def patch_trainer() -> Iterator[Attribute]:
     def wrap_save_optimizer(own: Function) -> Function:
         def save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
             if _is_shared(self.model) and not self.args.should_save:
-                self.optimizer.state_dict()  # all processes gather it
+                self.optimizer.state_dict()  # a collective, so call it in all processes
             own(self, output_dir)
 
         return save_optimizer_and_scheduler

@@ -73,12 +73,12 @@ def train_with(
 
 def get_training(model: torch.nn.Module) -> Training:
     """Return the training settings of a model, which are the defaults if `train_with` was not called."""
-    return _trainings.setdefault(model, Training())  # beside the model, which is not to be changed
+    return _trainings.setdefault(model, Training())  # stored separately, because the model must not change
 
 
 def call_model(model: torch.nn.Module, batch: object) -> Any:
     """Return a model's output for the inputs of a batch: one tensor, a sequence, or a mapping by name."""
-    inputs = batch[0] if is_sequence(batch) else batch  # one tensor: no targets
+    inputs = batch[0] if is_sequence(batch) else batch  # a single tensor has no targets
     tensors = _convert_to_tensors(inputs, _find_device(model))
     if isinstance(tensors, dict):
         return model(**tensors)
@@ -138,7 +138,7 @@ def get_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
             fix="pass one: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...), or use steps=0",
         )
     if training.optimizer is None:
-        # Frozen weights have no gradient to step by.
+        # Frozen weights have no gradients.
         training.optimizer = training.make_optimizer(p for p in model.parameters() if p.requires_grad)
     return training.optimizer
 

@@ -61,7 +61,7 @@ class Variable:
         self._check()
         engine = get_engine("torch")
         layout = engine.get_layout(self.tensor)
-        with torch.no_grad():  # torch refuses to change a leaf in place else
+        with torch.no_grad():  # in-place changes of leaves need no_grad
             if layout is not None:
                 value = engine.relayout(value, layout, pad=True)
             self.tensor.copy_(value if isinstance(value, torch.Tensor) else to_torch(value))

@@ -39,7 +39,9 @@ from layoutmap.core.errors import join_names, shorten_repr
 
 METADATA = ".metadata"
 _FIX = "restore it from a copy, or save it again with torch"
-_MOST_HEAD_BYTES = 1 << 20  # of the pickle before a tensor's values; a plain tensor has some 200
+_MOST_HEAD_BYTES = (
+    1 << 20
+)  # limit for the pickle before the values, which takes about 200 bytes for a torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,9 @@ class DistributedCheckpoint(Source):
         return result
 
     def _check(self, variable: SavedVariable, wanted: Index) -> None:
-        for chunk, _ in self._find_overlaps(variable.path, wanted):  # a file may be missing, or too short
+        for chunk, _ in self._find_overlaps(
+            variable.path, wanted
+        ):  # raises if a file is missing or too short
             self._read_head(variable.path, chunk)
 
     def _find_overlaps(self, path: str, wanted: Index) -> list[tuple[_Chunk, Index]]:
@@ -124,7 +128,7 @@ class DistributedCheckpoint(Source):
         file = self._files.get(chunk.file) or ByteFile(self._folder / chunk.file)
         self._files[chunk.file] = file
         window = Window(file, chunk.start, chunk.num_bytes)
-        # DCP stores each file of the archive as it is, so a compressed one would be of any size once it is read.
+        # DCP never compresses, and a compressed entry could expand to any size, so it is refused.
         stored = list_stored_files(window, file.path, _FIX)
         files = {name.partition("/")[2]: each for name, each in stored.items()}
         head, order = files.get("data.pkl"), files.get("byteorder")
@@ -158,7 +162,7 @@ def read_tensor(
     file: ByteFile, start: int, tensor: TensorRecord, dtype: np.dtype[Any], index: Index
 ) -> NumpyArray:
     """Return a block of a dense tensor, with the storage at byte `start` of a file."""
-    # A tensor may have been saved with its axes in another order in memory, as one that was transposed.
+    # A transposed tensor is saved with its axes in memory order, so restore their order.
     order = sorted(range(len(tensor.shape)), key=lambda axis: (-tensor.strides[axis], axis))
     shape = [tensor.shape[axis] for axis in order]
     found = file.block(

@@ -17,7 +17,7 @@ from typing import Any, cast
 from layoutmap.core.errors import CheckpointError, shorten_repr
 
 _MOST_AXES = 64
-_MOST_TUPLE = 10_000  # parts of a tuple, those of its parts included
+_MOST_TUPLE = 10_000  # limit for elements of a tuple, nested ones included
 _STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -129,7 +129,7 @@ class TensorUnpickler(pickle.Unpickler):
             (
                 "torch._utils",
                 "_rebuild_tensor_v3",
-            ): _make_tensor,  # of element types that have no class of storage
+            ): _make_tensor,  # for dtypes without a storage class
             ("torch._utils", "_rebuild_parameter"): _return_first,
             ("collections", "OrderedDict"): _make_ordered_dict,
             ("collections", "Counter"): _return_first,
@@ -201,7 +201,7 @@ def read_pickle(where: str, data: bytes, kind: type[TensorUnpickler] = _Unpickle
         return kind(where, data).load()
     except CheckpointError:
         raise
-    except Exception as error:  # what a pickle that is no pickle raises is not said anywhere
+    except Exception as error:  # the errors of the pickle module for damaged data are not documented
         raise make_dcp_error(
             where, "its pickle cannot be read", f"{type(error).__name__}: {error}"
         ) from error
@@ -216,7 +216,7 @@ def _check_memo(data: bytes) -> None:
 
 def _check_tuples(data: bytes) -> None:
     """Raise a `ValueError` if a tuple is so long that Python would hash it for minutes."""
-    stack: list[int] = []  # the sizes of values
+    stack: list[int] = []  # sizes of the values on the unpickler's stack
     marks: list[int] = []
     memo: dict[int, int] = {}
     for opcode, number, _ in pickletools.genops(data):

@@ -80,7 +80,7 @@ class KerasWeights(Source):
             )
         marked = dataset.attrs.get("dtype")
         if marked != "bfloat16" and dataset.dtype.kind not in "biufc":
-            return  # a text, such as what a layer of strings keeps
+            return  # skip text, such as the vocabulary of a StringLookup layer
         dtype = "bfloat16" if marked == "bfloat16" else dataset.dtype.name
         kind = Kind.SLOT if path.startswith("optimizer.") else Kind.WEIGHT
         self.variables[path] = SavedVariable(path, tuple(map(int, dataset.shape)), dtype, kind)

@@ -24,7 +24,7 @@ from layoutmap.core.errors import CheckpointError, join_names
 METADATA = "_METADATA"
 _STEP_METADATA = "_CHECKPOINT_METADATA"
 _SMALL = {".zarray", ".zattrs", "zarr.json"}
-_MOST_RATIO = 1 << 16  # bytes of an array for each byte of its files; zstd reaches 1 << 15 on zeros
+_MOST_RATIO = 1 << 16  # limit for array bytes per file byte; zstd reaches 1 << 15 for zeros
 
 
 class Orbax(Source):
@@ -82,7 +82,7 @@ class Orbax(Source):
                 fix="restore it from a copy, or load another step",
             ) from error
         for keys, value in leaves:
-            if value.get("skip_deserialize"):  # nothing: None, an empty dict
+            if value.get("skip_deserialize"):  # None or an empty dict, which has no array
                 continue
             name = ".".join(keys)
             path = prefix + ".".join(keys[:-1] if keys[-1:] == ("value",) and len(keys) > 1 else keys)

@@ -15,9 +15,7 @@ from layoutmap.checkpoint.gate import MOST_SMALL_BYTES, check_regular, check_sma
 from layoutmap.core.blocks import Index, NumpyArray, compute_block_shape
 from layoutmap.core.errors import CheckpointError
 
-_SHORT_BYTES = (
-    512  # shorter runs are read together with the gaps between them, since a disk reads more at once
-)
+_SHORT_BYTES = 512  # read shorter runs together with the gaps between them, because a disk reads whole blocks
 _SLAB_BYTES = 1 << 20
 
 
@@ -103,7 +101,7 @@ class ByteFile:
         if not result.size:
             return result
         parts = [(part.start, part.stop) for part in index]
-        # Axes from `axis` on are read in one run: of all but the first of them, the block has everything.
+        # Axes from `axis` on are contiguous, because the block covers all but the first of them fully.
         axis = len(shape)
         while axis and (axis == len(shape) or parts[axis] == (0, shape[axis])):
             axis -= 1

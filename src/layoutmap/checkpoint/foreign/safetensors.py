@@ -24,7 +24,7 @@ from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError, join_names, shorten_repr
 
 INDEX = ".safetensors.index.json"
-_MOST_HEADER_BYTES = 100_000_000  # as the library safetensors has it
+_MOST_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 _NAMES = {there: name for name, there in SAFETENSORS.items()}
 _FIX = "download or copy it again, or write it anew with the library safetensors"
 

@@ -49,12 +49,12 @@ def write_variables(
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         with storage.create(folder, name) as sink:
             rows = [(v.path, SAFETENSORS[v.dtype], v.shape, v.global_bytes) for v in content]
-            sink.write(encode_header("pt", rows))  # a format that transformers asks for
+            sink.write(encode_header("pt", rows))  # transformers requires this format entry
             for variable in content:
                 for index in _split_rows(variable):
                     values = np.ascontiguousarray(source.read(variable.path, index))
                     sink.write(values.reshape(-1).view(np.uint8).data)
-                    del values  # else it would be in memory beside the next variable
+                    del values  # free it before the next variable is read
                 weight_map[variable.path] = name
                 progress(variable.path)
     if len(files) > 1:

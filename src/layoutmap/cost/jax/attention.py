@@ -93,7 +93,7 @@ def _wrap_fused_kernel(plain: Callable[..., object]) -> Callable[..., object]:
         calls.fused += 1
         scale, residual = options["scale"], options.get("return_residual", False)
         return _name_fused_attention(
-            # What is masked makes no difference to what is counted.
+            # The mask does not change the count.
             lambda *given: _PLAIN(*given, None, False, scale, None, None, None, residual),
             query,
             key,
@@ -112,7 +112,7 @@ def _name_fused_attention(
     if mask is not None:
         bias = jnp.where(mask, 0 if bias is None else bias, -jnp.inf).astype(query.dtype)
     with jax.named_scope(FUSED):
-        # Behind a barrier: XLA merges what is computed twice before it partitions.
+        # The barrier keeps XLA from merging the recomputation with the original.
         return jax.checkpoint(function)(query, key, value, bias)
 
 

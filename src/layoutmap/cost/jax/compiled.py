@@ -18,7 +18,7 @@ from layoutmap.cost.jax.partitioner import ENVIRONMENT
 from layoutmap.cost.jax.targets import Target, find_target
 from layoutmap.cost.verified import TooLargeError
 
-_MOST_SIGNS = 500  # of what XLA said
+_MOST_SIGNS = 500  # characters of XLA's message to show
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class CompiledStep:
 
     text: str  # the compiled module
     argument_bytes: int
-    peak_bytes: int  # arguments, results that take no argument's place, and temporary buffers
+    peak_bytes: int  # arguments, results without a donated argument, and temporary buffers
 
     @property
     def collectives(self) -> Mapping[CompiledCollective, int]:

@@ -21,18 +21,18 @@ from layoutmap.cost.jax.targets import TARGETS, Target
 
 def make_environment(target: Target, num_devices: int) -> dict[str, str]:
     """Return the environment variables that the compiling process needs."""
-    # JAX starts CPU devices alone, so that accelerators of this machine stay as free as they were.
+    # Start only CPU devices, so that accelerators of this machine stay free.
     needed = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     needed |= dict.fromkeys(("JAX_ENABLE_COMPILATION_CACHE", "JAX_DISABLE_MOST_OPTIMIZATIONS"), "false")
     if target.platform == "cpu":
         return needed | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}"}
     if target.platform == "cuda":
-        # Tiles of Triton's are chosen by trying them on the GPU; without one XLA fails for shapes such as a ViT's.
+        # Autotuning of Triton tiles needs a GPU. Without one, XLA fails for some shapes, such as those of a ViT.
         return needed | {
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
             "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false --xla_dump_to=. --xla_dump_hlo_as_text",
         }
-    # No question to a cloud's metadata server, no lock on the TPUs of this machine, and no logs in /tmp.
+    # Skip the cloud's metadata server, the lock on local TPUs, and logs in /tmp.
     return needed | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"}
 
 
@@ -48,7 +48,7 @@ def _make_devices(target: Target, num_devices: int) -> list[object]:
         options = {"platform": "cuda", "topology": topology, "target_config": target.config}
         return topologies.get_topology_desc(topology_name="", **options).devices
     sides = target.choose_sides(num_devices)
-    # A host has two by two of them, or fewer where a side is odd.
+    # A host has 2 x 2 chips, or fewer along an odd side.
     hosts = [2 - each % 2 for each in sides[:2]]
     return topologies.get_topology_desc(
         platform="tpu",

@@ -21,7 +21,7 @@ from pathlib import Path
 
 MODULE = "module"  # the file with the module, in the folder of the process
 _ANSWER, _SAID = "answer", "said"
-NO_DEVICES = 3  # the exit status where not even the devices can be described
+NO_DEVICES = 3  # exit status if the target devices cannot be described
 _BETWEEN_SECONDS = 0.2
 _FIRST_SECONDS = 0.01
 _BETWEEN_PRINTS = 0.005
@@ -48,7 +48,7 @@ class CompilerProcess:
                 stdin=subprocess.PIPE,
                 stdout=answer,
                 stderr=said,
-                start_new_session=True,  # Ctrl-C is for this process alone
+                start_new_session=True,  # Ctrl-C must reach only the parent process
             )
 
     def wait_for_result(self, on_wait: Callable[[], object] = lambda: None) -> tuple[int, str, str]:
@@ -78,11 +78,11 @@ def answer_and_exit() -> Generator[Callable[[str], object]]:
     """Yield the function that sends the answer. The process ends with the block or with its parent."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with os.fdopen(os.dup(1), "w") as answer:
-        os.dup2(2, 1)  # what plugins print is no answer
+        os.dup2(2, 1)  # redirect prints of plugins away from the answer
         once = threading.Lock()
 
         def send_answer(text: str) -> None:
-            once.acquire()  # there is one answer: who comes second waits until the first has ended the process
+            once.acquire()  # only the first caller sends an answer; the second one blocks until the process ends
             answer.write(text)
             answer.flush()
 
@@ -96,7 +96,7 @@ def answer_and_exit() -> Generator[Callable[[str], object]]:
         except Exception:
             traceback.print_exc()
         sys.stderr.flush()
-    os._exit(status)  # without an end of Python's, in which plugins may hang or crash
+    os._exit(status)  # skip Python's shutdown, in which plugins may hang or crash
 
 
 def answer_from_dump(

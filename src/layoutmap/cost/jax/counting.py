@@ -183,7 +183,7 @@ class CauseFinder:
                 return ""
             value = todo.pop(0)
             for op in value.uses:
-                # Along axes of one element, as the gradient of a bias is.
+                # A sum over axes of size 1, as in the gradient of a bias.
                 is_sum_of_one = op.name == "reduce" and op.operands[0].size == op.results[0].size
                 if op.name == "return":
                     results = [

@@ -68,8 +68,8 @@ def _describe_value(value: object, within: tuple[object, ...] = ()) -> object:
         return _ABSENT if _ABSENT in inner else inner
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, types.FunctionType):  # two lambdas have one name
-        if value in within:  # it calls itself
+    if isinstance(value, types.FunctionType):  # lambdas share one name
+        if value in within:  # a recursive function
             return within.index(value)
         by_name = sorted((value.__kwdefaults__ or {}).items())
         held = (
@@ -84,5 +84,5 @@ def _describe_value(value: object, within: tuple[object, ...] = ()) -> object:
 def _read_cell(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing was assigned to the name yet
+    except ValueError:  # a closure variable without a value
         return _ABSENT

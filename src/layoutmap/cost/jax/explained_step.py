@@ -201,7 +201,7 @@ def explain_step(
     ideal = Counter[str]()
     _count_products(traced.jaxpr.jaxpr, 1, ideal)
     memory = compiled.memory_analysis()
-    if flops.keys() - ideal.keys():  # XLA has lost lines, so only the sums can be compared
+    if flops.keys() - ideal.keys():  # XLA dropped some source lines, so compare only the sums
         flops, ideal = Counter({"": flops.total()}), Counter({"": ideal.total()})
     products = [
         ExplainedProducts(line, flops[line], ideal[line] / mesh.size) for line in ideal if flops[line]

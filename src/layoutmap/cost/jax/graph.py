@@ -24,7 +24,7 @@ class Value:
     """Result of an operation, or argument of a block."""
 
     shape: tuple[int, ...]  # on one device
-    dtype: str  # such as "bfloat16"
+    dtype: str  # for example "bfloat16"
     maker: Op | None = None  # None: an argument of its block
     number: int = 0  # index among the results of its maker or the arguments of its block
     uses: list[Op] = field(default_factory=list["Op"])  # operations that read it

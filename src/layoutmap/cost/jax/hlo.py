@@ -88,7 +88,7 @@ def parse_computations(text: str) -> tuple[Mapping[str, list[Operation]], str]:
             bodies[name].append(Operation(*made.groups()))
             if line.lstrip().startswith("ROOT "):
                 roots[name] = bodies[name][-1]
-    for name, root in roots.items():  # a module with a schedule may have it anywhere
+    for name, root in roots.items():  # in a scheduled module, the root may be anywhere
         bodies[name].remove(root)
         bodies[name].append(root)
     return bodies, entry
@@ -117,14 +117,14 @@ def _count_in_computation(
         elif (kind := NAMES.get(op.removesuffix("-start"))) is not None:
             pairs = list_permute_pairs(rest) if "source_target_pairs=" in rest else [(0, 1)]
             if kind == "permute" and all(source == target for source, target in pairs):
-                continue  # XLA keeps permutes without pairs, which send nothing
+                continue  # permutes without pairs send nothing
             if chain := re.search(r'chain_id="\d+"', rest):
                 if chain[0] in chains:
                     continue
                 chains.add(chain[0])
             group = (
                 2 if kind == "permute" else len(find_first_group(rest, num_devices))
-            )  # pairs have no replica_groups
+            )  # permutes have pairs instead of replica_groups
             done = "reduce_scatter" if name.startswith("all-reduce-scatter") else kind
             for tensor_bytes in _list_tensor_sizes(kind, shape, group, op.endswith("-start")):
                 counts[CompiledCollective(done, group, tensor_bytes)] += times
@@ -142,13 +142,13 @@ def _list_tensor_sizes(kind: str, shape: str, group: int, starts: bool) -> list[
     shapes = SHAPE.findall(shape)
     sizes = [
         _count_bytes(*each) for each in shapes if not starts or each != ("u32", "")
-    ]  # what TPUs wait for
-    if starts and kind != "all_reduce" and len(sizes) > 1:  # what it is given, and what it returns
+    ]  # operations that TPUs wait for
+    if starts and kind != "all_reduce" and len(sizes) > 1:  # a started collective lists operands and results
         half = len(sizes) // 2
         sizes = [max(pair) for pair in zip(sizes[:half], sizes[half : 2 * half], strict=True)]
     elif kind == "reduce_scatter":
         sizes = [size * group for size in sizes]
-    return [sum(sizes)] if kind == "all_to_all" else sizes  # a tuple has a piece for each device
+    return [sum(sizes)] if kind == "all_to_all" else sizes  # the tuple has one piece per device
 
 
 def _count_bytes(dtype: str, sizes: str) -> int:
@@ -186,7 +186,7 @@ def _count_devices(text: str) -> int:
     return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head))
 
 
-_IOTA = r"\[([\d,]*)\](?:T\(([\d,]*)\))?"  # numbers from 0 on, in a shape, with its axes in another order
+_IOTA = r"\[([\d,]*)\](?:T\(([\d,]*)\))?"  # iota device list: numbers from 0, a shape, and a permutation of its axes
 
 
 def find_first_group(rest: str, num_devices: int) -> np.ndarray:

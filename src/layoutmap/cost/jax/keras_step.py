@@ -197,7 +197,7 @@ def _report_calls(tracer: Tracer, path: str, plain: Call, state: Sequence[object
 
     @functools.wraps(plain)
     def call(*args: object, **kwargs: object) -> object:
-        if not args and first in kwargs:  # as the decoders of Whisper are called
+        if not args and first in kwargs:  # for example, Whisper decoders are called with keywords
             args = (kwargs.pop(first),)
         function = _make_recomputing_call(plain, state) if tracer.should_recompute(path) else plain
         return tracer.call(path, function, args, kwargs)
@@ -226,7 +226,7 @@ def _make_recomputing_call(plain: Call, state: Sequence[object]) -> Call:
             changed[:] = [variable for variable, _ in pairs]
             after, losses = [scope.get_current_value(v) for v in changed], scope.losses[num_losses:]
             del scope.losses[num_losses:]
-            for pair in pairs:  # nothing that is traced in here may be left
+            for pair in pairs:  # leave no tracers behind
                 scope.add_update(pair)
             return found, after, losses
 

@@ -43,7 +43,7 @@ from layoutmap.engines.jax.corrections import lowered_without_devices
 from layoutmap.engines.jax.devices import make_partition_spec
 from layoutmap.engines.jax.programs import leave_program_context
 
-_KEPT = 2  # how many of equal blocks are always counted: the first and the last one
+_KEPT = 2  # always count the first and the last of equal blocks
 
 
 # Tracing all equal blocks is slow, so two and three are counted and the rest extrapolated (decisions/0156).
@@ -60,13 +60,11 @@ class LoweredStep:
         self._fuses = fuse_attention
         self._recomputes = _make_remat_check(step, remat)
         self._notes = (*step.notes, *([f"{_NOTE} (remat={remat!r})"] if remat else []))
-        # By the blocks left out, and by the layouts if the program depends on them.
+        # Key: skipped blocks, and layouts if the program depends on them.
         self._modules: dict[tuple[frozenset[str], Hashable], _LoweredModule] = {}
         self._needs_mesh = False  # whether the step's own code names mesh dims
-        self._made: dict[
-            tuple[bytes, int, str], CompiledStep
-        ] = {}  # by the hash of a module with its layouts
-        self._loose: set[int] = set()  # stacks whose blocks cannot be left out
+        self._made: dict[tuple[bytes, int, str], CompiledStep] = {}  # key: hash of a module with its layouts
+        self._loose: set[int] = set()  # stacks whose blocks cannot be skipped
 
     def count(
         self,
@@ -105,7 +103,9 @@ class LoweredStep:
         held = _find_peak_tensors(counts)
         if target:
             peaks = [counts.compiled_bytes]
-            sums = itertools.accumulate(each.num_bytes for each in held)  # they were estimated
+            sums = itertools.accumulate(
+                each.num_bytes for each in held
+            )  # replace the estimates by compiled peaks
             held = tuple(each for each, num in zip(held, sums, strict=True) if num <= counts.compiled_bytes)
         return StepCost(
             policy.mesh,
@@ -155,7 +155,9 @@ class LoweredStep:
         except _UnequalBlockError as error:
             self._loose.add(next(n for n, stack in enumerate(self._step.blocks) if error.path in stack))
             return self._count_blocks(layouts, policy, with_held, target, on_wait)
-        if self._find_equal_stacks(layouts, policy) != tied:  # the layers inside of blocks are known only now
+        if (
+            self._find_equal_stacks(layouts, policy) != tied
+        ):  # inner layers of blocks are known only after tracing
             return self._count_blocks(layouts, policy, with_held, target, on_wait)
         given = [shardy.serialize_module(self._place_module(each, layouts, policy)) for each in modules]
         texts = partition_modules(given, policy.mesh.size, on_wait)
@@ -445,7 +447,7 @@ def _explain_failures(step: TrainingStep, tracer: _Tracer) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        if tracer.unequal:  # Keras makes an exception of its own of that which was raised
+        if tracer.unequal:  # Keras replaces the exception, so raise the original
             raise _UnequalBlockError(tracer.unequal) from None
         if isinstance(error, LayoutMapError | _UnequalBlockError):
             raise
@@ -488,11 +490,9 @@ class _Tracer:
     outputs: dict[str, list[tuple[int, ...]]] = field(default_factory=dict[str, list[tuple[int, ...]]])
     unread: Mapping[Key, object] = field(default_factory=dict[Key, object])
     unequal: str = ""
-    policy: LayoutPolicy | None = (
-        None  # under explicit axes, where a layer's output has a layout when it is traced
-    )
+    policy: LayoutPolicy | None = None  # outputs under explicit axes have a layout during tracing
     _calls: dict[str, list[object]] = field(default_factory=dict[str, list[object]])
-    # Layers that return something else than they are given.
+    # Layers whose outputs differ in shape from their inputs.
     _changing: set[str] = field(default_factory=set[str])
     _is_inside: bool = False
 

@@ -32,9 +32,9 @@ READ = frozenset(
 )
 """Operations that take what is in memory."""
 
-_SMALL = 4096  # bytes of a table with a number for each device
+_SMALL = 4096  # limit in bytes for tables with one number per device
 
-_MULTIPLE = 8  # of elements that a tensor core multiplies at once, in types of two bytes
+_MULTIPLE = 8  # tensor cores multiply 16-bit elements in multiples of 8
 _PRODUCTS = frozenset(("dot_general", "convolution", "reduce", "scatter", "while", "custom_call"))
 """Operations that a gradient of a weight is made by."""
 
@@ -192,7 +192,7 @@ class BlockMemory:
             for value in new:
                 last.setdefault(id(value), number)
             for operand in _find_padded_operands(op):
-                if id(operand) not in copies:  # made for the first product, and held for that of the gradient
+                if id(operand) not in copies:  # created for the forward product and stored for the gradient
                     copies[id(operand)] = Value(operand.shape, operand.dtype, operand.maker, operand.number)
                     made[number] = [*made[number], copies[id(operand)]]
                 last[id(copies[id(operand)])] = number
@@ -245,7 +245,7 @@ class BlockMemory:
         if body.return_values[result.number] is body.arguments[result.number]:
             return self.find_buffers(operand)
         taken = self._reuse_storage(operand, result)
-        # One of the results has the place of what several begin with, such as zeros; the others have their own.
+        # If several results start from one operand, such as zeros, only the first reuses its memory.
         is_first = all(each is not operand for each in op.operands[: result.number])
         return taken if is_first and not any(id(root) in self._kept for root in taken) else (result,)
 
@@ -256,7 +256,7 @@ class BlockMemory:
 
     def _is_read(self, value: Value) -> bool:
         made = value.maker
-        # One number for all scores, which XLA shares between calls, is part of each kernel.
+        # A broadcast scalar is part of the kernel and needs no buffer.
         is_number = made is not None and made.name == "broadcast_in_dim" and made.operands[0].size == 1
         return any(
             (use.is_fused and not is_number) or use.name in READ or use.name in COLLECTIVE_NAMES
@@ -281,7 +281,7 @@ class BlockMemory:
         if op.name in ("gather", "dynamic_slice"):
             self.traffic += 2 * sum(value.num_bytes for value in new)
         else:
-            # A sum over many layers is in memory, rather than made of all its parts again wherever it is read.
+            # A sum over many layers is stored, because recomputing it from all parts at each use costs more.
             operands = {id(value): value for value in op.operands}.values()
             read = min(sum(value.num_bytes for value in values) for values in (sources, operands))
             self.traffic += read + sum(value.num_bytes for value in new)
@@ -292,7 +292,7 @@ def _find_padded_operands(op: Op) -> Sequence[Value]:
     if op.name != "dot_general" or op.operands[0].dtype not in ("bfloat16", "float16") or not op.flops:
         return ()
     left, right = op.operands
-    length = op.flops // (2 * op.results[0].size)  # of what is added up
+    length = op.flops // (2 * op.results[0].size)  # number of summed elements
     batch = left.size * right.size // (op.results[0].size * length**2)
     return [
         each for each in op.operands if any(n % _MULTIPLE for n in (length, each.size // (batch * length)))

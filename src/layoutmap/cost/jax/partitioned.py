@@ -113,9 +113,10 @@ class _Reader:
             numbers[each.name] = found
         kind, shape = each.op.removesuffix("-start"), each.shape
         if kind in NAMES and each.op != kind and kind != "all-reduce":
-            shape = _split_tuple(shape)[1]  # the first is what it is given
+            shape = _split_tuple(shape)[1]  # skip the operand, which comes first
         each = each._replace(op=kind, shape=shape)
-        if kind in NAMES and kind != "all-to-all" and shape.startswith("("):  # the compiler combines several
+        # Several collectives combined by the compiler.
+        if kind in NAMES and kind != "all-to-all" and shape.startswith("("):
             parts = zip(given, _split_tuple(shape), strict=True)
             return [
                 self._add_operation(each._replace(shape=part), [one], known, _choose_place(one, place), ops)
@@ -249,7 +250,7 @@ def _count_library_flops(made: Op, each: Operation) -> int:
         return 2 * made.results[0].size * length
     if not target.startswith("__cudnn$conv"):
         return 0
-    # Of gradients, too, the labels are those of the convolution itself.
+    # Gradients use the labels of the forward convolution.
     given, result = made.operands, made.results[0]
     if target.endswith("BackwardInput"):
         return _count_convolution_flops(given[0], given[1], each)
@@ -277,7 +278,7 @@ def _read_attribute(each: Operation, pattern: str) -> str:
 
 def _count_trips(made: Op) -> int:
     """Return how often a loop runs if its condition compares a counter with a constant, or else 1."""
-    block = made.blocks[-2]  # the condition; the body is the last
+    block = made.blocks[-2]  # the condition is before the body, which is last
     root = block.return_values[0].maker
     if root is None or root.name != "compare":
         return 1
@@ -304,7 +305,7 @@ def _make_values(shape: str) -> Any:
         found = SHAPE.search(shape)
         return (
             Value(_parse_shape(shape), convert_dtype_name(found[1])) if found else Value((0,), "bool")
-        )  # a token
+        )  # tokens have no size
     return [_make_values(each) for each in _split_tuple(shape)]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from layoutmap.cost.jax.compiler_process import MODULE, answer_and_exit, answer_from_dump
 
-_MOST_SECONDS = 10  # from the end of compiling to the print, which was before it
+_MOST_SECONDS = 10  # time to wait for the dump after compilation
 _MOST_DEVICES = 2048
 _PRINTS = ("dump_to=.", "dump_hlo_pass_re=spmd-partitioning", "dump_hlo_as_text", "dump_large_constants")
 ENVIRONMENT = {"XLA_FLAGS": " ".join(f"--xla_{each}" for each in _PRINTS), "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -24,7 +24,7 @@ ENVIRONMENT = {"XLA_FLAGS": " ".join(f"--xla_{each}" for each in _PRINTS), "TF_C
 def main(num_devices: str) -> None:
     """Partition the module in this folder, answer with the result, and end this process."""
     with answer_and_exit() as answer:
-        # For one device there is nothing to partition.
+        # With one device, XLA does not partition.
         wanted = "after_spmd-partitioning" if int(num_devices) > 1 else "before_optimizations.txt"
 
         answer_from_dump(answer, wanted, _read_complete_file)
@@ -42,7 +42,7 @@ def _compile_module(module: bytes, num_devices: int) -> None:
     import numpy as np
     from jaxlib import xla_client
 
-    # The client knows the first 2,048 devices as its own, and nothing runs: those of larger meshes stand for several.
+    # The client supports 2,048 devices. Nothing runs, so one device may represent several of a larger mesh.
     client = xla_client.make_cpu_client(num_devices=min(num_devices, _MOST_DEVICES))
     options = xla_client.CompileOptions()
     options.num_partitions = num_devices

@@ -45,7 +45,7 @@ class Target:
     packages: tuple[str, ...] = ()  # packages of the extra
     modules: tuple[str, ...] = ()  # any of these shows that the extra is installed
     config: str = ""  # XLA's description of a GPU, as protobuf text
-    chip: str = ""  # of a TPU, such as "v5p"
+    chip: str = ""  # TPU chip, such as "v5p"
 
     def choose_sides(self, num_devices: int) -> list[int]:
         """Return the sides of a slice of TPUs, as close to a cube or a square as possible.

@@ -87,7 +87,7 @@ def _descend(point: Point, sizes: Sequence[int], asked: ScoreCache, chance: rand
     for n in itertools.cycle(coordinates):
         choices = sorted(
             range(sizes[n]), key=lambda c: c != point[n]
-        )  # the current one first, so that ties keep it
+        )  # the current choice first, so that ties keep it
         best = min(((*point[:n], choice, *point[n + 1 :]) for choice in choices), key=asked)
         unchanged = unchanged + 1 if best == point else 0
         point = best

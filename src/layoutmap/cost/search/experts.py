@@ -115,7 +115,7 @@ def _choose_alternating_axes(
         g for g in large if g.rank == 2 and g.find_axes("in") and g.find_axes("out") and g.head_size is None
     ]
     if model.blocks and all(group.parity is None for group in plain):
-        return  # what follows what is in the blocks, and the roles of their layers say it
+        return  # layer roles already determine consecutive kernels inside blocks
     every = sorted((places[path], path) for group in plain for path in group.paths)
     number_of = {path: number for number, (_, path) in enumerate(every)}
     for group in plain:
@@ -126,7 +126,7 @@ def _make_preset_map(name: str, model: Model, grid: Grid, preset: str, data: boo
     try:
         made = _read_preset(preset, grid, data=data)
         yield make_expert_map(name, model, grid, made)
-    except LayoutMapError:  # a rule of it does not fit the mesh
+    except LayoutMapError:  # a rule of the preset does not fit the mesh
         return
 
 

@@ -38,7 +38,7 @@ class FigureCache:
 
     def _read(self) -> dict[str, dict[str, Any]]:
         try:
-            if not os.path.isfile(self._path):  # to open a pipe would wait for who writes it
+            if not os.path.isfile(self._path):  # opening a named pipe would block
                 raise ValueError("no regular file")
             with open(self._path, encoding="utf-8") as file:
                 found = json.load(file)

@@ -12,9 +12,9 @@ from layoutmap.core.text_table import format_bytes
 from layoutmap.cost.search.loop import Candidate, Figures, Outcome, choose_candidate, is_better
 from layoutmap.cost.verified import TooLargeError, Verified
 
-_OTHERS = 2  # of the maps that were found, beside the best
-_ERROR = 0.05  # of the time, by which a count may be wrong where others were exact
-_SMALL = 1e-3  # seconds: shorter steps are compiled, since XLA changes small collectives most
+_OTHERS = 2  # number of other found maps to compile
+_ERROR = 0.05  # relative error of counted times
+_SMALL = 1e-3  # compile steps shorter than this (in seconds), because XLA changes small collectives most
 
 
 def choose_compiled(outcome: Outcome, compiled: Callable[[Candidate], Figures]) -> Outcome:
@@ -29,7 +29,7 @@ def choose_compiled(outcome: Outcome, compiled: Callable[[Candidate], Figures]) 
     is_complete = outcome.is_complete
     try:
         for each in (outcome.best, *outcome.others[:_OTHERS], *outcome.experts):
-            # One that is slower than the best even if its count is wrong by twice as much as others were is left out.
+            # Skip maps that are slower than the best even with twice the usual counting error.
             if each.figures is None or each.cost in made or each.figures.seconds * (1 - 2 * error) > fastest:
                 continue
             try:

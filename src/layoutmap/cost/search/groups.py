@@ -11,9 +11,7 @@ from functools import cached_property
 from layoutmap.core.paths import split_at_numbers
 from layoutmap.core.variables import Kind, VariableSpec
 
-_SMALL = (
-    0.001  # of all bytes: what such a group takes decides nothing, and its rule would be one more to read
-)
+_SMALL = 0.001  # share of all bytes below which a group is not searched
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class VariableGroup:
         if not (self.find_axes("in") and self.find_axes("out")):
             return (self.shape, self.roles)
         inside, outside = (math.prod(self.shape[a] for a in self.find_axes(role)) for role in ("in", "out"))
-        if self.rank > 2:  # heads have an axis of their own, which tells on which side they are
+        if self.rank > 2:  # a separate heads axis shows on which side the heads are
             return (self.roles,)
         how = (inside > outside) - (inside < outside) or (self.layer[-1], self.parity)
         return (self.roles, self.head_size is None, how)

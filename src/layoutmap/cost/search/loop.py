@@ -14,11 +14,11 @@ from layoutmap.cost.search.experts import ExpertMap
 from layoutmap.cost.search.space import Model, Space
 from layoutmap.rules.rule_set import RuleSet
 
-_MESHES = 3  # that a descent is worth
+_MESHES = 3  # number of meshes to search by descent
 TIE = 0.01
 """Of the time: what no estimate tells apart, and no rules are worth that only groups that are alike need."""
 
-_FAR = 2  # times the memory there is: where the nearest expert's map needs that, no layout makes it fit
+_FAR = 2  # if the best expert map needs this multiple of the memory, no layout fits
 _FOUND = "found"
 _OTHERS = 4
 
@@ -78,7 +78,7 @@ class Outcome:
     """Outcome of a search."""
 
     best: Candidate
-    experts: tuple[Candidate, ...]  # the best first
+    experts: tuple[Candidate, ...]  # best first
     num_tried: int
     is_complete: bool  # False after an interrupt
     others: tuple[Candidate, ...] = ()  # next best that fit, in case the compiler needs more memory
@@ -92,7 +92,7 @@ class _Search:
         self._evaluate, self._limit, self._most, self._on_tried = evaluate, limit, most, on_tried
         self._recomputes = recomputes
         self._known: dict[str, Candidate] = {}
-        self._num_alike: int | None = None  # the maps after that give groups that are alike different layouts
+        self._num_alike: int | None = None  # number of maps tried before similar groups get different layouts
         self._fastest: Candidate | None = None
         self.experts: list[Candidate] = []
 
@@ -162,7 +162,8 @@ class _Search:
         for number, grid in enumerate(meshes):
             mine = [experts[n] for n in order if experts[n].grid == grid]
             space = Space(model, grid, also=[(e.layouts, e.blocks) for e in mine])
-            most = self.num_left if number == len(meshes) - 1 else self.num_left // 2  # the most for the best
+            # The best mesh gets the largest budget.
+            most = self.num_left if number == len(meshes) - 1 else self.num_left // 2
             if most < 1:
                 break
             starts = [space.find_point(e.layouts, e.blocks) for e in mine]
@@ -260,7 +261,7 @@ def search_maps(
         best, without = again.choose_best(), best
     if best is None or best.missing_bytes:
         raise _make_no_fit_error(best, limit, num_tried)
-    rows: dict[object, Candidate] = {}  # of each expert's map the better of both ways
+    rows: dict[object, Candidate] = {}  # better of both variants of each expert map
     for tried in sorted((t for run in runs for t in run.experts), key=lambda tried: tried.score):
         rows.setdefault((tried.name, tried.layout_map.mesh), tried)
     every = (t for run in runs for t in reversed(run.candidates))

@@ -53,9 +53,7 @@ def use_mesh(mesh: AnyMesh) -> AbstractContextManager[object]:
 def differs_from_ambient_mesh(mesh: AnyMesh) -> bool:
     """Return whether `jax.set_mesh` has set a mesh that JAX takes for another one."""
     ambient = jax.sharding.get_abstract_mesh()
-    if (
-        AxisType.Manual in ambient.axis_types
-    ):  # inside of `jax.shard_map`, where each device has its own arrays
+    if AxisType.Manual in ambient.axis_types:  # inside `jax.shard_map`, where arrays are local
         return False
     return not ambient.empty and (ambient.shape, ambient.axis_types) != (mesh.shape, mesh.axis_types)
 

@@ -97,7 +97,7 @@ def constrain(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if AxisType.Explicit not in types.values():
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, sharding.spec))
-    # JAX moves arrays over explicit dims and over auto dims by two operations.
+    # JAX needs different operations for explicit and auto dims.
     array = jax.sharding.reshard(array, _keep_dims(sharding.spec, types, AxisType.Explicit))
     if AxisType.Auto in types.values():
         spec = _keep_dims(sharding.spec, types, AxisType.Auto)

@@ -96,7 +96,7 @@ class _Lowering:
 
     def __init__(self, primitive: Primitive, form: Form):
         self._primitive, self._form = primitive, form
-        # Tables, each with JAX's rule and ours, noted before it is put.
+        # Table, primitive, and JAX's own rule, recorded before the rule is replaced.
         self._found: list[tuple[dict[Primitive, Any], object, object]] = []
 
     def install(self) -> None:
@@ -200,8 +200,8 @@ def _lower_gathered(context: Any, value: Any, *, axes: Collection[int]) -> Seque
         sharding = NamedSharding(AbstractMesh((1,), ("none",)), PartitionSpec(*specs))
         constrain = functools.partial(lax.with_sharding_constraint, shardings=sharding)
         return mlir.lower_fun(constrain, multiple_results=False)(context, value)
-    # On no mesh: Shardy would gather all axes for a constraint on another mesh than the module's, of which a rule for
-    # lowering knows nothing.
+    # Constrain without a mesh. A lowering rule does not know the module's mesh, and Shardy would gather all
+    # axes for a constraint on another mesh.
     dims = [_sdy.DimensionShardingAttr.get([], is_closed=axis in axes) for axis in range(aval.ndim)]
     return [_sdy.ShardingConstraintOp(value, _sdy.TensorShardingAttr.get(_sdy.MeshAttr.get([]), dims)).result]
 
@@ -245,11 +245,11 @@ def _scatter(
         axis for axis in range(updates.ndim) if axis not in params["dimension_numbers"].update_window_dims
     ]
     uneven = {axis for axis in rows if not _is_even(updates.shape[axis])}
-    # XLA takes the only index of an axis for 0, also where a shard has no element of it.
-    # Adding 0 changes nothing; for other operators the number that changes nothing depends on the element type.
+    # For an axis of size 1, XLA assumes index 0 even in shards without that element.
+    # Masked updates must be neutral: 0 for additions, and a dtype-dependent value for other operators.
     masked = {axis for axis in uneven if updates.shape[axis] > 1 and primitive is lax.scatter_add_p}
     for axis in masked:
-        # Behind a barrier: XLA would find, before it partitions a program, that all elements are elements.
+        # The barrier keeps XLA from folding the comparison before it partitions the program.
         end = lax.optimization_barrier(np.int32(updates.shape[axis]))
         is_element = lax.broadcasted_iota(np.int32, updates.shape, axis) < end
         updates = lax.select(is_element, updates, jnp.zeros_like(updates))
@@ -314,7 +314,7 @@ def _convolve(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     if by_batch and math.prod(places) > _MOST_PRODUCTS:
         return lax.conv_general_dilated_p.bind(_replicated(lhs), _replicated(rhs), **params)
     is_product = groups > 1 and math.prod(map(min, windows, places)) == 1
-    # On a mesh of one dim, too: behind a reshape Shardy shards axes over parts of it, as if they were dims.
+    # Also needed on a mesh with one dim, because Shardy splits a dim after a reshape.
     lhs, rhs = _gather_axes(lhs, lhs_spec[2:]), _gather_axes(rhs, rhs_spec[2:])
     if by_batch and math.prod(places):
         return _sum_products(places, lhs, rhs, **params)
@@ -324,7 +324,7 @@ def _convolve(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     )
     if is_product:
         return _compute_as_product(places, lhs, rhs, **params)
-    if groups > 1:  # XLA takes the order of the result's axes for its inverse
+    if groups > 1:  # XLA confuses the order of the result's axes with its inverse
         numbers = lax.ConvDimensionNumbers(lhs_spec, rhs_spec, lhs_spec)
     result = lax.conv_general_dilated_p.bind(lhs, rhs, **{**params, "dimension_numbers": numbers})
     result = _gather_axes(_shard_between_groups(result, numbers.out_spec[1], groups), numbers.out_spec[2:])
@@ -364,12 +364,12 @@ def _sum_products(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, **param
         first = [n * stride for n, stride in zip(place, strides, strict=True)]
         last = [start + length for start, length in zip(first, lengths, strict=True)]
         window = lax.slice(lhs, (0, 0, 0, *first), (*lhs.shape[:3], *last), (1, 1, 1, *dilation))
-        if lhs.shape[1] == rhs.shape[1] == 1:  # depthwise: there are no matrices to multiply
+        if lhs.shape[1] == rhs.shape[1] == 1:  # depthwise convolution, which multiplies no matrices
             products = window.astype(sums) * rhs.astype(sums)
             parts.append(products.sum(tuple(range(2, products.ndim)))[:, :, None])
         else:
             parts.append(_contract("gbf...,gof...->gbo", window, rhs, sums, **params))
-    result = jnp.moveaxis(jnp.stack(parts, -1), 0, 1)  # batch, groups, features, places
+    result = jnp.moveaxis(jnp.stack(parts, -1), 0, 1)  # axes: batch, groups, features, positions
     return _restore_axes(
         result.reshape(result.shape[0], -1, *places).astype(dtype), params["dimension_numbers"]
     )

@@ -89,7 +89,7 @@ def _make_native_mesh(mesh: Mesh, axis_types: tuple[AxisType, ...]) -> jax.shard
 
 def make_named_sharding(layout: Layout) -> NamedSharding:
     """Return the `NamedSharding` of a layout, with one entry per axis."""
-    # Meshes that differ in axis types alone are equal, so the types are part of the key.
+    # Meshes with different axis types are equal, so include the types in the cache key.
     return _make_named_sharding(layout, read_axis_types(layout.mesh))
 
 

@@ -101,7 +101,7 @@ class JaxEngine:
         """Return the layout of any array, or a description of its placement without one."""
         return self._layouts.describe_placement(array, meshes)
 
-    # -- making arrays
+    # -- creating arrays
 
     def create(
         self,
@@ -165,7 +165,9 @@ class JaxEngine:
 
         def run(new: Sequence[jax.Array]) -> list[jax.Array]:
             return [
-                array if layout is None else self.relayout(array, layout)  # notes the mesh, and moves nothing
+                array
+                if layout is None
+                else self.relayout(array, layout)  # records the mesh without moving data
                 for array, layout in zip(move(new), layouts, strict=True)
             ]
 
@@ -213,7 +215,7 @@ class JaxEngine:
         )
         if movable:
             moved = wait_on_cpu(jax.device_put(array, sharding))
-        elif jnp.issubdtype(array.dtype, jax.dtypes.prng_key):  # numpy has no such type
+        elif jnp.issubdtype(array.dtype, jax.dtypes.prng_key):  # numpy has no PRNG keys
             specs = [*layout.sharding_specs, None]
             data = self.relayout(np.asarray(jax.random.key_data(array)), Layout(specs, layout.mesh))
             wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(array))
@@ -249,7 +251,7 @@ class JaxEngine:
             or isinstance(array, (PaddedArray, jax.core.Tracer))
         ):
             return np.asarray(array)
-        # Not np.asarray: JAX keeps a gathered array with the array, on the host.
+        # Not np.asarray, because JAX caches the gathered host copy in the array.
         gathered_values = np.empty(array.shape, array.dtype)
         for index, values in iterate_shards(array):
             gathered_values[index] = values
@@ -293,7 +295,7 @@ class JaxEngine:
             made = wait_on_cpu(jax.device_put(made, sharding))
         return self._layouts.record_layout(made, layout)
 
-    # -- parts
+    # -- helpers
 
     def _check_assignment(self, assignment: Assignment) -> NamedSharding:
         """Return the sharding of an assignment after all checks that need no array."""
@@ -339,7 +341,7 @@ def engine() -> JaxEngine:
     return JaxEngine()
 
 
-# XLA rounds otherwise where it fuses operations with padding, so another program pads (decisions/0230).
+# Fusing padding changes the rounding, so a separate program pads (decisions/0230).
 def _make_even_layout(layout: Layout, shape: Shape) -> Layout:
     """Return an even layout, with the dims of uneven axes on other axes where these divide."""
     even = fit_layout(layout, shape, "replicate")

@@ -102,7 +102,7 @@ def keep_apart(module: _ir.Module, name: str) -> None:
         products = _list_products(module)
         apart: set[tuple[int, int]] = set()
         replicated: set[tuple[int, int]] = set()
-        while True:  # changing the layouts of one product can change those of others
+        while True:  # repeat, because changing one product's layouts can change others
             layouts, found = _propagate_layouts(module)
             if not found:
                 break
@@ -113,7 +113,7 @@ def keep_apart(module: _ir.Module, name: str) -> None:
                 result = products[number].results[0]
                 if value != _RESULT:
                     _gather(module, products[number], value)
-                elif (number, value) in apart:  # what follows from its operands can be wrong, too
+                elif (number, value) in apart:  # propagated layouts after it may be wrong, too
                     _replicate(module, result)
                     replicated.add((number, value))
                 else:
@@ -243,7 +243,7 @@ def _propagate_layouts(module: _ir.Module) -> tuple[dict[int, Sequence[_Sharding
     found: set[tuple[int, int]] = set()
     for op in _list_products(copy):
         number = op.attributes[_NUMBER].value
-        # Inside of `shard_map` each device computes for itself: a constraint there is an error.
+        # Inside `shard_map`, sharding constraints are errors.
         layouts[number] = () if _is_in_shard_map(op) else tuple(map(_find_layout, _values(op)))
         to_change = _KINDS.get(op.name, _Product).from_operation(op, meshes).find_value_to_change()
         if to_change is not None:
@@ -285,7 +285,7 @@ def _read_meshes(module: _ir.Module | _ir.Operation) -> dict[str, dict[str, int]
     }
 
 
-# -- a product
+# -- matrix products
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,7 +474,7 @@ def _label_convolution(op: Any) -> tuple[list[Hashable], list[Hashable], list[Ha
     groups = any(op.attributes[name].value > 1 for name in ("feature_group_count", "batch_group_count"))
     lhs[numbers.input_batch_dimension] = result[numbers.output_batch_dimension]
     rhs[numbers.kernel_output_feature_dimension] = result[numbers.output_feature_dimension]
-    if groups:  # which are all that is sharded of features
+    if groups:  # only groups are sharded along the feature axis
         lhs[numbers.input_feature_dimension] = result[numbers.output_feature_dimension]
     else:
         lhs[numbers.input_feature_dimension] = rhs[numbers.kernel_input_feature_dimension]

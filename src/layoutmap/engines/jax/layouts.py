@@ -38,7 +38,9 @@ class ArrayLayouts:
     def __init__(self) -> None:
         self._mesh_of_native: weakref.WeakKeyDictionary[jax.sharding.Mesh, Mesh] = weakref.WeakKeyDictionary()
         self._read_of_native: weakref.WeakKeyDictionary[jax.sharding.Mesh, Mesh] = weakref.WeakKeyDictionary()
-        self._mesh_of_array: dict[int, tuple[weakref.ref[Any], Mesh]] = {}  # by id: JAX's arrays have no hash
+        self._mesh_of_array: dict[
+            int, tuple[weakref.ref[Any], Mesh]
+        ] = {}  # by id, because JAX arrays are not hashable
 
     def make_sharding(self, layout: Layout) -> NamedSharding:
         """Return the sharding of a layout, with one entry per axis, and remember its mesh for later lookups."""
@@ -159,7 +161,7 @@ def _match_sharding(array: Any, sharding: object, meshes: Sequence[Mesh]) -> Lay
     for mesh in meshes:
         if mesh.size != len(by_name):
             continue
-        names = bind_mesh(mesh).devices or ()  # the mesh of a map has no devices until it is bound
+        names = bind_mesh(mesh).devices or ()  # a map's mesh has no devices until it is bound
         if {*names} != {*by_name}:
             continue
         devices = np.array([by_name[name] for name in names]).reshape(mesh.shape)

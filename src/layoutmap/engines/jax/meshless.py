@@ -42,9 +42,7 @@ class _Remover:
     def convert_jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
         """Return a program without its mesh."""
         eqns = [new for eqn in jaxpr.eqns if (new := self._convert_eqn(eqn)) is not None]
-        outvars: Any = list(
-            map(self._convert_var, jaxpr.outvars)
-        )  # with literals, which JAX's types leave out
+        outvars: Any = list(map(self._convert_var, jaxpr.outvars))  # JAX's type omits literals
         return jaxpr.replace(
             constvars=list(map(self._convert_var, jaxpr.constvars)),
             invars=list(map(self._convert_var, jaxpr.invars)),

@@ -66,7 +66,7 @@ def make_mover(moves: Sequence[Move], arrays: Arrays, likes: Arrays) -> Callable
         with leave_program_context():
             new = [_to_device_memory(wait_on_cpu(array)) for array in new]
             done = dict(zip(computed, conversions(new), strict=True))
-            # JAX replicates the results of programs that have no elements.
+            # JAX replicates empty results, so create them directly.
             done |= {k: target.make_zeros() for k, target in enumerate(targets) if 0 in target.shape}
             for numbers, program in programs:
                 given = [done[k] if k in done else new[moves[k].sources[0]] for k in numbers]
@@ -100,7 +100,7 @@ class _Target:
         """Return the array on the mesh and in the memory of the target."""
         if self.committed and array.sharding != self.sharding:
             array = _make_array(self.shape, self.sharding, _list_shards(array), array.dtype)
-        elif array.committed and not self.committed:  # JAX lets go of a device only by way of the host
+        elif array.committed and not self.committed:  # JAX can uncommit an array only through host memory
             array = jnp.asarray(np.asarray(array))
         if not self.memory:
             return array
@@ -151,7 +151,7 @@ class _Conversions:
         return [wait_on_cpu(array) for array in made]
 
     def _compute(self, arrays: Arrays) -> list[jax.Array]:
-        # A copy, since the trainer's next step may donate its array.
+        # Copy, because the trainer's next step may donate its array.
         return [
             jnp.copy(
                 arrays[move.sources[0]] if move.conversion is None else self._convert(move, arrays)
@@ -431,7 +431,7 @@ def _group_equal(transfers: Sequence[_Transfer]) -> list[list[int]]:
     return groups
 
 
-# XLA for CPUs sends and copies floats of 16 bits as floats of 32 bits, but not integers.
+# XLA for CPUs widens 16-bit floats to 32 bits in collectives, so send them as integers.
 def _to_bits(array: jax.Array) -> jax.Array:
     """Return narrow floats as integers with their bits, and other arrays unchanged."""
     dtype = _choose_bits_dtype(array.dtype)

@@ -56,7 +56,7 @@ class PaddedArray:
     committed = True
     is_padded = True
     _committed = (
-        False  # so that jnp.zeros_like makes no array of this shape in this sharding, which JAX refuses
+        False  # uncommitted, so that jnp.zeros_like does not reuse the uneven sharding, which JAX refuses
     )
     weak_type = False
     sharding = property(operator.attrgetter("array.sharding"))
@@ -97,7 +97,7 @@ class PaddedArray:
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> NumpyArray:
         values = np.empty(self.shape, self.dtype)
-        # Not np.asarray of the array: JAX keeps a gathered array with the array, on the host.
+        # Not np.asarray, because JAX caches the gathered host copy in the array.
         for shard in self.array.addressable_shards:
             index, block = self.clip_shard(shard)
             values[index] = block

@@ -37,11 +37,12 @@ def gather_values(values: NumpyArray, devices: Sequence[Device]) -> NumpyArray:
     if number == 1:
         return values[None]
     try:
-        row = np.ascontiguousarray(values).view(np.uint8).reshape(1, -1)  # as bytes: JAX knows no 64 bits
+        # As bytes, because JAX disables 64-bit types by default.
+        row = np.ascontiguousarray(values).view(np.uint8).reshape(1, -1)
         rows = jax.make_array_from_callback((number, row.size), sharding, lambda _: row)
         replicated = jax.device_put(rows, NamedSharding(sharding.mesh, PartitionSpec()))
         received = np.asarray(replicated.addressable_data(0))
-    except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError: a program that was not begun
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError if the program could not start
         raise _make_unreachable_error(error) from error
     return received.view(values.dtype).reshape(-1, *values.shape)
 
@@ -86,7 +87,7 @@ def share_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Devic
         for leaf, is_key in zip(leaves, keys, strict=True)
     ]
     text = repr((list(initializers), [(leaf.shape, str(leaf.dtype)) for leaf in plain]))
-    # Of the size of what `agreement` asks: processes that are about different things find out.
+    # Same size as messages of `agreement`, so that processes in different exchanges detect it.
     if len(set(gather_values(np.array([zlib.crc32(text.encode()), 0], np.uint32), devices)[:, 0])) > 1:
         raise make_difference_error("the processes create different variables")
     sent = np.concatenate(

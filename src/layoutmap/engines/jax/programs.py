@@ -153,7 +153,7 @@ class ShardedProgram:
     def __init__(self, closed: ClosedJaxpr, sharding: NamedSharding):
         self._closed = closed
         self._sharding = sharding
-        # The program names no shardings, so it is computed under auto axes, whatever the axes of the result are.
+        # The program contains no shardings, so compile it under auto axes even for explicit results.
         assert isinstance(sharding.mesh, jax.sharding.Mesh), "an array has devices"
         mesh = use_auto_axes(sharding.mesh)
         sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)

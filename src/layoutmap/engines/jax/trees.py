@@ -29,7 +29,7 @@ def map_by_path(tree: object, made: Callable[[str, Any], object]) -> Any:
 
     def map_leaf(keys: Any, leaf: object) -> object:
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
-        # The array in a variable of nnx or in a box of linen has the path of that.
+        # An array in an nnx Variable or linen box has the path of its container.
         return jax.tree.map(
             lambda each: made(path, each) if hasattr(each, "shape") and hasattr(each, "dtype") else None, leaf
         )

@@ -45,8 +45,8 @@ default_mesh_lock = threading.RLock()
 """Held while DTensor's default mesh is set, which it does for itself, too, where it makes a variable or a relayout."""
 
 _lock = threading.Lock()
-# Two meshes of ours, an abstract one and the same one bound, are one of DTensor's, which makes it anew for each layout.
-# Tensors are on the first that was used, but for those that were made in a layout on another one.
+# An abstract and a bound mesh map to one DTensor mesh, which DTensor recreates for each layout. Tensors use
+# the first mesh unless they were created in a layout on the other one.
 _mesh_of_native: OrderedDict[str, Mesh] = OrderedDict()
 _MADE_IN = "_layoutmap_layout"
 
@@ -197,7 +197,7 @@ def to_numpy(array: Array) -> NumpyArray:
     layout = get_layout(tensor)
     if layout is None:
         return tensor.numpy()
-    if layout.is_fully_replicated():  # as what each step logs
+    if layout.is_fully_replicated():  # such as logs of a step
         return dtensor.unpack(tensor)[0].numpy()
     if dtensor.num_clients() > 1:
         tensor = _replicate(tensor, layout)

@@ -136,7 +136,7 @@ def to_mesh(native: NativeMesh) -> Mesh:
     """Return the mesh for a mesh of DTensor, with short device names."""
     mesh = Mesh.from_string(native.to_string())
     names = mesh.devices or ()
-    if any(not name for name in names):  # TensorFlow does not know the names of other processes' devices
+    if any(not name for name in names):  # TensorFlow lacks the names of other processes' devices
         return mesh.with_devices(
             list_device_names(mesh.device_type)[: mesh.size], local_device_ids=mesh.local_device_ids
         )

@@ -65,8 +65,8 @@ with Needed("tensorflow"):
     from tensorflow.python.autograph.core import config as autograph_config
     from tensorflow.python.autograph.core.config import DoNotConvert
 
-# Autograph cannot convert all of Python, and would show frames of this library in errors. The rule stays for the
-# whole process, since it concerns functions of this library alone.
+# Autograph fails on some Python syntax and would show frames of this library. The rule stays for the
+# whole process, because it only covers functions of this library.
 autograph_config.CONVERSION_RULES = (DoNotConvert("layoutmap"), *autograph_config.CONVERSION_RULES)
 
 dtensor = tf.experimental.dtensor
@@ -159,7 +159,7 @@ class TensorFlowEngine:
         Gradients pass through it. Inside a `tf.function` DTensor does it, where the sign of a zero may be lost.
         """
         if isinstance(array, self.array_types):
-            if array.shape.rank is not None:  # inside a tf.function it may be unknown
+            if array.shape.rank is not None:  # the rank may be unknown inside a tf.function
                 fit_layout(layout, tuple(array.shape))
             return move_tensor(array, layout)
         values = canonicalize(array)
@@ -169,7 +169,7 @@ class TensorFlowEngine:
 
     def variable(self, array: object, *, name: str = "", trainable: bool = True) -> DVariable:
         """Return a `DVariable` with the tensor as its value."""
-        with tf.init_scope():  # a name that ends in a slash is not put into the current name scope
+        with tf.init_scope():  # a trailing slash bypasses the current name scope
             return DVariable(array, name=f"{name or 'Variable'}/", trainable=trainable)
 
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
@@ -204,7 +204,7 @@ class TensorFlowEngine:
         check_one_result(function, len(results))
         return self.relayout(results[0], layout)
 
-    # -- parts
+    # -- helpers
 
     def _check_assignment(self, assignment: Assignment) -> tf.experimental.dtensor.Layout:
         """Return DTensor's layout of an assignment after all checks that need no tensor."""

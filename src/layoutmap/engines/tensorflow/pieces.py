@@ -24,9 +24,9 @@ import tensorflow as tf
 from layoutmap.core.blocks import Ends, Index, NumpyArray, compute_block_shape, get_slice_ends
 
 _PIECE_BYTES = 16 << 20
-_GROUP = 4  # the sources make numbers in groups of up to four, so a run starts at a multiple of four
+_GROUP = 4  # generators draw groups of up to four numbers, so runs start at multiples of four
 
-# For each source how many counts of its counter one element takes, for elements of up to 4 bytes and of 8.
+# Random op -> counter increments per element of up to 4 bytes and of 8 bytes.
 _COUNTS = {
     "StatelessRandomUniformV2": (1 / 4, 1 / 2),
     "StatelessRandomNormalV2": (1 / 4, 1 / 2),
@@ -34,7 +34,9 @@ _COUNTS = {
 }
 _SINGLE = "Abs AddV2 Cast Div DivNoNan Identity Maximum Minimum Mul Neg RealDiv Sqrt Square Sub"
 _ON_ELEMENTS = frozenset(_SINGLE.split())
-_SMALL = 1024  # elements of what is computed globally on the way to a run: seeds, counters, single numbers
+_SMALL = (
+    1024  # limit in elements for intermediate values that are computed in full, such as seeds and counters
+)
 Needs = tuple[str, list[tuple[tf.Tensor, bool]]]
 Known = dict[Hashable, tf.Tensor]
 
@@ -49,7 +51,7 @@ class PieceProgram:
 
         specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in _list_leaves(seed)]
         traced = tf.function(call_with_leaves, autograph=False).get_concrete_function(*specs)
-        self._graph = traced.graph  # which its operations do not keep alive
+        self._graph = traced.graph  # keep the graph alive, because operations do not
         self._inputs = [tensor.ref() for tensor in traced.inputs]
         self._num_seeds = len(specs)
         self.outputs: list[tf.Tensor] = tf.nest.flatten(traced.structured_outputs)
@@ -236,7 +238,7 @@ def _match_argument_names(op: tf.Operation) -> dict[str, str] | None:
         return None
     names = [each.name for each in (*op.op_def.input_arg, *attributes)]
     there = [name for name in inspect.signature(raw).parameters if name != "name"]
-    # A few have other names: the graph's `reduction_indices` is the raw operation's `axis`.
+    # Some names differ: `reduction_indices` in the graph is `axis` of the raw op.
     renamed = iter([name for name in there if name not in names])
     return {name: name if name in there else next(renamed) for name in names}
 

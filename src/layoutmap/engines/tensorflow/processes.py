@@ -44,7 +44,7 @@ def gather_values(values: NumpyArray) -> NumpyArray:
     if dtensor.num_clients() == 1:
         return values[None]
     mesh = _make_device_mesh()
-    own = np.frombuffer(values.tobytes(), np.uint8).astype(np.int64)  # which every device can move
+    own = np.frombuffer(values.tobytes(), np.uint8).astype(np.int64)  # int64, which every device can move
     rows = _gather_rows(mesh, own)[:: mesh.num_local_devices()]
     return np.frombuffer(rows.astype(np.uint8).tobytes(), values.dtype).reshape(-1, *values.shape)
 

@@ -143,6 +143,6 @@ FAULTS = (
     ),
 )
 
-# DTensor computes right with them; who has set them otherwise is refused by name, not overruled.
+# DTensor is correct with these values. If the user set others, raise instead of overriding them.
 for _fault in FAULTS:
     os.environ.setdefault(_fault.setting, "0")

@@ -74,7 +74,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
                 initial_value = initial_value()
                 if (
                     layout is not None and get_layout(initial_value) is not None
-                ):  # in run_on it is on the mesh
+                ):  # inside run_on the value is on the mesh
                     initial_value = move_tensor(initial_value, convert_layout(layout))
         if tf.is_symbolic_tensor(initial_value):
             raise EngineError(
@@ -127,7 +127,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
 
     @layout.setter
     def layout(self, native: object) -> None:
-        # TensorFlow's constructor sets its own form of the layout; ours says the same.
+        # TensorFlow's constructor sets its own layout object, which equals ours.
         pass
 
     def numpy(self) -> NumpyArray:
@@ -181,12 +181,12 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         """Return a value in the variable's layout."""
         if not tf.executing_eagerly():
             check_trace_at_end()
-            # DTensor would lay it out by itself, but fails where the variable is sharded and the value replicated.
+            # DTensor cannot assign a replicated value to a sharded variable, so relayout it first.
             if self._layout.is_fully_replicated():
                 return value
             value = tf.convert_to_tensor(value, dtype=self.dtype)
-            # By way of the layout in which it was read: DTensor would lay out what made the value in that of the
-            # variable, which the layer that reads it so cannot do.
+            # First relayout to the layout in which the layer read the variable. Otherwise DTensor propagates the
+            # variable's layout backward into the layer, which cannot compute in it.
             for layout in filter(None, (self.read_layout, self._layout)):
                 value = relayout_in_trace(value, layout)
             return value

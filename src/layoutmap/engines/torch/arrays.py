@@ -130,7 +130,7 @@ def mark(tensor: T, layout: Layout) -> T:
     return tensor
 
 
-# -- pieces
+# -- shards
 
 
 def from_blocks(
@@ -150,7 +150,7 @@ def from_blocks(
     pieces: dict[int, torch.Tensor] = {}
     for index, (first, *others) in find_distinct_shards(layout, shape, _find_local_places(ranks)).values():
         piece = pieces[ranks[first]] = read(index).to(device)
-        # An update in place is to happen once to each.
+        # Clone, because in-place updates must affect each rank once.
         pieces |= {ranks[other]: piece.clone() for other in others}
     with simulation.simulate_mesh(native), torch.no_grad():
         local = simulation.join_pieces(dict(sorted(pieces.items())), dtype)
@@ -193,7 +193,7 @@ def _get_numpy_memory(tensor: torch.Tensor) -> NumpyArray | None:
     """Return the memory of a local tensor, or None if numpy cannot reach it."""
     plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     if tensor.device.type != "cpu" or not plain or tensor.numel() <= 1:
-        return None  # the strides of one element may be anything
+        return None  # strides of one element are arbitrary
     dtype = to_numpy(tensor.new_empty(0)).dtype
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tensor.shape)
 
@@ -274,7 +274,7 @@ def gather_tensor(array: Any) -> torch.Tensor:
     if not simulation.is_simulated():
         return get_local(_redistribute_bits(array, [Replicate()] * array.device_mesh.ndim))
     pieces = list(_iterate_pieces(array))
-    if len(pieces) == 1:  # no second copy of all of it
+    if len(pieces) == 1:  # avoid a second copy of the full value
         return pieces[0][1].clone()
     made = torch.empty(array.shape, dtype=array.dtype, device=pieces[0][1].device)
     for index, piece in pieces:
@@ -282,28 +282,28 @@ def gather_tensor(array: Any) -> torch.Tensor:
     return made
 
 
-# -- between layouts
+# -- relayout
 
 
 def move_tensor(array: DTensor, layout: Layout, *, pad: bool = False) -> torch.Tensor:
     """Return a DTensor in another layout (see `fit_layout`). Gradients pass if the mesh stays the same."""
     native, placements = fit_layout(layout, tuple(array.shape), pad=pad)
     refuse_outdated("values of a tensor", array)
-    # Simulated ranks have collectives only on meshes that rank 0 is on.
+    # Simulated collectives need rank 0 in the mesh.
     if array.device_mesh == native and not (
         simulation.is_simulated() and 0 not in simulation.list_ranks(native)
     ):
         with simulation.simulate_mesh(native):
             moved = _redistribute_bits(array, placements)
-            # It may be the very tensor, on which another layout is noted.
+            # `moved` may be the same tensor with another recorded layout, so use a view.
             return mark(moved.view_as(moved) if moved is array else moved, layout)
     if get_layout(array) is None:
-        # Its placements have no layout, so its shards have no index.
+        # Its placements have no equivalent layout, so gather first.
         return shard_tensor(gather_tensor(array), layout, pad=pad)
     return _move_by_pieces(array, layout)
 
 
-# Element types that collectives do not know -> those of as many bits that they do.
+# Unsupported dtype in collectives -> dtype of the same width.
 _CARRIERS = {
     torch.bool: torch.uint8,
     torch.uint16: torch.int16,
@@ -337,7 +337,7 @@ def _move_by_pieces(array: DTensor, layout: Layout) -> DTensor:
         made[ends] = torch.empty([part.stop - part.start for part in index], dtype=dtype, device=device)
     for index, piece in _iterate_all_pieces(array):
         for ends, target in wanted.items():
-            both = intersect_blocks(index, target) if shape else ()  # a scalar is one block, without axes
+            both = intersect_blocks(index, target) if shape else ()  # a scalar has one block without axes
             if both is not None:
                 made[ends][make_relative_index(both, target)] = piece[make_relative_index(both, index)].to(
                     device
@@ -368,6 +368,6 @@ def _iterate_all_pieces(array: DTensor) -> Iterator[tuple[Index, torch.Tensor]]:
                 [part.stop - part.start for part in index], dtype=array.dtype, device=array.device
             )
         if piece.numel():
-            # As bytes: collectives do not know every element type.
+            # Send bytes, because collectives do not support every dtype.
             dist.broadcast(piece.view(-1).view(torch.uint8), src=owner)
         yield index, piece

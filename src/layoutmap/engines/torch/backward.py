@@ -39,7 +39,7 @@ else:
 
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call a function at the end of the running backward pass. Only a hook of that pass may use this."""
-    _ENGINE.queue_callback(function)  # of the pass: torch drops it where that fails
+    _ENGINE.queue_callback(function)  # torch drops the callback if the pass fails
 
 
 def get_backward_node() -> str:
@@ -50,7 +50,7 @@ def get_backward_node() -> str:
 
 def get_saving_hooks() -> Any:
     """Return the hooks that decide which tensors autograd saves: an object, a function, or None."""
-    hooks = _SAVING._top_saved_tensors_default_hooks(True)  # also while Dynamo traces
+    hooks = _SAVING._top_saved_tensors_default_hooks(True)  # True: also during Dynamo tracing
     return None if hooks is None else getattr(hooks[0], "__self__", hooks[0])
 
 

@@ -29,14 +29,14 @@ meshes: set[DeviceMesh] = set()
 _made: list[Patch] = []
 _ends = ExitStack()
 _kept: weakref.WeakSet[Any] = weakref.WeakSet()
-_lock = threading.RLock()  # the garbage collector may come inside
+_lock = threading.RLock()  # reentrant, because garbage collection may run while the lock is held
 
 
 def change(*patches: Patch) -> None:
     """Have patches installed until no tensor on a mesh is left."""
     with _lock:
         for patch in patches:
-            if patch not in _made:  # several scopes ask for it
+            if patch not in _made:  # already installed by another scope
                 _made.append(patch)
             patch.install()
         if _restore_if_unused not in gc.callbacks:
@@ -57,12 +57,12 @@ def keep_patches(what: object) -> None:
 def restore_torch() -> None:
     """Remove all patches of torch."""
     with _lock:
-        for patch in reversed(_made):  # one may be on top of another
+        for patch in reversed(_made):  # reverse order, because patches may stack
             patch.remove()
         _made.clear()
         meshes.clear()
         gc.callbacks.remove(_restore_if_unused)
-        _ends.close()  # at last: one that fails leaves the others no work
+        _ends.close()  # last, because a failure must not prevent the removals above
 
 
 def _restore_if_unused(phase: str, info: Mapping[str, int]) -> None:

@@ -47,9 +47,9 @@ _TYPES = {"CPU": "cpu", "GPU": "cuda"}
 _NAME = re.compile(r"[A-Z]+:\d+$", re.IGNORECASE)
 _lock = threading.RLock()
 _device_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
-_known: dict[tuple[Mesh, Any], DeviceMesh] = {}  # what was asked for before, in this process group
-# Two meshes of ours, an abstract one and the same one bound, are one of torch's. DTensors are on the first that was
-# used, but for those that note another one: see `arrays.mark`.
+_known: dict[tuple[Mesh, Any], DeviceMesh] = {}  # cache for this process group
+# An abstract and a bound mesh map to one DeviceMesh. DTensors use the first one unless they record
+# another (see `arrays.mark`).
 _mesh_of: weakref.WeakKeyDictionary[DeviceMesh, Mesh] = weakref.WeakKeyDictionary()
 
 
@@ -67,7 +67,7 @@ def _list_device_types() -> list[str]:
     """Return the device types that the process group supports, the default one first."""
     if simulation.is_simulated():
         return ["CPU", "GPU"] if torch.cuda.is_available() else ["CPU"]
-    if not dist.is_initialized():  # the launcher's, which torch's own defaults will make
+    if not dist.is_initialized():  # let torch create the process group from the launcher's variables
         return ["GPU", "CPU"] if torch.cuda.is_available() and dist.is_nccl_available() else ["CPU"]
     served = dist.get_backend_config()
     gpu = ["GPU"] if torch.cuda.is_available() and "cuda:" in served else []
@@ -102,9 +102,9 @@ def _rank(name: str) -> int:
 
 def get_device(mesh: DeviceMesh) -> torch.device:
     """Return the device on which this process stores its shards of tensors on a mesh."""
-    if mesh.device_type == "cpu":  # torch numbers GPUs, and the CPU not
+    if mesh.device_type == "cpu":  # torch numbers GPUs but not the CPU
         return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.cuda.current_device())  # DeviceMesh sets it
+    return torch.device(mesh.device_type, torch.cuda.current_device())  # the device that DeviceMesh selected
 
 
 def make_device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -115,11 +115,11 @@ def make_device_mesh(mesh: Mesh) -> DeviceMesh:
         EngineError: The devices do not come in an order that torch keeps.
     """
     simulation.start()
-    group = simulation.get_group()  # meshes of a group that has ended are of no use
+    group = simulation.get_group()  # discard meshes of an ended group
     known = _known.get((mesh, group))
     if known is None:
         known = _known[mesh, group] = _create_device_mesh(mesh)
-    if known not in meshes:  # or all is looked after
+    if known not in meshes:  # skip the sweep for known meshes
         prepare_mesh(known)
     _mesh_of.setdefault(known, mesh)
     return known
@@ -135,9 +135,11 @@ def forget_process_group(group: dist.ProcessGroup | None) -> None:
 
 def _forget(native: DeviceMesh) -> None:
     """End the process groups of simulated ranks that a mesh has, before their common one ends."""
-    is_here = simulation.get_rank() in simulation.list_ranks(native)  # else torch knows no groups of it
+    is_here = simulation.get_rank() in simulation.list_ranks(
+        native
+    )  # torch has no groups for a mesh without this rank
     for group in native.get_all_groups() if is_here else ():
-        if group is not simulation.get_group():  # torch ends that one by itself
+        if group is not simulation.get_group():  # torch destroys its own group
             dist.destroy_process_group(group)
     forget_process_group(simulation.get_group())
 
@@ -165,7 +167,7 @@ def check_device_order(mesh: Mesh) -> None:
         EngineError: It does.
     """
     if not all(map(_NAME.match, mesh.devices or ("",))):
-        return  # it gets the first devices, in their order; or it names devices of another framework
+        return  # default devices in default order, or devices of another framework
     ranks = np.array([_rank(name) for name in mesh.devices or ()]).reshape(mesh.shape)
     if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
         return
@@ -207,7 +209,7 @@ def make_placements(layout: Layout, native: DeviceMesh) -> tuple[Placement, ...]
     for axis, numbers in enumerate(axes):
         for number in numbers:
             placements[number] = Shard(axis)
-    if all(numbers == sorted(numbers) for numbers in axes):  # as torch takes them
+    if all(numbers == sorted(numbers) for numbers in axes):  # the order that torch uses
         return tuple(placements)
     order = tuple(
         ShardOrderEntry(tensor_dim=axis, mesh_dims=tuple(numbers))
@@ -245,7 +247,7 @@ def convert_placements(native: DeviceMesh, placements: Sequence[Placement], rank
     if mesh is None or any(placement.is_partial() for placement in placements):
         return None
     order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(placements), native)  # pyright: ignore[reportPrivateUsage]
-    if order is None:  # no order of the dims shards so
+    if order is None:  # no order of the dims gives these shards
         return None
     axes: list[tuple[str, ...]] = [()] * rank
     for entry in order:

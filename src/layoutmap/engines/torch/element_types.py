@@ -55,7 +55,7 @@ def _is_numpy_dtype(dtype: torch.dtype) -> bool:
 
 def to_numpy(tensor: torch.Tensor) -> NumpyArray:
     """Return a copy of an unsharded tensor's values. bfloat16 and float8 use the types of `ml_dtypes`."""
-    # Torch only notes that a tensor is conjugated, or negative, as `x.conj().imag` is.
+    # torch conjugates and negates lazily, for example in `x.conj().imag`.
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if _is_numpy_dtype(tensor.dtype):
         return tensor.numpy().copy()

@@ -76,7 +76,7 @@ from layoutmap.engines.torch.processes import (
 from layoutmap.engines.torch.storages import is_view_of_another
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
-_LARGE = 1 << 20  # bytes: the least variable after which memory is given back to the system
+_LARGE = 1 << 20  # return memory to the system after variables of at least this many bytes
 
 
 class TorchEngine:
@@ -136,8 +136,8 @@ class TorchEngine:
         try:
             used = {key: initializers[key] for key in assignments}
             seeds = share_seeds(used)
-            # Blocks differ between processes, so the random state that they come from is compared; a recipe names that
-            # state where it draws, and the scope has compared it.
+            # Blocks differ between processes, so compare the random state that they come from. The scope has already
+            # compared recipes, which include that state.
             if has_other_processes() and any(
                 each.blocks is not None and each.recipe is None for each in used.values()
             ):
@@ -226,7 +226,7 @@ class TorchEngine:
         leaves = tree_leaves((list(args), dict(kwargs)))
         if not any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in leaves):
             recipe = None
-            with contextlib.suppress(EngineError):  # it returns something else than a tensor: refused below
+            with contextlib.suppress(EngineError):  # results that are not tensors are refused below
                 recipe = trace(lambda: function(*args, **kwargs))
             if recipe is not None and not recipe.why_global:
                 fit_layout(layout, recipe.shape)
@@ -236,7 +236,7 @@ class TorchEngine:
         check_one_result(function, len(results))
         return self.relayout(results[0], layout)
 
-    # -- parts
+    # -- helpers
 
     def _check_assignment(self, assignment: Assignment) -> torch.dtype:
         """Return the dtype of an assignment after all checks that need no tensor."""
@@ -255,7 +255,7 @@ def engine() -> TorchEngine:
 _meshes = threading.local()
 
 
-# What functions and attributes give most often, and what cannot hold a plain tensor.
+# Frequent result types that cannot contain an unsharded tensor.
 _NOT_PLAIN = frozenset((DTensor, torch.Size, torch.dtype, torch.device, int, bool, float, str, type(None)))
 
 
@@ -279,7 +279,7 @@ class _ReplicatingMode(TorchFunctionMode):
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
-        if has_local_tensor((args, kwargs)):  # each device goes on with its own
+        if has_local_tensor((args, kwargs)):  # each device continues with its local value
             return result
         if type(result) in _NOT_PLAIN or _meshes.innermost is not self:
             return result

@@ -76,7 +76,7 @@ def _leave_modes_above(is_found: Callable[[object], bool]) -> Generator[None]:
     for mode in reversed(list_dispatch_modes()):
         if (
             is_found(mode) or getattr(mode, "_mode_key", None) is not None
-        ):  # torch's own lie below the program's
+        ):  # torch's modes are below the program's
             break
         above.append(_pop_dispatch_mode())
     try:
@@ -138,13 +138,13 @@ def make_simulation_patches(
         coordinate: Returns the coordinates of the simulated ranks in a mesh: called with what torch does, and the mesh.
         pickled: Returns `DTensor.__reduce_ex__`, of what that is.
     """
-    mode._disable = False  # it counts for all, as if it had been entered
+    mode._disable = False  # active for all threads, as if it had been entered
     of_mesh = vars(local_tensors._LocalDeviceMesh)
     methods = {name: of_mesh[name].__func__ for name in local_tensors._PATCHED_DEVICE_MESH_METHODS}
     methods["get_coordinate"] = functools.partial(coordinate, methods["get_coordinate"])
     return (
-        # Meshes answer by the simulation of the thread: modes need not patch them each time. And torch's own functions,
-        # as get_rank from 2.14 on, are left as they are for the rest of the program.
+        # Meshes read the simulation of the thread, so modes need not patch them. Functions of torch such as
+        # get_rank (from 2.14 on) stay unpatched for the rest of the program.
         *(
             Attribute(LocalTensorMode, name, lambda _: lambda _: None)  # pyright: ignore[reportUnknownLambdaType]
             for name in _UNUSED_CHANGES
@@ -156,8 +156,9 @@ def make_simulation_patches(
         ),
         Attribute(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _Modes(mode)),
         Attribute(LocalTensorMode, "__enter__", lambda _: _enter_mode),  # pyright: ignore[reportUnknownLambdaType]
-        Attribute(local_tensors, "_PROCESS_MODE", lambda _: False),  # else one for all threads
-        Attribute(local_collectives, "_get_default_group", lambda _: lambda: group),  # torch has none for it
+        Attribute(local_tensors, "_PROCESS_MODE", lambda _: False),  # otherwise one mode serves all threads
+        # Torch has no default group for simulated ranks.
+        Attribute(local_collectives, "_get_default_group", lambda _: lambda: group),
         Attribute(local_collectives, "_prepare_collective_groups", cache_groups),
         Attribute(Shard, "local_shard_size_and_offset", _cache_sizes),
         Attribute(StridedShard, "local_shard_size_and_offset", _cache_sizes),
@@ -193,7 +194,7 @@ def _skip_simulation(dispatch: Any) -> object:
             return run_operator(func, ranks, args, kwargs or {}, leaves)
         return dispatch.__func__(cls, func, types, args, kwargs)
 
-    # Not traced by torch.compile, as torch's own is not.
+    # Like torch's own function, exclude it from torch.compile.
     apart: Any = torch._disable_dynamo(dispatch_or_read)  # pyright: ignore[reportPrivateImportUsage]
     return cast(object, classmethod(apart))
 
@@ -208,7 +209,7 @@ def _cache_sizes(find: Any) -> object:
     def find_size(*args: object, **named: object) -> object:
         nodes = [getattr(each, "node", each) for each in args]
         if named or not all(isinstance(node, (int, Placement, LocalIntNode)) for node in nodes):
-            return own(*args, **named)  # also of sizes while torch compiles for any
+            return own(*args, **named)  # also handles symbolic sizes
         ranks = getattr(enabled_local_tensor_mode(), "ranks", None)
         key = (
             ranks,

@@ -23,5 +23,5 @@ def release_memory() -> None:
 def _find_malloc_trim() -> Callable[[int], int] | None:
     try:
         return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # another C library, or a system without one
+    except (AttributeError, OSError, TypeError):  # another C library or system
         return None

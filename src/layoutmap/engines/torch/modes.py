@@ -30,7 +30,7 @@ list_dispatch_modes = _get_current_dispatch_mode_stack
 correct_aliases: Callable[..., object] = cast(Any, _dispatch).return_and_correct_aliasing
 """Make results of a view or in-place operator share the memory of its arguments, of wrapped tensors."""
 
-disable_function_modes = torch._C.DisableTorchFunction  # DisableTorchFunctionSubclass would leave modes on
+disable_function_modes = torch._C.DisableTorchFunction  # DisableTorchFunctionSubclass leaves modes active
 """Opens a block in which no function mode sees what is called."""
 
 
@@ -49,11 +49,11 @@ def skip_function_modes(function: Callable[P, R]) -> Callable[P, R]:
 def leave_function_modes() -> Generator[None]:
     """Leave this thread's function modes while open. It may enter others inside."""
     modes = list_function_modes()
-    # Torch has no way past them but to take them off its stack.
+    # torch has no context that skips modes, so pop them.
     for _ in modes:
         _pop_mode()
     try:
         yield
     finally:
-        for mode in modes:  # the outermost first, as they were
+        for mode in modes:  # restore the order
             _push_mode(mode)

@@ -19,7 +19,7 @@ check_names(
 )
 
 
-_IS_OWN = "_layoutmap_own"  # of a hook of this library
+_IS_OWN = "_layoutmap_own"  # attribute of this library's hooks
 
 
 def get_members(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -69,7 +69,7 @@ def add_first_hooks(
         after: Called with the tensor when the gradient has been added.
     """
     for hook in (before, after):
-        unserializable_hook(hook)  # torch.save warns of others
+        unserializable_hook(hook)  # avoids a warning of torch.save
         setattr(hook, _IS_OWN, True)
     untyped: Any = tensor
     handles: tuple[RemovableHandle, RemovableHandle] = (
@@ -80,10 +80,10 @@ def add_first_hooks(
     for hooks, handle in zip(kinds, handles, strict=True):
         others = dict(hooks)
         own = others.pop(handle.id)
-        hooks.clear()  # torch calls them in the order in which they were put in, whatever `move_to_end` says
+        hooks.clear()  # torch calls hooks in insertion order and ignores `move_to_end`
         hooks.update({handle.id: own} | others)
     return handles
 
 
 def _get_accumulation_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
-    return getattr(tensor, "_post_accumulate_grad_hooks", None)  # unset before the first
+    return getattr(tensor, "_post_accumulate_grad_hooks", None)  # unset before the first hook

@@ -162,7 +162,7 @@ def _exchange(transfers: Sequence[_Transfer], arrays: Tensors) -> list[Blocks]:
     for number, piece in (pair for pairs in expected for pair in pairs):
         wire = transfers[number].wire
         end = begin + piece.num_elements * wire.itemsize
-        # A copy: the bytes of a wider dtype must begin at a multiple of its size.
+        # Copy, because a wider dtype needs aligned bytes.
         values = incoming[begin:end].clone().view(wire).reshape(compute_block_shape(piece.block))
         found[number].append((piece.block, values))
         begin = end

@@ -53,7 +53,8 @@ def list_written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
         (i, argument.name)
         for i, argument in enumerate(op._schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
-        or argument.name in ("running_mean", "running_var")  # some batch norms do not say that they do
+        or argument.name
+        in ("running_mean", "running_var")  # some batch norm schemas do not declare the write
     )
 
 

@@ -136,7 +136,7 @@ def can_run_directly(func: Function, leaves: Iterable[object]) -> bool:
 def find_common_ranks(ranks: frozenset[int], leaves: Iterable[object]) -> frozenset[int]:
     """Return the ranks that all arguments have, because backward passes run outside a simulation."""
     for leaf in leaves:
-        leaf = getattr(leaf, "elem", leaf)  # of the result of a collective that is not waited for yet
+        leaf = getattr(leaf, "elem", leaf)  # unwrap results of collectives that are still running
         if isinstance(leaf, LocalTensor):
             ranks = ranks & get_ranks(leaf)
         elif isinstance(leaf, torch.SymInt) and isinstance(leaf.node, LocalIntNode):  # pyright: ignore[reportUnknownMemberType]
@@ -210,7 +210,7 @@ def _run_for_ranks(func: Any, ranks: frozenset[int], args: Args, kwargs: Kwargs)
     results: dict[int, Any] = {}
     for rank, row, named_row in zip(order, rows, named_rows, strict=False):
         if state is not None:
-            local_tensors._set_rng_state(*state)  # all ranks draw the same numbers
+            local_tensors._set_rng_state(*state)  # all ranks draw equal numbers
         results[rank] = func(*row, **dict(zip(kwargs, named_row, strict=True)))
     if traits.is_in_place:
         return args[0]

@@ -40,7 +40,7 @@ check_names(
 )
 
 R = TypeVar("R")
-_redistribute_by_torch = DTensor.redistribute  # before `dtensor_ops` replaces it
+_redistribute_by_torch = DTensor.redistribute  # saved before `dtensor_ops` replaces it
 
 
 def redistribute_tensor(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
@@ -86,7 +86,7 @@ def compute_device_maximum(local: torch.Tensor, mesh: DeviceMesh, dims: Collecti
 def reduce_over_devices(local: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, reduce_op: str) -> torch.Tensor:
     """Return the reduction of local tensors along a mesh dim, on each device."""
     operators = torch.ops._c10d_functional
-    with torch._C._AutoDispatchBelowAutograd():  # which is Python for these, and has nothing to do
+    with torch._C._AutoDispatchBelowAutograd():  # skip autograd, which does nothing here
         made = operators.all_reduce.default(local, reduce_op, mesh.get_group(mesh_dim).group_name)
         return operators.wait_tensor.default(made)
 
@@ -105,7 +105,7 @@ def move_to_placements(tensor: DTensor, placements: Sequence[Placement]) -> DTen
     """Return a DTensor in other placements, or the DTensor itself if it has them."""
     if tuple(placements) == tuple(tensor.placements):
         return tensor
-    if not simulation.is_simulated():  # simulated ranks have groups inside of their simulation
+    if not simulation.is_simulated():  # simulated groups exist only inside the simulation
         return redistribute_tensor(tensor, placements)
     with simulation.simulate_mesh(tensor.device_mesh):
         return redistribute_tensor(tensor, placements)
@@ -167,7 +167,7 @@ class OwnGradient(AutogradFunction):
         own = skip_function_modes(cls.backward)
 
         def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-            unseen.check(ctx.numbers)  # of what `tensor.data` changed, autograd counts no version
+            unseen.check(ctx.numbers)  # autograd does not count writes to `tensor.data`
             return own(ctx, *upstream)
 
         cls.backward = staticmethod(backward)
@@ -180,7 +180,7 @@ class OwnGradient(AutogradFunction):
             result = cls.apply(tensor, *others)
             result.grad_fn.numbers = unseen.snapshot_counters(*cls.list_checked(tensor, result))
             return result
-        return cls.forward(SimpleNamespace(), tensor, *others)  # `apply` takes longer, and makes nothing else
+        return cls.forward(SimpleNamespace(), tensor, *others)  # without a graph, `apply` only takes longer
 
     @staticmethod
     def list_checked(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -211,7 +211,7 @@ class _Redistributed(OwnGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        # What was a sum to be made gets a gradient that is made, or one that is to be made alike.
+        # The gradient of a partial sum is replicated or has the same partial placements.
         gradient = replicate_gradient(upstream[0], ctx.mesh)
         have = gradient.placements
         wanted = [
@@ -226,11 +226,11 @@ class _Shard(OwnGradient):
     def forward(ctx: Ctx, tensor: torch.Tensor, of_gradient: object) -> torch.Tensor:
         ctx.mesh, ctx.placements, ctx.shape = get_spec(tensor).mesh, of_gradient, tuple(tensor.shape)
         local = get_local(tensor)
-        return local.view_as(local)  # another object: autograd ties what is returned to this step
+        return local.view_as(local)  # a new tensor, because autograd attaches the result to this function
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        # An expanded one has strides of 0.
+        # Contiguous, because expanded gradients have zero strides.
         return from_shards(upstream[0].contiguous(), ctx.mesh, ctx.placements, ctx.shape), None
 
 
@@ -253,7 +253,7 @@ class _FromShards(OwnGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        # A summand's gradient is the sum's; what devices make of it differs, and so does what comes back from that.
+        # The gradient of a summand is the gradient of the sum, and devices use it differently, so replicate it.
         gradient, wanted = replicate_gradient(upstream[0], ctx.mesh), reduce_placements(ctx.placements)
         if gradient.placements != wanted:
             gradient = redistribute_tensor(gradient, wanted)
@@ -261,7 +261,7 @@ class _FromShards(OwnGradient):
 
 
 class _Reduced(OwnGradient):
-    # DTensor's own step fails backwards where a mean meets a sum.
+    # DTensor's own backward fails if a mean meets a sum.
 
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor) -> DTensor:
@@ -270,7 +270,7 @@ class _Reduced(OwnGradient):
 
     @staticmethod
     def list_checked(tensor: DTensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # No gradient of a sum needs the sum; that of a maximum, or of a norm, does.
+        # The gradient of a maximum or norm needs the reduced value; that of a sum does not.
         pending = [p for p in tensor.placements if p.is_partial()]
         is_sum = all(type(p) is Partial and p.reduce_op in ("sum", "avg") for p in pending)  # pyright: ignore[reportUnknownMemberType]
         return (tensor,) if is_sum else (tensor, result)
@@ -287,7 +287,7 @@ class _FullTensor(OwnGradient):
         plain = simulation.get_first_piece(get_local(move_to_placements(tensor, make_replicated(ctx.mesh))))
         if plain.stride() == tensor.stride() or 0 in tensor.stride() or not plain.numel():
             return plain
-        # What is gathered is contiguous; the order of random numbers follows the strides.
+        # Gathered tensors are contiguous, but random numbers follow strides, so restore these.
         strided = torch.empty_strided(tensor.shape, tensor.stride(), dtype=plain.dtype, device=plain.device)
         return strided.copy_(plain)
 
@@ -339,11 +339,11 @@ def _redistribute_local(tensor: DTensor, placements: tuple[Placement, ...]) -> D
         coordinates = spec.mesh.get_coordinate()
         for dim, (_, shard) in zip(changed, moves, strict=True):
             local = local.chunk(spec.mesh.size(dim), get_axis(shard))[coordinates[dim]]
-        local = local.clone(memory_format=torch.contiguous_format)  # a view would keep all of it alive
+        local = local.clone(
+            memory_format=torch.contiguous_format
+        )  # copy, because a view keeps the full tensor alive
     else:
-        moved = _redistribute_by_torch(
-            tensor, spec.mesh, placements
-        )  # what is rare in a step is left to DTensor
+        moved = _redistribute_by_torch(tensor, spec.mesh, placements)  # leave rare cases to DTensor
         return make_dtensor(restore_axis_order(get_local(moved), get_spec(moved)), get_spec(moved))
     spec = replace_placements(spec, placements, local.dtype)
     return make_dtensor(restore_axis_order(local, spec), spec)
@@ -356,8 +356,8 @@ def restore_axis_order(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     tells what can be viewed: such views of shards in another order fail.
     """
     strides = get_meta(spec).stride
-    order = sorted(range(len(strides)), key=lambda axis: -strides[axis])  # of equals the first
-    if local.is_contiguous() and order == list(range(len(order))):  # usually
+    order = sorted(range(len(strides)), key=lambda axis: -strides[axis])  # stable for equal strides
+    if local.is_contiguous() and order == list(range(len(order))):  # the usual case
         return local
     permuted = local.permute(order)
     if permuted.is_contiguous() or not has_no_gaps(spec.shape, strides):
@@ -375,7 +375,7 @@ def _is_even_split(
     spec: DTensorSpec, placements: tuple[Placement, ...], moves: Sequence[tuple[Placement, Placement]]
 ) -> bool:
     """Return whether each device keeps an even part of its tensor, along unsharded axes."""
-    if spec.mesh.get_coordinate() is None:  # this process is not on the mesh
+    if spec.mesh.get_coordinate() is None:  # this rank is not in the mesh
         return False
     if not all(before.is_replicate() and type(after) is Shard for before, after in moves):
         return False

@@ -48,9 +48,9 @@ def gather_values(values: NumpyArray) -> NumpyArray:
     if not has_other_processes():
         return values[None]
     simulation.start()
-    if "cpu:" not in dist.get_backend_config():  # NCCL alone: torch pickles, and sends that by way of the GPU
+    if "cpu:" not in dist.get_backend_config():  # with NCCL only, torch sends pickles through the GPU
         return np.stack(_gather_objects(values))
-    # As bytes, since gloo has no collectives of unsigned and 8-bit floating types.
+    # Send bytes, because gloo lacks unsigned and 8-bit floating types.
     own = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())  # pyright: ignore[reportUnknownMemberType]
     rows = [torch.empty_like(own) for _ in range(simulation.get_world_size())]
     dist.all_gather(rows, own)  # pyright: ignore[reportUnknownMemberType]

@@ -67,8 +67,8 @@ class _Simulation(SimulationMode):
         leaves = list_leaves(args, kwargs)
         locals_ = (get_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves)
         ranks = next((get_ranks(each) for each in locals_ if isinstance(each, LocalTensor)), self.ranks)
-        if ranks != self.ranks:  # a tensor on another mesh than that of all ranks
-            with _Simulation(ranks):  # all pieces of an operation are of the same ranks
+        if ranks != self.ranks:  # the mesh covers only some of the ranks
+            with _Simulation(ranks):  # all pieces of an operation need the same ranks
                 return func(*args, **kwargs)
         if func.namespace not in COLLECTIVES and not any(map(_is_per_rank, leaves)):
             return func(*args, **kwargs)
@@ -77,7 +77,7 @@ class _Simulation(SimulationMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-@skip_function_modes  # torch computes them with a lock held, and a mode that asked for them in turn would wait for ever
+@skip_function_modes  # torch holds a lock here, so a mode that called back would deadlock
 def _find_coordinate(of_all: Function, mesh: DeviceMesh) -> object:
     """Return the ranks' coordinates in a mesh, which may have fewer ranks than this thread simulates."""
     ranks = frozenset(list_root_ranks(mesh))
@@ -98,7 +98,7 @@ def start() -> None:
     """Make sure that there is a process group: the one there is, that of the launcher, or a simulated one."""
     if has_process_group():
         return
-    with _lock:  # also to look: another thread may have begun, and not be done
+    with _lock:  # lock before reading, because another thread may be starting the simulation
         if has_process_group():
             return
         if _count_launched():
@@ -115,10 +115,10 @@ def has_process_group() -> bool:
 def _begin(number: int) -> None:
     global _simulation, _group
     _warn_of_processes(number)
-    with default_group(None):  # init_process_group refuses a second default group
+    with default_group(None):  # hide the default group, because init_process_group refuses a second one
         on_error = sys.excepthook
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
-        sys.excepthook = on_error  # torch's names the rank
+        sys.excepthook = on_error  # torch's hook prints a rank
         _group = dist.group.WORLD
     simulation = _Simulation(number)
     change(
@@ -206,7 +206,7 @@ def _warn_of_processes(number: int) -> None:
 def _count_launched() -> int:
     """Return the number of processes that a launcher started, or 0 without a launcher."""
     number = int(os.environ.get("WORLD_SIZE", "0"))
-    # Torchrun of one sets both, a shell may set one.
+    # torchrun sets both variables, but a shell may set only one.
     return number if number > 1 or "MASTER_ADDR" in os.environ else 0
 
 
@@ -224,7 +224,7 @@ def get_world_size() -> int:
 
 def get_rank() -> int:
     """Return the rank of this process, or 0 in a simulation. Nothing is started."""
-    if _simulation is not None:  # torch asks the default group, too, which a simulation has none of
+    if _simulation is not None:  # torch reads the default group, which a simulation lacks
         return 0
     return dist.get_rank(get_group()) if has_process_group() else int(os.environ.get("RANK", "0"))
 
@@ -252,7 +252,7 @@ def simulate_ranks(ranks: Iterable[int]) -> Generator[None]:
         yield
 
 
-@functools.lru_cache(maxsize=256)  # torch works it out anew each time
+@functools.lru_cache(maxsize=256)  # torch recomputes it at each call
 def list_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     """Return the ranks of a device mesh in row-major order."""
     return tuple(mesh.mesh.flatten().tolist())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType, reportUnknownVariableType]

@@ -47,13 +47,15 @@ def set_pieces(array: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Return a DTensor of a local tensor, outside of autograd and without the checks of `from_local`."""
-    make: Any = DTensor.__new__  # what __init__ does takes longer, and is nothing
+    make: Any = DTensor.__new__  # faster than the constructor, which does nothing more
     return make(DTensor, local, spec, requires_grad=False)
 
 
 def cache_by_mesh(function: Callable[P, R]) -> Callable[P, R]:
     """Return the function with a cache that is cleared when DTensor is to forget its meshes."""
-    cached: Any = functools.lru_cache(maxsize=4096)(function)  # lengths of sequences vary without end
+    cached: Any = functools.lru_cache(maxsize=4096)(
+        function
+    )  # bounded, because sequence lengths vary without limit
     _of_meshes.append(cached)
     return cached
 
@@ -63,7 +65,7 @@ _of_meshes: list[Any] = []
 
 def clear_sharding_caches() -> None:
     """Have DTensor forget how operations on device meshes come out, and with that the meshes."""
-    _clear_sharding_prop_cache()  # its keys hold device meshes, and these the process group
+    _clear_sharding_prop_cache()  # cache keys reference meshes, which reference the process group
     for each in _of_meshes:
         each.cache_clear()
 
@@ -135,7 +137,7 @@ def make_shard_spec(
     for dim, placement in enumerate(placements):
         if placement.is_shard():
             axis, number = get_axis(placement), mesh.size(dim)
-            # Of axes with one stride and one element the first is major.
+            # Among axes of equal stride and size 1, the first one is major.
             is_above = [
                 step > strides[axis] or (step == strides[axis] and (i < axis or shape[i] > 1))
                 for i, step in enumerate(strides)

@@ -11,7 +11,8 @@ check_names("torch", (torch.Tensor, "_base _is_view _version"), (torch.UntypedSt
 
 def get_storage_key(tensor: torch.Tensor) -> int:
     """Return a key that is equal for live tensors in the same memory."""
-    return tensor.untyped_storage()._cdata  # a tensor without values has no `data_ptr`  # pyright: ignore[reportPrivateUsage]
+    # Tensors without values have no `data_ptr`.
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def get_version(tensor: torch.Tensor) -> int:

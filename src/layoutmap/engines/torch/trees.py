@@ -10,7 +10,7 @@ from layoutmap.engines.tested import Needed
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-with Needed("torch"):  # torch 2.13 has no public form of it
+with Needed("torch"):  # private in torch 2.13
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as _tree_map
 

@@ -15,8 +15,8 @@ from layoutmap.engines.torch.backward import get_backward_node
 from layoutmap.engines.torch.specs import get_local
 from layoutmap.engines.torch.storages import get_base
 
-_IS_UNSEEN = "_layoutmap_unseen"  # of a tensor: autograd does not see its changes
-_NUMBER = "_layoutmap_number"  # of a memory: how many such changes there were, in a list of one
+_IS_UNSEEN = "_layoutmap_unseen"  # attribute of a tensor whose changes autograd does not count
+_NUMBER = "_layoutmap_number"  # attribute of a storage: number of such changes, in a one-element list
 
 
 def get_memory(tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -47,7 +47,9 @@ def snapshot_counters(*tensors: torch.Tensor) -> list[tuple[list[int], int]]:
     found: list[tuple[list[int], int]] = []
     for each in tensors:
         if isinstance(each, DTensor) and type(simulation.get_first_piece(get_local(each))) is torch.Tensor:
-            number = vars(get_memory(each)).setdefault(_NUMBER, [0])  # of the storage, which views share
+            number = vars(get_memory(each)).setdefault(
+                _NUMBER, [0]
+            )  # counted per storage, because views share it
             found.append((number, number[0]))
     return found
 

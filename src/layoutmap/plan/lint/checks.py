@@ -22,15 +22,15 @@ from layoutmap.plan.lint.weights import (
 )
 from layoutmap.plan.problems import OF_RULES, Problem
 
-_LARGE_BYTES = 2**20  # of an array on one device: a smaller one is no matter
-_LEAST_SHARE = 0.05  # of what a device holds in weights: a smaller table is no matter
+_LARGE_BYTES = 2**20  # report arrays that take at least this much memory on a device
+_LEAST_SHARE = 0.05  # report tables that take at least this share of a device's weights
 
 
 def _find_batch_dim_sums(linted: Linted) -> Iterator[Problem]:
     """Yield a problem for each kernel with a summed axis sharded over the batch dim."""
     batch = linted.batch_dim
-    # Where rules keep activations sharded as the batch is, it is clear what moves: the weight. So it is where no
-    # compiler chooses. A weight sharded over another dim, too, is reported as "no activations" in the plan.
+    # The gathered tensor is known to be the weight if rules shard activations like the batch, or if the engine
+    # has no compiler that chooses. Weights over a second dim appear in the plan as "no activations".
     if batch is None or linted.plan.activations or not linted.plan.free_activations:
         return
     for w in linted.kernels:
@@ -144,7 +144,7 @@ def _find_attention_mismatches(linted: Linted) -> Iterator[Problem]:
         query, *rest = parts.values()
         axis = query.axes("out")[0]
         others = [w for w in rest if w.dims(w.axes("out")[0]) != query.dims(axis)]
-        # One whose heads the queries' sharding does not divide had to be sharded otherwise.
+        # Key heads that the shards of the queries do not divide need another layout.
         others = [
             w
             for w in others
@@ -207,7 +207,7 @@ def _find_replicated_tables(linted: Linted) -> Iterator[Problem]:
     rest = [a for a in weights if id(a) not in ids and len(a.variable.shape) > 1]
     sharded = [a for a in rest if not a.layout.is_fully_replicated()]
     if 2 * sum(a.variable.global_bytes for a in sharded) <= sum(a.variable.global_bytes for a in rest):
-        return  # no more than half of the model is sharded: so the table is no exception
+        return  # at most half of the model is sharded, so a replicated table is not an exception
     suggestions = Suggestions(linted)
     for w in tables:
         a = w.assignment
@@ -239,7 +239,7 @@ def _find_contradictions(linted: Linted) -> Iterator[Problem]:
             continue
         of = {kernel.use.roles[axis]: axis for axis in kernel.axes("out")}
         for axis in w.axes("out"):
-            # One that is replicated costs little, and no bytes are moved for it.
+            # A replicated bias costs little memory and no communication.
             if w.dims(axis) and w.dims(axis) != kernel.dims(of[w.use.roles[axis]]):
                 follows = make_matching_layout(w, kernel)
                 yield _make_contradiction(w.assignment, w.path, kernel.assignment, kernel.name, follows)

@@ -12,8 +12,8 @@ from layoutmap.plan.lint.weights import Linted, find_compute_dims, format_rule_s
 from layoutmap.plan.problems import Problem
 
 _NUMBER = re.compile(r"\d+")
-_LEAST_SHARE = 3 / 4  # of repeated blocks are sharded alike: else no block is an exception
-_LEAST_BLOCKS = 3  # are: of fewer it is not known which are the exceptions
+_LEAST_SHARE = 3 / 4  # share of equal blocks from which another block counts as an exception
+_LEAST_BLOCKS = 3  # with fewer blocks, the exception cannot be told from the rule
 _MAX_SHOWN = 4
 
 
@@ -42,7 +42,7 @@ def find_odd_blocks(linted: Linted) -> Iterator[Problem]:
         sibling = group[dims.index(usual)][1]
         for (block, a), over in zip(group, dims, strict=True):
             known = found.get(id(a))
-            # Of a block in a block the inner one is reported.
+            # Report the innermost of nested blocks.
             if over < usual and (known is None or len(known.block) < len(block)):
                 found[id(a)] = _Odd(block, a, sibling, usual - over, f"{count} of {len(group)}")
     blocks: dict[tuple[str, str], list[_Odd]] = defaultdict(list)

@@ -55,7 +55,7 @@ class Suggestions:
             row = self._shard(w, into, dims) if dims else self._shard_largest(w, into)
             return row or self._shard_over_batch_dim(w, out)
         makers, is_paired = self._linted.makers.get(id(w), ()), id(w) in self._linted.takers
-        # After a row kernel, outputs in shards help only if another kernel takes them.
+        # Sharded outputs of a kernel help only if the next kernel reads them sharded.
         if not is_paired and any(maker.dims(maker.axes("in")[0]) for maker in makers):
             return self._shard_largest(w, into)
         found = self._shard_largest(w, out)
@@ -72,7 +72,7 @@ class Suggestions:
         return None if kernel is None else make_matching_layout(w, kernel)
 
     def _shard_largest(self, w: Weight, axis: int) -> Layout | None:
-        # A sum over an axis that is sharded as the batch is gathers either of the two in each step.
+        # If a summed axis is sharded over the batch dim, each step gathers the weight or the batch.
         is_sum = w.use.roles[axis].startswith("in")
         for dim in self._dims:
             if not (is_sum and dim.name in self._linted.batch_dims):
@@ -153,7 +153,7 @@ class Suggestions:
         for w in self._linted.kernels:
             before = self._previous.get(id(w))
             if id(w) in self._linted.takers and id(w) not in self._linted.makers:
-                continue  # the first of a pair
+                continue  # the first kernel of a pair is handled with its second one
             if before is not None and id(before) not in rows and id(w) not in self._parts:
                 rows.add(id(w))
         return frozenset(rows)

@@ -14,7 +14,7 @@ from layoutmap.core.specs import BatchDim, list_batch_dims
 from layoutmap.core.variables import Assignment, Kind, Use
 from layoutmap.plan.table import PlanTable
 
-# What layers are called that make queries, keys and values, and those that take the heads in again.
+# Layer names of query, key, and value projections, and of output projections.
 _PARTS = {
     part: re.compile(rf"(.*_)?({part[0]}|{part})(_(dense|proj|projector|projection))?")
     for part in ("query", "key", "value")
@@ -88,7 +88,7 @@ class Weight:
         return f"{self.layout}{format_rule_suffix(self.assignment)}"
 
 
-# Thousands of weights have a few uses and layouts among them, and each check asks anew.
+# Thousands of weights share few uses and layouts, so results are cached.
 @lru_cache(4096)
 def _group_axes(roles: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """Return the axes of each role, in the order of the roles' numbers."""

@@ -60,10 +60,10 @@ class _PageData:
     def __init__(self, plan: PlanTable) -> None:
         self.plan = plan
         self.layouts, self.forms, self.rules = _Shared(), _Shared(), _Shared()
-        self.lists = _Shared()  # of rules that match too, and of near misses
+        self.lists = _Shared()  # shared lists of other matching rules and of near misses
         self.texts = _Shared()
         self._of_plan = frozenset(plan.problems)
-        self._seen: dict[int, int] = {}  # layouts of the plan by identity, to their numbers
+        self._seen: dict[int, int] = {}  # number of each layout, by the identity of the object
         self.number = {id(a): i for i, a in enumerate(plan.assignments)}
         self.by_path: dict[str, list[int]] = {}
         for i, a in enumerate(plan.assignments):

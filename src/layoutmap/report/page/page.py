@@ -21,7 +21,7 @@ from layoutmap.report.contents import Contents, format_contents_line
 from layoutmap.report.page.data import make_page_data, make_verdict_data
 from layoutmap.report.text import format_line
 
-# In the order in which they build on each other; they share one scope, which nothing outside can reach.
+# Each script uses the ones before it. All run in one scope, which other scripts cannot reach.
 _SCRIPTS = (
     *(
         "slices",
@@ -117,9 +117,9 @@ def _fill_template(kind: str, title: str, data: Mapping[str, object]) -> str:
         "data": _dump_json(data),
         "script": f'(() => {{\n"use strict";\n{scripts}\n}})();',
     }
-    # One pass, so that a path that reads like one of the places is only a path.
+    # One pass, so that a path that looks like a placeholder is not replaced.
     page = re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _read_asset("page.html"))
-    # Paths may hold half a surrogate pair, which no encoding can write.
+    # Paths may contain half of a surrogate pair, which no encoding can write.
     return page.encode("utf-8", "replace").decode("utf-8")
 
 

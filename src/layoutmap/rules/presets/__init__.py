@@ -24,7 +24,7 @@ from layoutmap.core.old_names import warn_about_old_name
 from layoutmap.core.specs import BatchDim, Specs
 from layoutmap.rules.yaml_file import RulesFields, from_yaml
 
-_FOLDER = os.path.dirname(__file__)  # not of `pathlib`, which takes long to import
+_FOLDER = os.path.dirname(__file__)  # os.path, because pathlib is slow to import
 _FITS = {
     "mistral": "llama",
     "opt": "gpt2",
@@ -35,7 +35,7 @@ _FITS = {
 }
 """Families of keras-hub that a preset of another name fits without a problem, in lower case."""
 _OLD_NAMES = {"names": "list_presets", "about": "describe_preset", "read": "read_preset"}
-_CLOSE = 0.85  # two families' names may be as alike as those of bart and bert: 0.75
+_CLOSE = 0.85  # names of different families reach 0.75 (bart and bert)
 
 
 def list_presets() -> tuple[str, ...]:

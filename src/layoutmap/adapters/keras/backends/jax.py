@@ -63,7 +63,7 @@ class JaxBackend(Backend):
     @contextmanager
     def leave_tracing(self) -> Generator[None]:
         """Leave any tracing, and any mesh that `jax.set_mesh` set, in the block."""
-        # Not ensure_compile_time_eval: that folds the constants of what is compiled in there, global arrays of them.
+        # Not ensure_compile_time_eval, which would fold global arrays into constants.
         with jax.core.eval_context(), leave_ambient_mesh():
             yield
 
@@ -76,12 +76,12 @@ class JaxBackend(Backend):
     ) -> object:
         """Give a variable its value and the sharding that later values keep."""
         native = session.engine.native(assignment.layout, assignment.layout.rank)
-        # A sharding object of its own for each variable: Keras hands a variable's `_layout` to the optimizer's slots,
-        # and by that very object a slot's weight is known again.
+        # Create one sharding object per variable. Keras passes a variable's `_layout` to its slots,
+        # so the object identifies the weight of a slot.
         tag = jax.sharding.NamedSharding(native.mesh, native.spec, memory_kind=native.memory_kind)
         variable._layout = tag
         variable._value = held
-        # On the instance, as Keras has no place for it; a copy of the variable gets one that knows the copy.
+        # Set on the instance, because Keras has no hook for it. A copy of the variable gets its own.
         own = variable.__dict__
         own["__array__"] = functools.partial(_convert_to_array, variable)
         own.pop("_direct_assign", None)
@@ -148,7 +148,7 @@ class JaxBackend(Backend):
             ]
 
         with leave_ambient_mesh():
-            make_for_training(model, session, batch)  # trackers of losses would hold tracers
+            make_for_training(model, session, batch)  # otherwise loss trackers would store tracers
             if session is not None:
                 batch = place_on_mesh(batch, session)
             logs, gradients = jax.jit(step)(read_state(model), batch)
@@ -174,12 +174,12 @@ def _check_set_mesh(layer: keras.Layer, given: object, session: KerasSession) ->
 def _assign_value(variable: keras.Variable, value: object) -> None:
     if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
         type(variable)._direct_assign(variable, value)
-    else:  # each process takes its devices' shards of its own value; JAX would first send all of it around
+    else:  # each process shards its own value, because JAX would send the full value to all processes
         variable._value = get_engine("jax").relayout(value, variable.layout, pad=True)
 
 
 def _convert_to_array(variable: keras.Variable, dtype: Any = None, copy: bool | None = None) -> object:
-    # JAX would keep what it has gathered, with the array: after a save the host would hold all of the model.
+    # Drop the host copy that JAX caches, or a save would leave the whole model in host memory.
     known = variable.__dict__.get(GATHERED)
     return np.asarray(
         get_engine("jax").to_numpy(read_stored(variable)) if known is None else known, dtype=dtype

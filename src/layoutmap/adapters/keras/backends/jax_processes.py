@@ -26,7 +26,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.agreement import CallSchedule, check_alike, label_processes
 
-GATHERED = "_layoutmap_gathered"  # where a variable has its value on the host while its model is saved
+GATHERED = "_layoutmap_gathered"  # attribute for a variable's host value during a save
 _REPORTED = "_layoutmap_reported"
 _VERBS = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
@@ -48,7 +48,7 @@ class Rows:
         _check_parts(self._parts, blocks, layout.mesh)
         self._part_of = [self._parts.index(blocks[process]) for process in self._processes]
         self._own = self._part_of[self._processes.index(jax.process_index())]
-        self.placed: list[int] = []  # how many rows the batches of the present step have, of all processes
+        self.placed: list[int] = []  # global number of rows of each batch of the current step
 
     def place_batches(self, batches: Iterator[object]) -> Generator[object]:
         """Yield batches on the mesh, assembled from the rows of all processes."""
@@ -61,7 +61,7 @@ class Rows:
         """Return this process's rows of a model's outputs in numpy, and outputs without rows as they are."""
         return keras.tree.map_structure(self._take_rows, outputs)
 
-    # -- comparing
+    # -- comparing batches
 
     def _check_batch(self, batch: object) -> None:
         if any(isinstance(each, JAXSparse) for each in keras.tree.flatten(batch)):
@@ -73,7 +73,7 @@ class Rows:
         arrays = [np.asarray(each) for each in keras.tree.flatten(batch) if _is_fully_local(each)]
         brought = ", ".join(f"{a.dtype}{list(a.shape)}" if a.ndim else f"{a.dtype} {a}" for a in arrays)
         shared = len(self._parts) < len(self._processes) and self._context.options.check_batches
-        # Shapes are compared each time: processes with other shapes, or no more batches, would wait forever.
+        # Compare shapes in each step, because a process with other shapes or no batch would block the others.
         self._compare_batches(
             brought, compute_checksum(*arrays) if shared and self._schedule.count_call() else 0
         )
@@ -98,12 +98,10 @@ class Rows:
             )
         else:
             return
-        setattr(
-            error, _REPORTED, True
-        )  # it is raised here in all processes, and none has to report it to the others
+        setattr(error, _REPORTED, True)  # raised in all processes, so no process needs to report it
         raise error
 
-    # -- placing
+    # -- placing batches
 
     def _place_array(self, array: Any) -> object:
         if array is None or not hasattr(array, "shape"):
@@ -131,7 +129,7 @@ class Rows:
 
         return jax.make_array_from_callback(shape, self._engine.native(layout, own.ndim), read_rows)
 
-    # -- reading
+    # -- reading outputs
 
     def _take_rows(self, output: jax.Array) -> object:
         rows, number = self.placed, sum(self.placed)
@@ -140,7 +138,7 @@ class Rows:
         if len(rows) == 1 and not output.is_fully_replicated:
             shards = {shard.index[0].start or 0: shard for shard in output.addressable_shards}
             return np.concatenate([np.asarray(shards[start].data) for start in sorted(shards)])
-        # Several batches in one array, or a batch that every device has.
+        # The array has rows of several batches, or is replicated.
         values = self._engine.to_numpy(output)
         starts = np.cumsum([0, *rows[:-1]])
         return np.concatenate(
@@ -154,7 +152,7 @@ class Rows:
     def _list_own_slices(self, rows: int, start: int) -> list[slice]:
         """Return the slices of this process's rows in a batch that begins at a row."""
         num_blocks = sum(map(len, self._parts))
-        if rows % num_blocks:  # the parts as they are, one after the other
+        if rows % num_blocks:  # keep the parts as they are, in order
             size = rows // len(self._parts)
             return [slice(start + self._own * size, start + (self._own + 1) * size)]
         size = rows // num_blocks
@@ -199,7 +197,7 @@ def _is_fully_local(array: object) -> bool:
     return hasattr(array, "shape") and getattr(array, "is_fully_addressable", True)
 
 
-# -- errors
+# -- failures in one process
 
 
 _FAILED = "has failed: "
@@ -233,11 +231,11 @@ def wrap_failure_report(
         try:
             return plain(*args, **kwargs)
         except (EngineError, jax.errors.JaxRuntimeError):
-            raise  # the others cannot be reached, or have the same error
+            raise  # other processes are unreachable or have the same error
         except Exception as error:
-            if not hasattr(error, _REPORTED):  # by all, or by an `evaluate` inside of `fit`
+            if not hasattr(error, _REPORTED):  # already reported by all processes or by an inner `evaluate`
                 setattr(error, _REPORTED, True)
-                with suppress(EngineError):  # nobody is there to read it
+                with suppress(EngineError):  # the other processes may be gone
                     check_alike(f"{name}: {_FAILED}{type(error).__name__}: {error}", session.context.gather)
             raise
 
@@ -269,7 +267,7 @@ def wrap_save(model: keras.Model, session: KerasSession, name: str) -> Callable[
                         variable.__dict__[GATHERED] = value
             if writes:
                 result = plain(filepath, *args, **kwargs)
-        except Exception as raised:  # it is reported to the others first
+        except Exception as raised:  # report the error to other processes first
             error = raised
         finally:
             for variable in variables:

@@ -53,7 +53,7 @@ def make_training_wraps(model: keras.Model, session: KerasSession) -> WrappedMet
     schedule = CallSchedule()
 
     def step(name: str, own: Callable[[], Method]) -> Method:
-        # After another `compile` it computes another loss, and `jax.jit` takes up what it has traced of a function.
+        # `compile` changes the loss, but jax.jit caches traces by function, so create a new function.
         kept = getattr(model, f"{name}_step")
         with temporarily(model, f"{name}_step", functools.wraps(kept)(lambda *given: kept(*given))):
             return _make_step(own(), session, name, schedule)
@@ -81,9 +81,11 @@ def place_on_mesh(batch: object, session: KerasSession) -> Any:
         else:
             layout = policy.derive_batch_layout(leaf.shape)
             if not isinstance(leaf, jax.Array):
-                # A copy: on CPU devices JAX shares the memory of a numpy array, and a later change of it would show.
+                # Copy, because JAX on CPUs shares the memory of numpy arrays, which the program may change.
                 leaf = engine.canonicalize(np.array(leaf))
-            elif len(leaf.sharding.device_set) > 1:  # may need collectives, which the engine waits for
+            elif (
+                len(leaf.sharding.device_set) > 1
+            ):  # reading may need collectives, which must not overlap on CPUs
                 leaf = engine.relayout(leaf, layout)
             shardings.append(engine.native(layout, layout.rank))
         arrays.append(leaf)
@@ -113,7 +115,7 @@ class _LastValues:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._values: State = ()
-        self.depth = 0  # `fit` evaluates, and what callbacks do may predict
+        self.depth = 0  # nesting depth, because `fit` evaluates and callbacks may predict
 
     def wrap_get_state(self, plain: Method) -> Method:
         """Return a `_get_jax_state` that records the values before it removes them from the variables."""
@@ -194,7 +196,7 @@ class _LastValues:
 def _is_lost(array: jax.Array) -> bool:
     try:
         return array.is_deleted() or jax.block_until_ready(array) is None
-    except jax.errors.JaxRuntimeError:  # what computes it has failed
+    except jax.errors.JaxRuntimeError:  # the computation of the value failed
         return True
 
 
@@ -316,7 +318,7 @@ def _make_multiprocess_step(step: Method, rows: Rows, name: str, session: KerasS
         rows.placed.clear()
         whole = session.on_thread.has_all_rows
         outputs, new = step(state, _place_whole_batches(data, session) if whole else rows.place_batches(data))
-        if rows.on_cpus:  # There this step and the next comparison of batches could wait for each other.
+        if rows.on_cpus:  # On CPUs, this step and the next comparison of batches could deadlock.
             jax.block_until_ready((outputs, new))
         return (rows.take_own_rows(outputs), new) if name == "predict" else (outputs, new)
 
@@ -337,7 +339,7 @@ def _wrap_step(model: keras.Model, plain: Method, session: KerasSession) -> Meth
     def step(state: State, data: object) -> object:
         groups = _list_variable_groups(model, len(state))
         result, new = plain(tuple(map(_take_logical, state, groups)), data)
-        if session.context.across:  # each process is to find its rows, and all numbers, on its own devices
+        if session.context.across:  # place rows and scalars on the process's own devices
             by_rows = plain.__name__ == "predict_step"
             result = keras.tree.map_structure(
                 lambda array: _make_addressable(array, session, by_rows), result
@@ -351,7 +353,7 @@ def _wrap_step(model: keras.Model, plain: Method, session: KerasSession) -> Meth
 
 def _make_addressable(array: object, session: KerasSession, by_rows: bool) -> object:
     if not isinstance(array, jax.Array):
-        return array  # a number that a step of one's own returns
+        return array  # a number returned by a custom step
     layout = (
         session.policy.derive_batch_layout(array.shape) if by_rows else session.policy.replicated(array.ndim)
     )

@@ -117,12 +117,12 @@ class TensorFlowBackend(Backend):
     def make_layer_wraps(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
         """Return methods to wrap on a layer so that eager calls with unsharded tensors run on the mesh."""
         wraps = {name: wrap_call(layer, session, name) for name in CALLS}
-        # Of a kernel that is computed, as with LoRA.
+        # The saved kernel may be computed, as with LoRA.
         wraps["save_own_variables"] = compute_on_mesh(session)(layer.save_own_variables)
         if isinstance(layer, keras.Model):
             as_one_device = functools.partial(temporarily, session.on_thread, "is_exporting", True)
             wraps["export"] = wrap_in_context(layer.export, as_one_device)
-            if hasattr(layer, "make_generate_function"):  # a task of keras-hub
+            if hasattr(layer, "make_generate_function"):  # a task model of keras-hub
                 wraps["make_generate_function"] = make_generate_refusal(layer)
         return wraps
 
@@ -143,7 +143,7 @@ class TensorFlowBackend(Backend):
         batch = (x, y, sample_weight)
         make_for_training(
             model, session, batch
-        )  # makes loss trackers first, or each device would make its own
+        )  # create loss trackers before replication, so that they exist once
         if session is not None:
             batch = place_on_mesh(batch, session)
 

@@ -51,7 +51,7 @@ def wrap_call(layer: keras.Layer, session: KerasSession, name: str) -> Callable[
                 return results
             session.refuse_in_a_plan(layer.name)
             has_unsharded = any(map(is_unsharded_array, keras.tree.flatten((args, kwargs))))
-            # The session's lock first, as where weights are made: two threads would else wait for each other.
+            # Take the session's lock first, as weight creation does, to avoid a deadlock of two threads.
             with session.lock:
                 if has_unsharded:
                     args, kwargs = place_batch(make_dense((args, kwargs), layer), session)
@@ -75,7 +75,7 @@ def _wrap_reading_call(layer: keras.Layer, session: KerasSession, name: str) -> 
                 return plain(*args, **kwargs)
             args, kwargs = pin_layer_values((args, kwargs), session)
             results = plain(*args, **kwargs)
-            # Where nothing is gathered, only what goes into a loop over time is laid out.
+            # Without gathering, only inputs of loops over time need a layout.
             return pin_layer_values(results, session) if session.on_thread.gathering else results
 
     return call
@@ -107,7 +107,7 @@ def make_weight_reader(held: Any, layout: Layout, session: KerasSession) -> Call
             wanted = Layout.replicated(layout.mesh, layout.rank)
         held.read_layout = wanted
         if session.on_thread.gathering:
-            # What else has a gradient for the weight, such as a regularizer, is laid out apart.
+            # Other gradients of the weight, such as a regularizer's, are placed separately.
             return pin_layout(read, wanted)
         return read if wanted == layout else constrain_layout(read, wanted)
 

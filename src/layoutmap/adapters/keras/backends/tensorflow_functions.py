@@ -51,7 +51,7 @@ from layoutmap.adapters.keras.backends.tensorflow_products import compute_einsum
 from layoutmap.adapters.keras.backends.tensorflow_windows import Plain
 from layoutmap.engines.patches import Attribute, Patches, temporarily
 
-Replicate = Callable[[object], Any]  # returns a tensor in the layout in which every device holds all of it
+Replicate = Callable[[object], Any]  # returns the tensor replicated
 _RANDOM = ("uniform", "normal", "truncated_normal", "randint")
 _OF_ARRAYS = ("repeat", "reverse", "roll")
 _OF_DIAGONALS = ("diag", "diag_part")
@@ -107,7 +107,7 @@ def _compute_dropout(
 ) -> tf.Tensor:
     if rate in (0.0, 1.0):
         return plain(inputs, rate, *args, **kwargs)
-    # What dropout makes of ones is its mask: zero, or the factor that makes up for what was dropped.
+    # Dropout of ones is the scaled mask.
     return inputs * replicate(plain(tf.ones(inputs.shape, inputs.dtype), rate, *args, **kwargs))
 
 
@@ -132,7 +132,9 @@ def _split(
     axis: object = 0,
     **kwargs: object,
 ) -> object:
-    axis = axis % len(value.shape) if isinstance(axis, int) else axis  # its gradient joins what it has split
+    axis = (
+        axis % len(value.shape) if isinstance(axis, int) else axis
+    )  # the gradient of a split is a concatenation
     return plain(value, num_or_size_splits, axis, **kwargs)
 
 

@@ -85,7 +85,7 @@ class RegatheredFunction:
                 )
                 if not is_compiler_refusal(error) or self._session.gathering == Gathering.ALL:
                     self._session.gathering = before
-                    error.layoutmap_place = found  # for `explained`
+                    error.layoutmap_place = found  # read by `explain_errors`
                     raise
                 place = place if place.get("operation") else found
                 self._session.gathering = Gathering(self._session.gathering + 1)
@@ -141,12 +141,12 @@ def _warn_of_gathering(what: str, place: dict[str, str], session: KerasSession) 
 
 def _find_needed_gathering(graph: tf.Graph) -> tuple[Gathering, str]:
     """Return the least gathering for correct numbers and the operation that needs it."""
-    # Steps backwards, an axis from the end: which input has them.
+    # op -> number of the input with negative strides or axes.
     negative = {"StridedSlice": 3, "ConcatV2": -1}
     found = Gathering.AS_PLANNED, ""
     for op in graph.get_operations():
         value = tf.get_static_value(op.inputs[negative[op.type]]) if op.type in negative else None
-        if op.type == "ScatterNd":  # each device takes indices of all rows for those of its own
+        if op.type == "ScatterNd":  # DTensor applies global row indices to each device's own rows
             return Gathering.ALL, op.type
         if value is not None and (value < 0).any():
             found = Gathering.WEIGHTS, op.type
@@ -170,7 +170,7 @@ def pin_layout(value: tf.Tensor, layout: Layout) -> tf.Tensor:
     @tf.custom_gradient
     def constrain(tensor: tf.Tensor) -> Any:
         def backward(upstream: tf.Tensor | tf.IndexedSlices) -> object:
-            # Rows of an embedding stay rows: optimizers step by each, as in plain Keras on TensorFlow.
+            # Keep IndexedSlices, because optimizers update single rows, as in unsharded Keras.
             return upstream if isinstance(upstream, tf.IndexedSlices) else constrain_layout(upstream, layout)
 
         return constrain_layout(tensor, layout), backward
@@ -191,7 +191,7 @@ def _make_batch_layout(shape: Sequence[Any], session: KerasSession) -> Layout:
 def is_pinned(layer: keras.Layer, session: KerasSession) -> bool:
     """Return whether layouts must not propagate into or out of a layer, which then computes on its own."""
     if session.on_thread.gathering == Gathering.AS_PLANNED:
-        # Sharded features would be summed up over devices in each step of a loop over time.
+        # Sharded features would need an all-reduce in each step of a loop over time.
         return isinstance(layer, keras.layers.RNN)
     is_innermost = layer._trainable_variables or layer._non_trainable_variables or not layer._layers
     return bool(is_innermost) or session.on_thread.gathering == Gathering.ALL

@@ -26,7 +26,7 @@ def wrap_var_key(optimizer: keras.Optimizer) -> Callable[..., object]:
 
     @functools.wraps(plain)
     def get_key(variable: keras.Variable) -> object:
-        # A variable without a value must not get one for the sake of a key; `values_changed` makes the keys anew.
+        # Computing a key must not create a variable's value. Keys are computed again after materialization.
         return id(variable) if is_pending(variable) else plain(variable)
 
     return get_key
@@ -60,9 +60,9 @@ def _place_gradient(gradient: object, weight: keras.Variable | tf.Variable, sess
     if layout is None or not isinstance(gradient, tf.Tensor):
         return _replicate_rows(gradient, weight, session)
     held: Any = weight if isinstance(weight, tf.Variable) else weight.value
-    # First as the layer has read the weight, so that the backward pass mirrors the forward pass.
+    # First use the layout in which the layer read the weight, so that backward mirrors forward.
     gradient = constrain_layout(relayout_as_read(gradient, held), layout)
-    held.read_layout = None  # what updates it is in its own layout, and is not gathered for it
+    held.read_layout = None  # updates use the variable's own layout
     return gradient
 
 

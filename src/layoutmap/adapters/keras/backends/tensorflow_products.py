@@ -22,7 +22,7 @@ def compute_einsum(plain: Product, equation: str, *values: tf.Tensor, **kwargs: 
     tensors = [tf.convert_to_tensor(value) for value in values]
     if not all(tensor.shape.is_fully_defined() for tensor in tensors):
         return plain(equation, *values, **kwargs)
-    # Its steps have a letter for each axis, and say which the result has, as the equation need not.
+    # The steps of opt_einsum name every axis and the result, which the equation may omit.
     shapes, optimize = [tuple(tensor.shape) for tensor in tensors], kwargs.get("optimize", "greedy")
     _, path = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=optimize)
     for places, _, step, *_ in path.contraction_list:

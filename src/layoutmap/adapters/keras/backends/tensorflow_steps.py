@@ -62,7 +62,7 @@ class _MeshStep:
         self._session = session
         self._name = name
         self._schedule = schedule
-        self._known: set[object] = set()  # shapes and types of batches for which all is made and checked
+        self._known: set[object] = set()  # signatures of batches with a traced and checked step
         self._compiled = RegatheredFunction(self._compile_step, session, f"{model.name}: the {name} step")
 
     def _compile_step(self) -> Callable[..., object]:
@@ -74,7 +74,7 @@ class _MeshStep:
     def _step(self, batch: object) -> object:
         if not tf.executing_eagerly():
             check_trace_at_end(f"the {self._name} step")
-        # A function that computes a gradient runs after the call of its layer, as that of layers in float8.
+        # Custom gradient functions, such as those of float8 layers, run after their layer's call.
         with _pin_outputs(self._model, self._session), compute_on_mesh(self._session):
             return getattr(self._model, f"{self._name}_step")(batch)
 
@@ -166,7 +166,7 @@ def _pin_outputs(model: keras.Model, session: KerasSession) -> Generator[None]:
         own["call"] = call
 
 
-_ALWAYS_THERE = {"disable_model_pruning", "disable_meta_optimizer"}  # in TensorFlow's options, chosen or not
+_ALWAYS_THERE = {"disable_model_pruning", "disable_meta_optimizer"}  # options that TensorFlow always lists
 _options_lock = threading.RLock()
 _open_blocks: weakref.WeakSet[DisabledGraphOptimizer] = weakref.WeakSet()
 
@@ -197,7 +197,7 @@ class DisabledGraphOptimizer(Closing):
         """Restore the options."""
         with _options_lock:
             if self in _open_blocks:
-                # Also with another thread inside, since each thread remembers the options that it found.
+                # If another thread is inside, its saved options would be restored too early.
                 found = {} if len(_open_blocks) > 1 else {"disable_meta_optimizer": False}
                 tf.config.optimizer.set_experimental_options(found)
                 _open_blocks.discard(self)

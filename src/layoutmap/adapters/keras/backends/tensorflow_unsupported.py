@@ -28,8 +28,8 @@ from layoutmap.engines.patches import Attribute, Patches
 
 L = keras.layers
 
-_IN_FEW_BITS = ("int8", "int4", "gptq", "awq")  # they are unpacked and scaled by operations without a rule
-_MANY_STEPS = 64  # each takes a tenth of a second to compile, in each function
+_IN_FEW_BITS = ("int8", "int4", "gptq", "awq")  # unpacking uses operations that DTensor does not support
+_MANY_STEPS = 64  # each loop step takes 0.1 s to compile in each function
 # DTensor lacks rules for these layers' sharded weights, so the weights are gathered (decisions/0010).
 _NEED_REPLICATED_WEIGHTS = (
     *(L.Conv1D, L.Conv2D, L.Conv3D),

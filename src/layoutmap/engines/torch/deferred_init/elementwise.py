@@ -113,14 +113,16 @@ class History:
         if view.is_dense:
             reader = self._read_memory(view.memory, until, frame.map_to_memory(view))
             return Shifted(reader, view.offset) if view.offset else reader
-        if not view.is_ordered or view.memory.numel > _MOST_APART * view.numel:  # much for little
+        if (
+            not view.is_ordered or view.memory.numel > _MOST_APART * view.numel
+        ):  # reading all memory for a small view
             return None
         reader = self._read_memory(view.memory, until, frame.map_to_memory(view))
         return _count_consumer(Picked(reader, view.geometry))
 
     def _read_memory(self, memory: Memory, until: int, frame: IndexMap) -> Reader:
         place = bisect.bisect_left(memory.writes, until) - 1
-        key = (memory, place, frame)  # by the frame, since a reader gives each element once
+        key = (memory, place, frame)  # include the frame, because a reader yields each element once
         if key not in self._readers:
             self._readers[key] = self._read_version(memory, place, frame)
         return _count_consumer(self._readers[key])
@@ -132,7 +134,7 @@ class History:
             step = self._steps[memory.writes[place]]
             made = step.find_created_view(memory)
             written = [made] if made is not None else [each for each in step.writes if each.memory is memory]
-            if len(written) != 1 or len(patches) > _MOST_PATCHES:  # each patch is asked for every run
+            if len(written) != 1 or len(patches) > _MOST_PATCHES:  # every run reads all patches
                 raise self._make_error(step)
             [view] = written
             if view.is_all and step.op.overloadpacket is not aten.index_put_:
@@ -146,7 +148,7 @@ class History:
         base = self._read_memory(memory, step.number + 1, frame)
         return Patched(base, [self._patch(step, view, frame) for step, view in reversed(patches)])
 
-    # -- steps that write to a part of a memory
+    # -- steps that write part of a memory
 
     def _patch(self, step: Recorded, view: View, frame: IndexMap) -> Patch:
         if step.op.overloadpacket is aten.index_put_:
@@ -174,11 +176,12 @@ class History:
                 [n if i == axis else 1 for i in range(len(view.shape))]
             )
             places += stride * along.expand(view.shape)[index]
-        if places.unique().numel() < places.numel():  # which of them wins, torch does not say  # pyright: ignore[reportUnknownMemberType]
+        # Torch does not define the result of duplicate indices.
+        if places.unique().numel() < places.numel():  # pyright: ignore[reportUnknownMemberType]
             raise self._make_error(step)
         return make_place_patch(places.reshape(-1), values.value.expand(shape).reshape(-1))
 
-    # -- steps that write each element of a tensor
+    # -- steps that write a whole tensor
 
     def _read_result(self, step: Recorded, view: View, frame: IndexMap) -> Reader:
         """Return a reader of the elements that a step writes to a view, counted from the view's first one."""

@@ -44,11 +44,11 @@ class _Modes(Closing):
 
     def __init__(self, *modes: Any, inner: Any) -> None:
         self._modes = modes
-        self._inner = inner  # entered by others, inside of these
+        self._inner = inner  # modes that others entered inside of these
         self._thread = threading.get_ident()
 
     def open(self) -> None:
-        # A recording that another thread has ended, as it can a generator, could not leave its modes on this one.
+        # A recording ended on another thread cannot leave its modes here, so remove them now.
         for mode in (*list_function_modes(), *list_dispatch_modes()):
             if isinstance(mode, (_Reads, _Operations)) and not mode.tape.is_recording:
                 _leave(mode)
@@ -99,7 +99,7 @@ class _Reads(TorchFunctionMode):
         if func in _COPIES and self.tape.is_deferred(args[0]):
             return _copy_tensor(*args)
         if func is torch.Tensor.data_ptr and self.tape.is_deferred(args[0]):
-            # No address, but as one it is equal for the same place of the same memory, and for no other.
+            # Not a real address, but unique for each offset of each memory.
             return get_storage_key(args[0]) + args[0].storage_offset() * args[0].itemsize
         if func == _SET_DATA:
             return func(args[0], self._match_kind(*args))
@@ -129,13 +129,13 @@ def _copy_tensor(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.T
     return copy
 
 
-# -- modules that change the type or device of what they hold
+# -- modules that convert their tensors
 
-_open = threading.local()  # tapes: weak references to those that record on a thread
+_open = threading.local()  # weak references to the tapes that record on this thread
 
 
 def _list_recording_tapes() -> list[Any]:
-    # An interception that an interrupt left in the list has ended.
+    # Dead references are interceptions that an interrupt ended.
     return [t for ref in getattr(_open, "tapes", ()) if (t := ref()) is not None and t.is_recording]
 
 

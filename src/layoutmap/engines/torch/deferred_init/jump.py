@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_N, _M, _A = 624, 397, 0x9908B0DF  # words of a block, the recurrence's other word, its mask
+_N, _M, _A = 624, 397, 0x9908B0DF  # MT19937: words per block, offset of the recurrence, mask
 _DEGREE = 19937
 _ROWS = 256
-_NEAR = 32  # blocks that are made one after the other
+_NEAR = 32  # below this number of blocks, stepping is faster than jumping
 
-# A state of torch: seed, words left in the block (32 bits), whether seeded (32 bits), next word, the block in 64 bits a
-# word, and what is left of a pair of normal numbers.
+# torch's state: seed, words left (32 bits), seeded flag (32 bits), next word, the block with 64 bits per word,
+# and the cached second number of a normal pair.
 _LEFT, _NEXT, _WORDS = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _N)
 
 Block = npt.NDArray[np.uint32]
@@ -43,8 +43,8 @@ def jump(generator: torch.Generator, words: int) -> None:
     blocks, place = divmod(get_position(generator) + words - 1, _N)
     place += 1
     block: Block = state[_WORDS].view(np.uint64).astype(np.uint32)
-    # The first block after seeding is not one of the recurrence, so one step is made by hand; the rest is as many as
-    # all jumps over as many words share, so that they share the polynomial.
+    # The first block after seeding is not part of the recurrence, so step once. The rest is a common distance,
+    # so that jumps share one polynomial.
     far = words // _N - 2
     if far > _NEAR:
         block = _compute_block_ahead(_compute_next_block(block), far)
@@ -70,7 +70,7 @@ def is_exact() -> bool:
             jump(jumped, words)
             if not torch.equal(drawn.get_state(), jumped.get_state()):
                 return False
-    except (ValueError, RuntimeError):  # a state of another form
+    except (ValueError, RuntimeError):  # a state in another format
         return False
     return True
 

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 FILLED: dict[object, int] = {
     **dict.fromkeys((aten.zeros, aten.zeros_like, aten.new_zeros, aten.zero_), 0),
     **dict.fromkeys((aten.ones, aten.ones_like, aten.new_ones), 1),
-    # Memory that nothing was written to: a plain program finds there whatever was there before.
+    # Uninitialized memory, whose contents are arbitrary.
     **dict.fromkeys((aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted), 0),
     **dict.fromkeys((aten.new_empty, aten.new_empty_strided), 0),
 }
@@ -67,7 +67,7 @@ def is_pointwise(step: Recorded) -> bool:
         return False
     if step.name == "pow":
         return step.args[1] in _EXPONENTS
-    # With other factors, one of the programs rounds once and the other twice.
+    # Other factors may round once in one program and twice in the other.
     return step.kwargs.get("alpha", 1) in (1, -1)
 
 

@@ -70,7 +70,7 @@ def iterate_by_tiles(
 ) -> Iterator[tuple[Run, list[Slice]]]:
     """Yield the runs of each block and the slices from them, in full tiles, without columns outside the block."""
     columns = count_columns(shape)
-    # The first axis of a row.
+    # First axis within a row.
     along = next(i for i in range(len(shape) + 1) if math.prod(shape[i:]) == columns)
     for number, index in enumerate(indices):
         for run, part in (

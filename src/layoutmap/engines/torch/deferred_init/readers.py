@@ -19,7 +19,7 @@ from layoutmap.engines.torch.deferred_init.steps import Geometry
 class Reader:
     """Source of a tensor's elements, run by run. Subclasses compute them."""
 
-    shares = False  # whether what it gives is memory of somebody else
+    shares = False  # whether the result shares memory with another object
 
     def __init__(self) -> None:
         self.consumers = 0
@@ -32,13 +32,13 @@ class Reader:
         Raises:
             ApartError: They are apart in a way that this reader does not know, or before those that it gave last.
         """
-        if self.consumers < 2:  # nobody else asks for the same run
+        if self.consumers < 2:  # no other consumer reads this run
             return self._compute(run)
         if self._run == run:
             return self._values
         if self._run.start <= run.start and run.stop <= self._run.stop and self._run.rows == run.rows == 1:
             return self._values[run.start - self._run.start : run.stop - self._run.start]
-        self._values = self._compute(run)  # kept, since the other consumers ask for it next
+        self._values = self._compute(run)  # cache it, because other consumers read it next
         self._run = run
         return self._values
 

@@ -17,7 +17,7 @@ from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Record
 from layoutmap.engines.torch.deferred_init.streams import PIECE
 from layoutmap.engines.torch.trees import tree_map
 
-_SAMPLE = 1024  # elements of a file's tensor that processes compare: they would read all of it otherwise
+_SAMPLE = 1024  # number of file elements that processes compare, to avoid reading the whole tensor
 
 
 class Recipe:
@@ -76,7 +76,7 @@ class Recipe:
             if isinstance(leaf, Constant):
                 few = leaf.value[-1:].reshape(-1)[-_SAMPLE:] if leaf.is_of_file else leaf.value
                 return f"{leaf.value.dtype}{list(leaf.value.shape)} {_format_checksum(few)}"
-            return leaf.type if isinstance(leaf, torch.device) else leaf  # not its number
+            return leaf.type if isinstance(leaf, torch.device) else leaf  # without the device index
 
         lines = [format_leaf(self._view)]
         for number in find_needed_steps(self._steps, {self._view.memory}, self._until):
@@ -121,7 +121,7 @@ class Recipe:
         [source] = step.args
         if not isinstance(source, View) or self._until <= self._view.memory.writes[-1]:
             return None
-        decisive = step.name == "any"  # one element decides, so not all have to exist at once
+        decisive = step.name == "any"  # stop at the first decisive element
         try:
             reader = History(self._steps, self._piece).read_before(source, self._view.memory.writes[0])
             shape = source.geometry.shape
@@ -134,7 +134,7 @@ class Recipe:
 
     def _fill(self, blocks: Sequence[tuple[Index, torch.Tensor]]) -> bool:
         """Fill blocks with values in one pass. Return False if one pass is not enough."""
-        # Elements come in the order of memory, so indices and blocks are turned to have their axes in that order.
+        # Elements come in memory order, so permute indices and blocks to that order.
         order = self._view.order
         indices = [tuple(index[axis] for axis in order) for index, _ in blocks]
         turned = [block.permute(order) for _, block in blocks]

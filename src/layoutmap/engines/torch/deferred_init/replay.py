@@ -45,7 +45,7 @@ def replay(steps: Sequence[Recorded], wanted: Sequence[View], until: int) -> lis
             _run(steps[number], storages)
             for memory in {view.memory for view in _list_views(steps[number])}:
                 if last_use[memory] == number and memory not in kept:
-                    storages.pop(memory, None)  # so no more is alive than what is still read
+                    storages.pop(memory, None)  # free memory that no later step reads
         return [view.make_tensor(_get_storage(view.memory, storages)) for view in wanted]
 
 
@@ -104,7 +104,7 @@ def _run(step: Recorded, storages: dict[Memory, torch.UntypedStorage]) -> None:
         if view is None or view.memory in storages:
             continue
         if tensor.stride() != view.strides or tensor.storage_offset() or view.offset:
-            # Later steps read by the strides that were foreseen, so the values are put where these say.
+            # Copy into the predicted strides, which later steps use.
             view.make_tensor(_get_storage(view.memory, storages)).copy_(tensor)
         else:
             storages[view.memory] = tensor.untyped_storage()
@@ -125,5 +125,5 @@ def call(step: Recorded, args: Args, kwargs: Kwargs, generator: torch.Generator 
         generator = torch.Generator("cpu")
         generator.set_state(step.state)
     drawn_by = find_generator_overload(step.op)
-    assert drawn_by is not None  # of what has none, no state is kept
+    assert drawn_by is not None  # only steps with a generator store a state
     return drawn_by(*args, **kwargs, generator=generator)

@@ -31,7 +31,7 @@ from layoutmap.engines.torch.operators import (
 PIECE = 1 << 18
 """Elements in a piece: 1 MiB of float32."""
 
-_GROUP = 16  # torch fills so many elements at a time, and what is left over in another way
+_GROUP = 16  # torch fills groups of 16 elements and treats the remainder differently
 _FAR = 1 << 22
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ class RandomFill:
     def draw_next(self, numel: int, generator: torch.Generator) -> torch.Tensor:
         """Return the next values of the stream."""
         if self.strided:
-            # For memory with gaps torch takes another way through the same stream.
+            # For strided memory, torch consumes the stream in another order.
             values = torch.empty(2 * numel, dtype=self.dtype, device="cpu")[::2]
         else:
             values = torch.empty(numel, dtype=self.dtype, device="cpu")
@@ -66,9 +66,9 @@ class RandomFill:
     def skip(self, numel: int, generator: torch.Generator) -> None:
         """Leave the generator as after that many values."""
         words = _count_words(self)
-        # The last group is drawn: it may leave half a pair of normal numbers behind.
+        # Draw the last group, because it may cache the second number of a normal pair.
         ahead = (numel - _GROUP) // _GROUP * _GROUP
-        if ahead * words >= _FAR and jump.is_exact():  # below that drawing is quicker
+        if ahead * words >= _FAR and jump.is_exact():  # below this distance, drawing is faster than jumping
             jump.jump(generator, ahead * words)
             numel -= ahead
         room = _get_scratch_buffer((2 if self.strided else 1) * min(numel, PIECE + _GROUP), self.dtype)
@@ -97,11 +97,11 @@ def free_scratch_buffer() -> None:
 @functools.lru_cache(maxsize=4096)
 def _can_split(fill: RandomFill) -> bool:
     """Return whether drawing in pieces gives the same bits and generator state as drawing at once."""
-    for numel in (_GROUP * 50 + 5, _GROUP * 50):  # with and without a rest
+    for numel in (_GROUP * 50 + 5, _GROUP * 50):  # with and without a remainder
         at_once, in_parts = torch.Generator("cpu"), torch.Generator("cpu")
         for generator in (at_once, in_parts):
             generator.manual_seed(20)
-            # This leaves half a pair of normal numbers behind.
+            # An odd count caches the second number of a normal pair.
             torch.empty(5, device="cpu").normal_(generator=generator)
         expected = fill.draw_next(numel, at_once)
         parts = [fill.draw_next(n, in_parts) for n in (_GROUP * 3, _GROUP * 30, _GROUP, numel - _GROUP * 34)]

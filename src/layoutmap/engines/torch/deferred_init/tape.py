@@ -48,7 +48,7 @@ from layoutmap.engines.torch.storages import get_storage_key
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 SMALLEST = 4096
-_SNAPSHOT = 1 << 12  # constants of more elements are kept by reference until something changes them
+_SNAPSHOT = 1 << 12  # larger constants are stored by reference until something changes them
 
 
 # No device may store a full weight, so operations are recorded and replayed in pieces (decisions/0006).
@@ -141,7 +141,7 @@ class Tape:
             )
         return Recipe(self._steps, self._view(tensor), len(self._steps), self._piece)
 
-    # -- what the modes below ask
+    # -- called by the modes
 
     def dispatch(self, op: OpOverload, args: Args, kwargs: Kwargs) -> object:
         """Do an operation, or write it down."""
@@ -162,7 +162,7 @@ class Tape:
         try:
             foreseen = self._infer_result(op, args, kwargs)
         except UNFORESEEN:
-            if written:  # done for real, it would change a copy that nobody holds
+            if written:  # executing it now would change a temporary copy
                 raise
             return self._run_evaluated(op, args, kwargs, written)
         is_drawn = find_generator(op, args, kwargs) is not None
@@ -205,7 +205,7 @@ class Tape:
             values,
         )
 
-    # -- parts
+    # -- helpers
 
     def _handle_real(self, op: OpOverload, args: Args, kwargs: Kwargs, tensors: list[torch.Tensor]) -> object:
         """Run an operation on real tensors, or defer it if its result is much larger than they are."""
@@ -213,11 +213,11 @@ class Tape:
         for leaf in written:
             self._copy_constant(leaf)
         known = sum(tensor.numel() for tensor in tensors if not tensor.is_meta)
-        # What is not much larger than what exists already saves too little memory to be deferred.
+        # Defer only results much larger than existing tensors, because others save little memory.
         bound = max(self._smallest, 2 * known + 1 if known else 0)
         if written or can_return_view(op) or (not tensors and args and count_elements(args[0]) < bound):
             return op(*args, **kwargs)
-        # Of a subclass nobody knows what it does beside its values.
+        # Tensor subclasses may have side effects, so they are not deferred.
         if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
             return op(*args, **kwargs)
         try:
@@ -238,7 +238,7 @@ class Tape:
     def _infer_result(self, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Return the result of an operation as fake tensors."""
         if op.overloadpacket in OVERWRITING and not any(isinstance(arg, torch.Tensor) for arg in args[1:]):
-            return args[0]  # a fill changes values only, so nothing has to be asked
+            return args[0]  # a fill changes only values, so its result is known
         args, kwargs = tree_map(self._detach_leaf, (args, kwargs))
         with self._fake:
             return op(*args, **kwargs)
@@ -246,7 +246,7 @@ class Tape:
     def _detach_leaf(self, leaf: object) -> object:
         if isinstance(leaf, torch.Generator):
             return None
-        # A fake mode keeps a weak reference to each real tensor that it meets, so it meets another one.
+        # Detach, because a fake mode caches each real tensor that it sees.
         return leaf.detach() if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) else leaf
 
     def _write_down(
@@ -255,7 +255,7 @@ class Tape:
         made_tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
         fresh = [each for each in made_tensors if isinstance(each, FakeTensor) and not self.is_deferred(each)]
         if not fresh and (not written or torch.Tag.inplace_view in op.tags):
-            return made  # views
+            return made  # results that are views
         number = len(self._steps)
         for tensor in fresh:
             memory = Memory(tensor.untyped_storage(), tensor.dtype, [number])
@@ -263,7 +263,8 @@ class Tape:
         if "dtype" in list_argument_names(op) and not any(
             isinstance(x, torch.Tensor) for x in tree_leaves(args)
         ):
-            kwargs = {**kwargs, "dtype": made_tensors[0].dtype}  # not what the default is when it is made
+            # Store the dtype, because the default may change before replay.
+            kwargs = {**kwargs, "dtype": made_tensors[0].dtype}
         generator = find_generator(op, args, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         recorded_args, recorded_kwargs = tree_map(self._record_argument, (args, kwargs))

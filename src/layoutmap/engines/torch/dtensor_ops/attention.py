@@ -40,7 +40,7 @@ def _attend(draw: Function, function: Function, args: Args, kwargs: Kwargs) -> o
     kept = find_kept_axes(tensors, mesh, range(rank - 2) if is_alike else (), broadcast=True)
     shards = [take_local_shard(each, mesh, _align_sharded_axes(each, kept, rank), kept) for each in tensors]
     if mask is not None:
-        # It may be broadcast along the batch or the heads.
+        # The mask may broadcast along the batch or the heads.
         mask = take_local_shard(mask, mesh, _align_sharded_axes(mask, kept, rank), kept)
     if dropout_p > 0:
         query, key = tensors[:2]
@@ -82,7 +82,7 @@ def _draw_mask_by_shards(
     kept: dict[int, int],
 ) -> torch.Tensor:
     """Return this device's shard of dropout factors, drawn for this shard only."""
-    if p > 1:  # an error of torch
+    if p > 1:  # torch raises the error
         return _draw_mask(shape, dtype, device, p, mesh, kept)
     placements = make_placements(mesh, kept)
     return get_local(draw_sharded_mask(shape, dtype, device, p, mesh, placements, over=1 - p))
@@ -104,7 +104,7 @@ def _attend_with_mask(
     """Return attention with a given dropout mask, as torch computes it without a fused kernel."""
     dtype = shards[0].dtype
     query, key, value = (each.to(_promote_dtype(dtype)) for each in shards)
-    # Both sides get the root, as in torch: products of rows that are not scaled yet may overflow.
+    # Scale both operands by the root, as torch does, because unscaled products may overflow.
     factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
@@ -115,7 +115,7 @@ def _attend_with_mask(
         scores = scores.masked_fill(~kept, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    # A row of which all is masked gives zeros, as torch's kernels do, and not NaN.
+    # Fully masked rows give zeros, as in torch's kernels, not NaN.
     nothing = torch.isneginf(scores).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(nothing, 0), -1).masked_fill(nothing, 0)
     return ((weights * drawn) @ value).to(dtype)
@@ -132,11 +132,11 @@ def _attend_with_projections(draw: Function, function: Function, args: Args, kwa
     batched = [tensors[name] for name in ("query", "key", "value")] if query.ndim == 3 else []
     kept = find_kept_axes(
         batched, mesh, [1]
-    )  # the function splits the whole embedding into heads, so that axis is gathered
-    of_weights = dict.fromkeys(kept, 0)  # their first axis is that of the batch, with or without the heads
+    )  # gather the embedding axis, because the function splits it into heads
+    of_weights = dict.fromkeys(kept, 0)  # the first axis is the batch, with or without heads
     drops = given["training"] and given["dropout_p"] > 0
     mask = draw(*_describe_weights(given), given["dropout_p"], mesh, of_weights) if drops else None
-    # One for what is given twice: attention to oneself is projected at once.
+    # Reuse one shard for equal arguments, because self-attention projects them together.
     shards: dict[int, torch.Tensor] = {}
     for name, each in tensors.items():
         if id(each) not in shards:

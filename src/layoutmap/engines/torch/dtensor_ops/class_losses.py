@@ -58,7 +58,7 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
     axis = 0 if x.ndim == 1 else 1
     has_labels = x.shape != target.shape
     if has_labels and (target.shape != x.shape[:axis] + x.shape[axis + 1 :] or target.dtype not in _LABELS):
-        return compute_gathered(function, args, kwargs)  # an error, of torch
+        return compute_gathered(function, args, kwargs)  # torch raises the error
     mesh = find_mesh((x, target, weight))
     kept = find_kept_axes([x], mesh, [each for each in range(x.ndim) if each != axis])
     along = (
@@ -71,11 +71,11 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
     labels = take_local_shard(target, mesh, of_rows if has_labels else shards, shards)
     counted = None
     if has_labels:
-        labels = labels.long()  # gather takes no other type, cross_entropy also uint8
+        labels = labels.long()  # gather needs int64, but cross_entropy also accepts uint8
         counted = labels != given.get("ignore_index", -100)
     weights = None if weight is None else take_local_shard(weight, mesh, {}, shards)
     if along:
-        _check_options(function, x, target, weight, given)  # what is computed here would not notice
+        _check_options(function, x, target, weight, given)  # the shards would not detect invalid options
         classes = _Classes(axis, x.shape[axis], mesh, along)
         if function is F.cross_entropy:
             local = compute_log_softmax(local, axis, mesh, along)
@@ -175,7 +175,7 @@ class _DeviceMean(OwnGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        # Each device goes on with it for its own part: the gradient of it is the sum of theirs.
+        # Each device uses the mean for its own part, so the gradients are summed.
         of_gradient = make_replicated(ctx.mesh)
         for dim in ctx.dims:
             of_gradient[dim] = Partial()

@@ -54,7 +54,7 @@ def to_local(
         return own(tensor, grad_placements=grad_placements)
     refuse_outdated("to_local", tensor)
     local = _ToLocal.run(tensor, _GradientLayout(tensor.placements, grad_placements))
-    if getattr(tensor, "_is_param", False):  # as torch has it: a part of a parameter is one
+    if getattr(tensor, "_is_param", False):  # like torch, return a parameter's shard as a parameter
         local._is_param = True
     return mark_local(local, tensor.placements)
 
@@ -72,7 +72,7 @@ def full_tensor(
     if simulation.is_simulated():
         local = take_one_rank(local)
         if is_replicated(tensor):
-            local = local.clone()  # not the memory of one simulated device
+            local = local.clone()  # do not alias one simulated device's memory
     return mark_local(local, whole.placements)
 
 
@@ -196,7 +196,7 @@ def distribute_tensor(
             ranks = simulation.list_ranks(device_mesh)
             tensor = simulation.copy_to_ranks(tensor, ranks).requires_grad_(tensor.requires_grad)
         if type(simulation.get_first_piece(tensor)) not in (torch.Tensor, torch.nn.Parameter):
-            # A graph is recorded: torch's own way would send what has no values.
+            # During graph recording, torch's own implementation would send tensors without values.
             return _redistribute_normalized(replicate_tensor(tensor.detach(), device_mesh), wanted)
         return own(tensor, device_mesh, wanted, src_data_rank=src_data_rank)
 
@@ -207,7 +207,7 @@ class _GradientLayout:
 
     def __init__(self, placements: Sequence[Placement], named: Sequence[Placement] | None = None) -> None:
         self._placements, self._named = tuple(placements), None if named is None else tuple(named)
-        self.summed = set[int]()  # the mesh dims over which devices compute different things
+        self.summed = set[int]()  # mesh dims over which the local computations differ
 
     def find_placements(self) -> tuple[Placement, ...]:
         """Return the gradient's placements, which are known after the forward pass."""
@@ -248,7 +248,7 @@ class _ToLocal(OwnGradient):
     def forward(ctx: Ctx, tensor: DTensor, gradient: _GradientLayout) -> torch.Tensor:
         ctx.spec, ctx.gradient = get_spec(tensor), gradient
         local = get_local(tensor)
-        return local.view_as(local)  # another object: autograd ties what is returned to this step
+        return local.view_as(local)  # a new tensor, because autograd attaches the result to this function
 
     @staticmethod
     def list_checked(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -257,7 +257,7 @@ class _ToLocal(OwnGradient):
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         spec = replace_placements(ctx.spec, ctx.gradient.find_placements(), upstream[0].dtype)
-        return _FromLocal.run(upstream[0].contiguous(), spec), None  # an expanded one has strides of 0
+        return _FromLocal.run(upstream[0].contiguous(), spec), None  # expanded gradients have zero strides
 
 
 class _FromLocal(OwnGradient):

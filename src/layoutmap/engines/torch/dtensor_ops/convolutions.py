@@ -21,10 +21,10 @@ def _convolve(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
     mesh = find_mesh((x, weight, bias))
-    batched = x.ndim == weight.ndim  # torch takes a single image, too
-    out_axis = 1 if "output_padding" in names else 0  # of the weight
+    batched = x.ndim == weight.ndim  # an input without a batch axis
+    out_axis = 1 if "output_padding" in names else 0  # output channel axis of the weight
     batch = find_kept_axes([x], mesh, [0] if batched else [])
-    # A group reads its own part of the input channels, and all devices have all of them.
+    # Grouped convolutions read parts of the input channels, so these stay replicated.
     channels = find_kept_axes([weight], mesh, [out_axis] if given.get("groups", 1) == 1 else [], taken=batch)
     of_bias = dict.fromkeys(channels, 0)
     apart = {**batch, **channels}

@@ -41,10 +41,12 @@ with Needed("torch"):
     _DISPATCHER: Any = DTensor._op_dispatcher
     _Dispatcher: Any = type(_DISPATCHER)  # pyright: ignore[reportUnknownVariableType]
 
-_PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"  # asked about operators that are not known yet
-_TAIL = "_dispatch_fast_path_python_tail"  # makes what operators return that change tensors
-_SEARCH = "find_min_cost_path"  # of collectives between two layouts
-_RESULTS = "_dispatch_get_local_results_slow_path"  # computes operators on arguments that it redistributes
+_PROPAGATE = (
+    "_propagate_op_sharding_dispatch_slow_path"  # computes shardings of operators that are not cached
+)
+_TAIL = "_dispatch_fast_path_python_tail"  # builds results of in-place operators
+_SEARCH = "find_min_cost_path"  # finds collectives between two layouts
+_RESULTS = "_dispatch_get_local_results_slow_path"  # computes operators on redistributed arguments
 
 check_names(
     "torch",
@@ -133,16 +135,16 @@ class OperatorsGuarded:
     def install(self) -> None:
         """Have it decide, where it does not."""
         if _PROPAGATE in vars(_DISPATCHER):
-            return  # caches are kept: they have this guard's answers
+            return  # keep the caches, which contain this guard's answers
         vars(_DISPATCHER).update(self._methods)  # pyright: ignore[reportUnknownMemberType]
         for name, instead in _INSTEAD.items():
             getattr(_Dispatcher, name).__code__ = instead.__code__
-        for name in _HANDLED:  # decided in Python, and not by rules
+        for name in _HANDLED:  # handled in Python, without sharding rules
             op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
             handler = functools.partial(_call_answer, self._answer, _HANDLERS_OF_DTENSOR[op])
             _DISPATCHER._custom_op_handlers[op] = handler
         setattr(_Planner, _SEARCH, _find_cheapest_path)
-        _clear_sharding_caches()  # which DTensor has given by itself
+        _clear_sharding_caches()  # drop answers from before the guard
 
     def remove(self) -> None:
         """Have `DTensor` decide for itself again."""
@@ -171,7 +173,9 @@ def _find_cheapest_path(planner: Any, source: Any, target: Any) -> list[object]:
 
     Torch begins anew for each target: the first step of a small model on three mesh dims took a minute.
     """
-    if not all(type(size) is int for size in planner.dtensor_meta.shape):  # while torch compiles for any size
+    if not all(
+        type(size) is int for size in planner.dtensor_meta.shape
+    ):  # symbolic sizes during dynamic compilation
         return _OWN_SEARCH(planner, source, target)
     state: dict[str, Any] = planner.__dict__
     wanted = [frozenset(each) for each in state.values() if type(each) is set]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
@@ -182,7 +186,7 @@ def _find_cheapest_path(planner: Any, source: Any, target: Any) -> list[object]:
         ways, search = found.setdefault((source, *wanted), ({}, _iterate_paths(planner, source, steps)))
         while target not in ways:
             layout, way = next(search, (None, ()))
-            if not way:  # there is none, which is an error of torch's
+            if not way:  # no path exists, so torch raises the error
                 return _OWN_SEARCH(planner, source, target)
             ways[layout] = way
         return list(ways[target])
@@ -209,7 +213,7 @@ def _iterate_paths(
 
 
 _HANDLERS_OF_DTENSOR = dict(_DISPATCHER._custom_op_handlers)
-# torch's C++ caches these methods at first use, so their `__code__` is replaced and not the attribute.
+# torch's C++ code caches these methods, so replace their `__code__` instead of the attribute.
 _OF_TORCH = {name: getattr(_Dispatcher, name).__code__ for name in (_TAIL, _RESULTS)}
 _OWN = {name: FunctionType(code, _of_dispatch.__dict__) for name, code in _OF_TORCH.items()}
 _INSTEAD: dict[str, Function] = {
@@ -230,7 +234,8 @@ def _redistribute(info: Any, schema: Any, *options: object) -> None:
     """Redistribute the arguments of an operator, as `DTensor` does, and keep the order of their axes in memory."""
     _Dispatcher.redistribute_local_args(info, schema, *options)
     found = schema.args_schema if info.args_tree_spec is None else tree_leaves(schema.args_schema)
-    for place, (held, wanted) in enumerate(zip(info.flat_args_schema, found, strict=False)):  # some get more
+    # The lists may differ in length.
+    for place, (held, wanted) in enumerate(zip(info.flat_args_schema, found, strict=False)):
         if isinstance(held, DTensorSpec) and held != wanted:
             before, after = info.local_args[:place], info.local_args[place + 1 :]
             info.local_args = (*before, restore_axis_order(info.local_args[place], wanted), *after)

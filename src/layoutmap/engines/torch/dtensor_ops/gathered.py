@@ -61,7 +61,7 @@ def compute_gathered(
     for each in changed:
         if isinstance(each, DTensor):
             write(each, plain[id(each)])
-    given = {id(plain[id(each)]): each for each in changed}  # what is returned may be the argument itself
+    given = {id(plain[id(each)]): each for each in changed}  # the result may be an argument
 
     def on_mesh(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -127,7 +127,7 @@ _warned: set[str] = set()
 
 def warn_of_gathering(name: str, why: str) -> None:
     """Warn that a function is computed on gathered tensors, once for each function."""
-    if name in _warned:  # a step is taken many times
+    if name in _warned:  # warn once per function
         return
     _warned.add(name)
     why = next(iter(why.strip().splitlines()), "")
@@ -141,7 +141,7 @@ def warn_of_gathering(name: str, why: str) -> None:
 
 
 _TENSOR = torch.Tensor
-_READING = (  # of which DTensor reads the part of this device: pytorch/pytorch#166638
+_READING = (  # DTensor reads only the local part of these: pytorch/pytorch#166638
     *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__array__", "__bool__", "__complex__"),
     *("__contains__", "__float__", "__format__", "__index__", "__int__"),
 )
@@ -187,6 +187,6 @@ GATHERED: dict[object, Function] = {
     torch.prod: compute_product,
     **dict.fromkeys((torch.tensor_split, _TENSOR.tensor_split), _compute_tensor_split),
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, _TENSOR.new_tensor), _convert_list),
-    # Their gradients compare values, which have to be exact: a sum that is written to is rounded.
+    # Their gradients compare values, so partial sums, which round, must be gathered.
     **dict.fromkeys((_TENSOR.index_reduce_, _TENSOR.scatter_reduce_), compute_gathered),
 }

@@ -105,9 +105,7 @@ def guard_mesh(device_mesh: DeviceMesh) -> None:
 
 def _propagate_changes(op: OpOverload, changed: list[torch.Tensor], args: Args, kwargs: Kwargs) -> None:
     """Write the changes of DTensors back to the tensors that they are copies of."""
-    _refuse_unsharded_writes(
-        op, args, kwargs
-    )  # DTensor has not asked if it knows the operator of replicated tensors
+    _refuse_unsharded_writes(op, args, kwargs)  # DTensor does not check its support for replicated operands
     count_unseen(changed)
     some = [each for each in _list_dtensors(changed) if each.device_mesh in meshes] if copied else []
     if some:
@@ -130,9 +128,9 @@ def is_guarded(device_mesh: DeviceMesh) -> bool:
 # DTensor computes some operators incorrectly, so it answers only proven ones (decisions/0057).
 def _answer_operator(own: Function, op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> object:
     """Return DTensor's own result of an operator if that is proven, or this library's result."""
-    if mesh not in meshes:  # DTensors of the program itself
+    if mesh not in meshes:  # DTensors of the program, not of this library
         return own()
-    if has_shard((args, kwargs)):  # outside of modes, where nothing has looked at it
+    if has_shard((args, kwargs)):  # outside modes, where local shards were not checked
         raise shard_error(
             f"{op}: a shard, computed with a tensor on the mesh", _list_dtensors((args, kwargs))[0]
         )
@@ -148,7 +146,7 @@ def _refuse_unsharded_writes(op: OpOverload, args: Args, kwargs: Kwargs) -> None
     if op is torch.ops.aten.copy_.default:
         return
     for place, name in list_written_arguments(op):
-        # Others are for the operator's own use, such as the steps of a fused optimizer.
+        # Other arguments are internal, such as the steps of a fused optimizer.
         tensors = _as_list(args[0] if place == 0 else kwargs.get(name))
         for number, each in enumerate(tensors):
             if not isinstance(each, torch.Tensor) or isinstance(each, DTensor):
@@ -169,7 +167,7 @@ def _as_list(value: Any) -> Sequence[Any]:
 
 
 def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> object:
-    full_name = str(op.overloadpacket).removeprefix("aten.")  # another's `cumsum` is not torch's
+    full_name = str(op.overloadpacket).removeprefix("aten.")  # keep the namespace of custom operators
     name = full_name if full_name.endswith("__") else full_name.removesuffix("_")
     if (
         name in ALONG
@@ -187,20 +185,20 @@ def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any
     if place < len(args) and args[place] is not None and args[place] < 0:
         rank = args[0].ndim if place == 1 else len(args[1])
         return op(*args[:place], args[place] % max(rank, 1), *args[place + 1 :], **kwargs)
-    if name == "embedding" and is_axis_sharded(args[0], 0):  # DTensor confuses the masks of several lookups
+    if name == "embedding" and is_axis_sharded(args[0], 0):  # DTensor mixes up the masks of several lookups
         return LOOKUPS[F.embedding](F.embedding, (args[1], args[0]), {})
     tensors = _list_dtensors((args, kwargs))
     written = {id(each) for each in _list_dtensors(find_changed(op, args, kwargs))}
-    # DTensor would have to redistribute the others to the same partial sum, which it cannot.
+    # DTensor cannot redistribute the other operands to a partial sum.
     is_filled = any(
         _is_partial_or_strided(each) and any(other.placements != each.placements for other in tensors)
         for each in tensors
         if id(each) in written
     )
     why = "DTensor's own way is not known to be right"
-    # How axes are split and joined, DTensor seeks for ever where there is no element.
+    # DTensor loops forever when it searches view dims of an empty tensor.
     is_empty = name in ("view", "_unsafe_view") and any(0 in each.shape for each in tensors)
-    # An empty shard has no maximum.
+    # Empty shards have no maximum.
     is_extreme = name in _EXTREMES or _is_extreme_norm(name, args)
     is_uneven = is_extreme and not all(has_even_shards(get_spec(each)) for each in tensors)
     can_compute = not (is_empty or is_filled or is_uneven)
@@ -224,7 +222,7 @@ def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any
         if is_pure_view(op):
             note_redistributed(args[0], ready[0])
         return op(*ready, **named)
-    inner = decompose_operator(op, args, kwargs)  # its parts may be proven, or need less of a gather
+    inner = decompose_operator(op, args, kwargs)  # parts of the operator may be proven or gather less
     if inner is not NotImplemented:
         return inner
     if is_pure_view(op) and all(map(is_replicated, tensors)) and not _is_read_by_strides(name, args[0]):
@@ -253,7 +251,9 @@ def _is_proven(op: OpOverload, name: str, args: Args, kwargs: Kwargs) -> bool:
         return (args[place] if place < len(args) else kwargs.get("reduction")) in REDUCTIONS[name]
     if name in ALONG and not _is_aligned(args[0], args[1], args):
         return False
-    if name == "gather" and is_axis_sharded(args[0], args[1]):  # in a backward pass; `lookups` has the others
+    if name == "gather" and is_axis_sharded(
+        args[0], args[1]
+    ):  # in backward passes; `lookups` handles forward passes
         return False
     changes_shape = torch.Tag.inplace_view in op.tags and name != "detach"
     return (name in PROVEN and not changes_shape) or op.namespace != "aten"
@@ -267,7 +267,7 @@ def _is_aligned(target: torch.Tensor, axis: int, tensors: Sequence[torch.Tensor]
 
 def _can_pass(tensors: list[DTensor], name: str) -> bool:
     """Return whether DTensor's own implementation is correct for the placements of these tensors."""
-    if name in ("alias", "detach"):  # what autograd saves is the tensor itself
+    if name in ("alias", "detach"):  # autograd saves the tensor itself
         return True
     if _ADDS_BOOLEANS and any(
         each.dtype == torch.bool and any(p.is_partial() for p in each.placements) for each in tensors
@@ -353,7 +353,7 @@ def _write(op: OpOverload, old: DTensor, new: torch.Tensor) -> None:
     mesh = old.device_mesh
     values = get_local(move_to_placements(replicate_tensor(new, mesh), reduce_placements(old.placements)))
     for dim, placement in enumerate(old.placements):
-        # Of other kinds, what is the same everywhere is its own mean or maximum.
+        # Equal values are their own mean or maximum.
         if placement.is_partial("sum"):
             is_first = replicate_tensor(torch.arange(mesh.size(dim), device=new.device) == 0, mesh)
             axes = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]

@@ -38,11 +38,11 @@ def _compute_linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Ten
     given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
     tensors: list[Any] = [given["input"], given["weight"], given.get("bias")]
     plan = None
-    # Under autocast torch is to convert the arguments first.
+    # Under autocast, torch must convert the arguments first.
     if not any(map(torch.is_autocast_enabled, {each.device.type for each in tensors[:2]})):
         of_bias = None if tensors[2] is None else get_spec(tensors[2])
         plan = _plan_shards(get_spec(tensors[0]), get_spec(tensors[1]), of_bias)
-    if plan is None and tensors[0].ndim == 1:  # torch would change the shape of the result in place
+    if plan is None and tensors[0].ndim == 1:  # torch would reshape the result in place
         result = _compute_linear(function, (tensors[0].unsqueeze(0), tensors[1]), {}).squeeze(0)
         return result if tensors[2] is None else result + tensors[2]
     if plan is None:
@@ -120,7 +120,7 @@ class _Linear(AutogradFunction):
         ctx.save_for_backward(x, weight)
         of_bias = None if bias is None else get_local(bias)
         if of_bias is not None and plan.num_summands > 1:
-            of_bias = of_bias / plan.num_summands  # or the sum would have it several times
+            of_bias = of_bias / plan.num_summands  # otherwise the partial sums add the bias several times
         return make_dtensor(F.linear(get_local(x), get_local(weight), of_bias), plan.result)
 
     @staticmethod
@@ -128,7 +128,7 @@ class _Linear(AutogradFunction):
         x, weight = ctx.saved_tensors
         plan: _Plan = ctx.plan
         given = redistribute_tensor(replicate_gradient(upstream[0], plan.result.mesh), plan.upstream)
-        if torch.is_grad_enabled():  # for gradients of gradients
+        if torch.is_grad_enabled():  # for double backward
             return (*_compute_gradients(given, x, weight, ctx.needs_input_grad), None)
         gradient = get_local(given)
         rows = _flatten_rows(gradient)
@@ -163,7 +163,7 @@ def _compute_gradients(
 
 
 def _compute_matmul(function: Function, args: Args, kwargs: Kwargs) -> object:
-    if len(args) == 2 and args[0].ndim == 1 and args[1].ndim == 2:  # as in `_compute_linear`
+    if len(args) == 2 and args[0].ndim == 1 and args[1].ndim == 2:  # same case as in `_compute_linear`
         return function(args[0].unsqueeze(0), args[1]).squeeze(0)
     result = function(*args, **kwargs)
     return result if result.ndim else reduce_partial(result)

@@ -30,9 +30,7 @@ _marks: Any = WeakIdKeyDictionary()
 def mark_local(local: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
     """Mark the local tensor of a DTensor, and return it."""
     differs = not all(each.is_replicate() for each in placements)
-    if (
-        differs or list_function_modes()
-    ):  # outside of a call, what is the same on all devices is like any tensor
+    if differs or list_function_modes():  # outside forward passes, replicated values are ordinary tensors
         _marks[local] = differs
     return local
 

@@ -34,7 +34,7 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
             why="it changes rows of the table while it reads them, and each device would change others",
             fix="embed without max_norm, and clip the table after each step: torch.renorm(weight, 2, 0, max_norm)",
         )
-    if given.get("scale_grad_by_freq", False):  # how often a row occurs in all of the batch
+    if given.get("scale_grad_by_freq", False):  # needs the frequency of each row in the global batch
         return compute_gathered(function, args, kwargs)
     rows, table = given["input"], given["weight"]
     if given.get("sparse", False) and not all(each.is_replicate() for each in table.placements):
@@ -60,7 +60,7 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
     found = F.embedding(here, shard).where(is_here[..., None], 0)
     if given.get("padding_idx") is not None:
         is_padding = rows == given["padding_idx"] % table.shape[0]
-        found = torch.where(is_padding[..., None], found.detach(), found)  # its row gets no gradient
+        found = torch.where(is_padding[..., None], found.detach(), found)  # the padding row gets no gradient
     columns = {dim: rows.ndim for dim, axis in along.items() if axis == 1}
     shape = (*given["input"].shape, table.shape[1])
     return sum_shards(found, mesh, {**apart, **columns}, along.keys() - columns.keys(), shape)
@@ -99,7 +99,7 @@ def find_local_rows(
     """
     numbers = list_local_indices(size, mesh, dims, index.device)
     is_here = (index >= numbers[0]) & (index <= numbers[-1])
-    # Any row of this shard for the rest.
+    # Use any valid row for indices outside this shard.
     return (index - numbers[0]).clamp(min=0).minimum(numbers[-1] - numbers[0]), is_here
 
 
@@ -159,7 +159,7 @@ def check_numbers(numbers: torch.Tensor, size: int, name: str, axis: int = 0) ->
     local = get_local(numbers) if isinstance(numbers, DTensor) else numbers
     what = f"{name}: index out of range: axis {axis} has size {size}"
     try:
-        # On an accelerator it raises later: nothing waits for the values.
+        # Asynchronous on accelerators, so it may raise later.
         torch.ops.aten._assert_async.msg(((local >= 0) & (local < size)).all(), what)
     except RuntimeError as error:
         raise IndexError(what) from error

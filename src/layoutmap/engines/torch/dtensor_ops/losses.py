@@ -20,7 +20,7 @@ def _make_element_loss(names: str) -> Function:
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         reduction = pop_reduction(given)
         if given.get("weight") is not None and "cross_entropy" not in function.__name__:
-            return function(**given, reduction=reduction)  # torch composes it of sums
+            return function(**given, reduction=reduction)  # torch composes other reductions of sums
         elements = function(**given, reduction="none")
         return elements if reduction == "none" else getattr(elements, reduction)()
 

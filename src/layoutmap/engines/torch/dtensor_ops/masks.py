@@ -21,11 +21,12 @@ from torch.distributed.tensor import DTensor, Placement
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.specs import cache_by_mesh, make_dtensor, make_tensor_spec
 
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # one more changes bits that decide nothing
-_PIECE = 1 << 16  # elements that are mixed at once, on a CPU in its cache
+# Further rounds change only bits below the threshold's precision.
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_PIECE = 1 << 16  # elements to hash at once, which fit into a CPU cache
 _LARGE_PIECE = 1 << 22  # elements, on devices other than CPUs
 
-Places = tuple[Sequence[int], ...]  # along each axis
+Places = tuple[Sequence[int], ...]  # positions along each axis
 
 
 # A mask must not depend on the mesh, so devices hash the positions of their elements (decisions/0102).
@@ -55,7 +56,7 @@ def draw_sharded_mask(
     made: dict[Places, torch.Tensor] = {}
     pieces: dict[int, torch.Tensor] = {}
     for rank, places in _find_local_places(size, mesh, placements).items():
-        if places in made:  # simulated devices with the same part, each in memory of its own
+        if places in made:  # simulated devices with equal parts get separate copies
             pieces[rank] = made[places].clone()
         else:
             pieces[rank] = made[places] = _draw_mask(places, size, seed, p, dtype, over)
@@ -108,7 +109,7 @@ def _draw_mask(
     """Return the elements at some places of a mask."""
     steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     most_dropped = max(int(p * 2.0**64) - 1, 0) - (1 << 63)
-    if type(seed) is not torch.Tensor:  # it is recorded, for a graph: what compiles that divides it
+    if type(seed) is not torch.Tensor:  # the seed is recorded for a graph, whose compiler divides
         return (_hash_places(seed, places, steps) > most_dropped).to(dtype).div_(over)
     mask = torch.empty([len(each) for each in places], dtype=dtype, device=seed.device)
     piece = _PIECE if seed.device.type == "cpu" else _LARGE_PIECE
@@ -129,8 +130,8 @@ def _draw_mask(
 
 def _hash_places(seed: torch.Tensor, places: Places, steps: Sequence[int]) -> torch.Tensor:
     """Return the hash of the seed at some places, evenly distributed over all int64."""
-    # Up to the first round nothing may overflow: inductor computes with loop counters, and C++ takes their overflow
-    # for impossible, so for a reason to leave out the end of a loop.
+    # Avoid overflow before the first round. inductor computes with loop counters, whose overflow is undefined in
+    # C++, so the compiler could drop the end of a loop.
     mixed = seed.clone()
     for axis in range(len(places) - 1, -1, -1):
         along = _convert_places(places[axis], seed.device).mul_(steps[axis])

@@ -33,8 +33,8 @@ from layoutmap.engines.torch.unseen import count, get_memory, has_hidden_changes
 
 check_names("torch", (torch._C, "_disabled_torch_function_impl"))
 
-_ORIGIN = "_layoutmap_origin"  # of a memory that is a copy: of what
-_COPIES = "_layoutmap_copies"  # of a memory: those that are copies of it
+_ORIGIN = "_layoutmap_origin"  # attribute of a copied storage: its source
+_COPIES = "_layoutmap_copies"  # attribute of a storage: its copies
 copied: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 """The memories in use that are copies."""
 outdated: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -77,13 +77,13 @@ def note_redistributed(source: torch.Tensor, copy: torch.Tensor) -> None:
         copy: The same in the other layout.
     """
     memory, above = get_memory(copy), get_memory(source)
-    if memory is above:  # the redistribution was none
+    if memory is above:  # the redistribution copied nothing
         return
     places = {
         rank: (int(piece.storage_offset()), tuple(piece.shape), piece.stride())
         for rank, piece in simulation.get_pieces(get_local(copy)).items()
     }
-    own = make_dtensor(get_local(source), get_spec(source))  # another object, outside of the graph
+    own = make_dtensor(get_local(source), get_spec(source))  # a new DTensor outside the graph
     setattr(memory, _ORIGIN, _Origin(own, weakref.ref(get_base(source)), get_spec(copy), places))
     vars(above).setdefault(_COPIES, weakref.WeakSet()).add(memory)
     copied.add(memory)
@@ -116,7 +116,7 @@ def write_back(op: OpOverload, changed: list[DTensor]) -> None:
             or one while a graph is recorded.
     """
     name = format_function(op)
-    tensors = {id(get_memory(each)): each for each in changed}.values()  # one for each memory
+    tensors = {id(get_memory(each)): each for each in changed}.values()  # one tensor per storage
     parts = [(each, origin) for each in tensors if (origin := _get_origin(get_memory(each))) is not None]
     refuse_outdated(name, [part for part, _ in parts])
     for part, origin in parts:
@@ -128,13 +128,13 @@ def write_back(op: OpOverload, changed: list[DTensor]) -> None:
         origin.source.copy_(
             move_to_placements(origin.rebuild_copy(part), find_reachable_placements(origin.source))
         )
-        outdated.discard(get_memory(part))  # its tensor has what it has
+        outdated.discard(get_memory(part))  # the copy is up to date again
 
 
 def _check_writable(name: str, part: torch.Tensor, origin: _Origin, others: Iterable[torch.Tensor]) -> None:
     """Raise an EngineError for a changed copy that cannot be written back."""
     *_, root = _iterate_origins(get_memory(part))
-    if 0 in origin.source.stride():  # as after expand
+    if 0 in origin.source.stride():  # expanded tensors
         why, fix = (
             "in an expanded tensor several elements share memory",
             "clone the tensor first: x = x.clone()",
@@ -164,18 +164,18 @@ def count_unseen(changed: list[torch.Tensor]) -> None:
 def _mark_copies(memories: Sequence[torch.UntypedStorage], *, is_seen: bool) -> None:
     """Mark the copies of some memories as outdated, except for these memories themselves."""
     for memory in memories:
-        for each in list(getattr(memory, _COPIES, ())):  # the garbage collector may take some
+        for each in list(getattr(memory, _COPIES, ())):  # garbage collection may shrink the list
             if not any(each is other for other in memories):
                 _mark(each, is_seen=is_seen)
 
 
 def _mark(memory: torch.UntypedStorage, *, is_seen: bool) -> None:
-    if not outdated:  # a DTensor costs nothing where no slice is outdated
+    if not outdated:  # remove the function mode, so that DTensors cost nothing while no slice is outdated
         _watch_functions()
     outdated.add(memory)
     base = getattr(memory, _ORIGIN).base()
     if not is_seen and base is not None and not base.is_inference():
-        torch.autograd.graph.increment_version(base)  # so that a backward pass with it fails
+        torch.autograd.graph.increment_version(base)  # so that a backward pass that needs the old value fails
     _mark_copies([memory], is_seen=is_seen)
 
 
@@ -224,7 +224,7 @@ def _watch_functions() -> None:
 def _check_torch_function(
     _: object, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
 ) -> object:
-    if type(func) is not MethodWrapperType:  # a property reads no values
+    if type(func) is not MethodWrapperType:  # properties read no values
         _check_arguments(func, (args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))

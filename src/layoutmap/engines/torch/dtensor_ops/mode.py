@@ -118,7 +118,7 @@ def enable_dtensor_ops(device_mesh: DeviceMesh, *, by_shards: bool = False) -> G
     """
     guard_mesh(device_mesh)
     before = replicates_plain_tensors()
-    set_replicates_plain_tensors(True)  # DTensor refuses plain tensors beside DTensors else
+    set_replicates_plain_tensors(True)  # otherwise DTensor refuses unsharded tensors next to DTensors
     try:
         mode = _Computing(by_shards)
         keep_patches(mode)
@@ -138,13 +138,13 @@ class _Computing(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (type(func) is _PROPERTY or func in QUESTIONS) and type(args[0]) is DTensor:
-            with disable_function_modes():  # it computes nothing: no mode has to see it
+            with disable_function_modes():  # nothing is computed, so modes need not see it
                 return func(*args, **kwargs)
         if outdated:
             refuse_outdated(format_function(func), (args, kwargs))
         known = _classify_function(func, self._by_shards)
         if known.is_backward:
-            # Not under other modes: they would take what DTensor computes on the way for something of the program's.
+            # Leave other modes, which would see DTensor's internal operations as the program's.
             with leave_function_modes(), self:
                 return unwrap_function(func)(*args, **kwargs)
         found, is_mixed = _find_tensors((*args, *kwargs.values()) if kwargs else args)
@@ -162,7 +162,7 @@ class _Computing(TorchFunctionMode):
             refuse_mixed(func, args, kwargs, changed)
             try:
                 return _compute_per_device(func, args, kwargs)
-            except RuntimeError as error:  # the shapes of a shard and of a global tensor do not fit
+            except RuntimeError as error:  # a shard and a global tensor have incompatible shapes
                 raise shard_error(
                     f"{format_function(func)}: a shard, computed with a global tensor", found
                 ) from error
@@ -224,7 +224,7 @@ def _compute_per_device(function: Function, args: Args, kwargs: Kwargs) -> objec
         return mark_results(function, args, kwargs, function(*args, **kwargs))
 
 
-# Python that does no more than call the function of torch that DTensor has a rule for.
+# Thin Python wrappers of torch functions that DTensor supports.
 _THIN = frozenset(
     (
         F.celu,
@@ -241,7 +241,7 @@ _THIN = frozenset(
     )
 )
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-_PROPERTY = types.MethodWrapperType  # of `Tensor.shape.__get__` and its like
+_PROPERTY = types.MethodWrapperType  # type of property getters such as `Tensor.shape.__get__`
 
 
 def _compute_unhandled(
@@ -256,7 +256,7 @@ def _compute_unhandled(
             if get_base(each) is not each:
                 keep_gradient(each)
         if not changed and type(result) is DTensor and result.ndim == 0 and get_base(result) is result:
-            return reduce_partial(result)  # it is a loss, or becomes one, and may be read where no mode looks
+            return reduce_partial(result)  # reduce scalars now, because a loss may be read outside modes
         return result
 
 

@@ -33,7 +33,7 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x = given["input"]
-    if x.ndim < 2:  # it has no channels
+    if x.ndim < 2:  # no channel axis
         return compute_gathered(function, args, kwargs)
     of_channels = {name: given[name] for name in names[1:5] if given.get(name) is not None}
     mesh = find_mesh((x, *of_channels.values()))
@@ -41,21 +41,23 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
     channels = {dim: 0 for dim, axis in kept.items() if axis == 1}
     local = {name: take_local_shard(each, mesh, channels, kept) for name, each in of_channels.items()}
     y, eps = take_local_shard(x, mesh, kept, kept), given.get("eps", 1e-5)
-    if not given.get("training", False) and "running_mean" in local:  # each device has all that it needs
+    if not given.get("training", False) and "running_mean" in local:  # evaluation needs only local values
         return join_shards(function(y, **local, eps=eps), mesh, kept)
     count = x.numel() // x.shape[1]
-    if count == 1:  # torch's own error: a shard may have one value where the batch has more
+    if count == 1:  # raise torch's error for a single value in the global batch
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
     summed = [dim for dim in kept if dim not in channels]
     axes = [axis for axis in range(x.ndim) if axis != 1]
-    y = y.to(torch.promote_types(x.dtype, torch.float32))  # as torch's kernels: sums of bfloat16 lose digits
+    y = y.to(
+        torch.promote_types(x.dtype, torch.float32)
+    )  # like torch's kernels, because bfloat16 sums lose digits
     mean = sum_over_devices(y.sum(axes, keepdim=True), mesh, summed) / count
     y = y - mean
     variance = sum_over_devices((y * y).sum(axes, keepdim=True), mesh, summed) / count
     for name, value in (
         ("running_mean", mean),
         ("running_var", variance * (count / (count - 1))),
-    ):  # what is tracked is unbiased
+    ):  # running variance is unbiased
         value = join_shards(value.detach().flatten(), mesh, channels)
         _track(given.get(name), value, given.get("momentum", 0.1))
     y = y * torch.rsqrt(variance + eps)
@@ -99,7 +101,7 @@ def _compute_instance_norm(function: Function, args: Args, kwargs: Kwargs) -> ob
 def _group_norm(function: Function, args: Args, kwargs: Kwargs) -> object:  # pytorch/pytorch#184825
     given = {**dict(zip(("input", "num_groups", "weight", "bias", "eps"), args, strict=False)), **kwargs}
     x = given.pop("input")
-    # Torch refuses too few values, and what it does not know, by the global batch.
+    # Let torch check the options on the global shape.
     function(torch.empty(x.shape, device="meta"), **{**given, "weight": None, "bias": None})
     return _EACH(torch.group_norm, (x,), given)
 

@@ -89,7 +89,7 @@ def _assign_data(own: Callable[..., None], tensor: DTensor, value: torch.Tensor)
             value = move_to_placements(value, reduce_placements(tensor.placements))
         else:
             value = place_like(full_tensor(value), tensor)
-        if tensor.is_leaf:  # autograd has saved the tensor itself
+        if tensor.is_leaf:  # autograd may have saved the tensor
             count(get_memory(tensor))
         set_pieces(tensor, get_local(value), get_spec(value))
     own(tensor, value)
@@ -108,7 +108,7 @@ def _swap_tensors(own: Callable[..., None], t1: torch.Tensor, t2: torch.Tensor) 
     set_shell: Callable[..., None] = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
     for each, (local, spec) in zip(both, reversed(contents), strict=True):
         if each.is_leaf:
-            count(get_memory(each))  # autograd may have saved the tensor itself
+            count(get_memory(each))  # autograd may have saved the tensor
         set_shell(each, make_dtensor(local, spec))
         set_pieces(each, local, spec)
 
@@ -151,10 +151,10 @@ def _refuse_address(own: Function, tensor: DTensor, *args: object, **kwargs: obj
     """Refuse `tensor.data_ptr()`, for which a kernel asks that no operator was made of."""
     asking = sys._getframe(find_user_stacklevel({"functools"}) - 1)  # pyright: ignore[reportPrivateUsage]
     asked_in = asking.f_globals.get("__name__")
-    # `copy.deepcopy` reads nothing there.
+    # `copy.deepcopy` only compares the address.
     if not is_guarded(tensor.device_mesh) or asked_in == "torch._tensor":
         return own(tensor, *args, **kwargs)
-    # On a GPU the weights of a recurrent layer are joined in one memory, unless two of them have one address.
+    # cuDNN packs recurrent weights into one storage unless two share an address.
     if asked_in == "torch.nn.modules.rnn":
         return 0
     raise EngineError(
@@ -187,7 +187,7 @@ def _rebuild_tensor(own: Function, pieces: object, known: Args, *form: object) -
         return tensor
 
 
-_SAID = "_layoutmap_said"  # set on a counting mode once a warning was shown
+_SAID = "_layoutmap_said"  # attribute of a counting mode that has warned
 
 
 @skip_function_modes
@@ -206,7 +206,7 @@ def _count_flops(
     each = next((each for each in leaves if is_guarded(each.device_mesh)), None)
     if each is None:
         found = own(mode, func, types, args, kwargs)
-        # Of sizes and strides it knows nothing: simulated devices ask for them by operators, on plain tensors.
+        # The mode does not handle sizes and strides, which simulated devices query by operators.
         return func(*args, **(kwargs or {})) if found is NotImplemented and not types else found
     if not hasattr(mode, _SAID):
         setattr(mode, _SAID, True)
@@ -217,7 +217,7 @@ def _count_flops(
             fix="for the operations of the whole batch, count them with the plain model",
         )
         warnings.warn(warning, stacklevel=find_user_stacklevel({"torch", "functools"}))
-    return NotImplemented  # DTensor computes it by operators on shards, which the mode sees
+    return NotImplemented  # the mode sees the operators on shards
 
 
 def _register_hook(own: Function, tensor: DTensor, hook: Function) -> object:
@@ -273,7 +273,7 @@ class _Distributing:
             delattr(_api, self._NAME)
 
 
-# Its code runs with the names of torch's module.
+# The function's globals are those of torch's module.
 def _distribute(
     tensor: Any, device_mesh: Any = None, placements: Any = None, *, src_data_rank: Any = 0
 ) -> Any:

@@ -63,7 +63,7 @@ def same_draws(mesh: DeviceMesh, gather: Gather) -> Generator[None]:
 def _hash_generators(kind: str) -> int:
     """Return a checksum of the generator states of this process and of its devices."""
     states = [torch.get_rng_state()]
-    if kind != "cpu":  # masks are drawn by the generator of the device
+    if kind != "cpu":  # the device's generator draws masks
         states.append(torch.get_device_module(kind).get_rng_state())
     return compute_checksum(*(state.numpy() for state in states))
 
@@ -76,7 +76,7 @@ def _allocate_like(tensor: torch.Tensor) -> torch.Tensor:
 def _compute_dropout(function: Function, args: Args, kwargs: Kwargs) -> object:
     x, p, train = _read_arguments(*args, **kwargs)
     if not train or p == 0:
-        return x  # as torch: nothing is drawn
+        return x  # like torch, draw nothing
     plain = torch.dropout if "feature" not in function.__name__ else torch.feature_dropout
     mask = place_like(plain(_allocate_like(x).fill_(1), p, True), x)
     return x.mul_(mask) if is_in_place(function) else x * mask
@@ -91,11 +91,12 @@ def _compute_dropout_by_shards(function: Function, args: Args, kwargs: Kwargs) -
     """Compute a dropout of which each device draws its own shard."""
     x, p, train = _read_arguments(*args, **kwargs)
     of_channels = "feature" in function.__name__
-    if not train or not 0 < p <= 1 or not x.numel() or (of_channels and x.ndim < 2):  # or it is an error
+    # Other values are errors that torch raises.
+    if not train or not 0 < p <= 1 or not x.numel() or (of_channels and x.ndim < 2):
         return RANDOM[function](function, args, kwargs)
     in_place = is_in_place(function)
     axes = 2 if of_channels else x.ndim
-    shape = [size if axis < axes else 1 for axis, size in enumerate(x.shape)]  # one number for a channel
+    shape = [size if axis < axes else 1 for axis, size in enumerate(x.shape)]  # one number per channel
     placements = [
         each if getattr(each, "dim", axes) < axes else Replicate() for each in find_reachable_placements(x)
     ]
@@ -103,7 +104,7 @@ def _compute_dropout_by_shards(function: Function, args: Args, kwargs: Kwargs) -
     if "alpha" not in function.__name__ or p == 1:
         mask = draw(over=1 - p)
         return x.mul_(mask) if in_place else x * mask
-    # What is dropped becomes the least value of SELU; mean and variance are kept.
+    # Dropped elements become the lower limit of SELU, which preserves mean and variance.
     mask, scale = draw(), 1 / math.sqrt((_SELU * _SELU * p + 1) * (1 - p))
     shift = mask.add(-1).mul_(_SELU * scale).add_(_SELU * scale * p)
     mask.mul_(scale)

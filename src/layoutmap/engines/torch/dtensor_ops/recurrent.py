@@ -16,15 +16,15 @@ from layoutmap.engines.torch.trees import is_sequence, tree_leaves
 
 
 def _run(function: Function, args: Args, kwargs: Kwargs) -> object:
-    if kwargs or not isinstance(args[3], bool):  # a packed sequence
+    if kwargs or not isinstance(args[3], bool):  # packed sequences have other arguments
         return compute_gathered(function, args, kwargs)
     x, states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
-    if train and dropout:  # all of it is drawn, as one device draws
+    if train and dropout:  # dropout draws all numbers as on one device
         return compute_gathered(function, args, kwargs)
     mesh = find_mesh(tree_leaves((x, states, weights)))
     axis = 0 if batch_first else 1
     kept = find_kept_axes([x], mesh, [axis])
-    of_states = dict.fromkeys(kept, 1)  # their first axis is that of the layers, whatever batch_first says
+    of_states = dict.fromkeys(kept, 1)  # states start with the layer axis, also with batch_first
     several = is_sequence(states)
     shards = [take_local_shard(each, mesh, of_states, kept) for each in (states if several else (states,))]
     output, *last = function(

@@ -19,7 +19,7 @@ def _compute_rms_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
 
 def _pad(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(("input", "pad", "mode", "value"), args, strict=False)), **kwargs}
-    if given.get("mode", "constant") == "constant":  # DTensor has a rule for that one
+    if given.get("mode", "constant") == "constant":  # DTensor supports constant padding
         return function(*args, **kwargs)
     return _make_row_handler(len(given["pad"]) // 2)(function, args, kwargs)
 
@@ -39,7 +39,7 @@ def _handle_inplace(function: Function, args: Args, kwargs: Kwargs) -> object:
     if not given.pop("inplace", False):
         return _ALL(function, (), given)
     x = given["input"]
-    result = _ALL(function, (), {**given, "input": x.clone()})  # the backward pass needs what was there
+    result = _ALL(function, (), {**given, "input": x.clone()})  # clone, because backward needs the input
     return x.copy_(move_to_placements(result, find_reachable_placements(x)))
 
 
@@ -54,7 +54,7 @@ ROWS: dict[object, Function] = {
     F.fold: _make_row_handler(2),
     **dict.fromkeys(_PARAMETERS, _handle_inplace),
     **dict.fromkeys((F.logsigmoid, F.hardshrink, F.softshrink), _ALL),
-    F.prelu: _FIRST,  # its weight is along the second axis
+    F.prelu: _FIRST,  # the weight of PReLU is along axis 1
     **dict.fromkeys(
         (F.avg_pool1d, F.max_pool1d, F.adaptive_avg_pool1d, F.adaptive_max_pool1d), _make_row_handler(1)
     ),

@@ -60,7 +60,7 @@ def find_kept_axes(
         if not axes or dim in taken:
             continue
         axis = axes[0]
-        number = num_shards.get(axis, 1) * mesh.size(dim)  # one axis may be sharded over several dims
+        number = num_shards.get(axis, 1) * mesh.size(dim)  # several dims may shard one axis
         size = tensors[0].shape[axis]
         has_last = size > -(-size // number) * (number - 1)
         is_uneven = axis in uneven and axis not in num_shards and has_last

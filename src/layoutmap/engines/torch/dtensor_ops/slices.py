@@ -34,7 +34,7 @@ def keep_gradient(changed: torch.Tensor) -> None:
         def place(gradient: torch.Tensor) -> DTensor:
             return move_to_placements(
                 reduce_partial(replicate_gradient(gradient, mesh)), placements
-            )  # torch may have made plain zeros
+            )  # torch may have created zeros that are no DTensor
 
         base.register_hook(place)  # pyright: ignore[reportUnknownMemberType]
 

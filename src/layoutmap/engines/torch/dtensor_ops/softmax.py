@@ -36,8 +36,8 @@ def _compute_softmax(x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collec
 
 
 def _subtract_maximum(x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collection[int]) -> torch.Tensor:
-    x = x.to(torch.promote_types(x.dtype, torch.float32))  # as torch's kernels
-    # It cancels, so needs no gradient.
+    x = x.to(torch.promote_types(x.dtype, torch.float32))  # like torch's kernels
+    # The maximum cancels out, so it needs no gradient.
     return x - compute_device_maximum(x.detach().amax(axis, keepdim=True), mesh, along)
 
 
@@ -53,7 +53,7 @@ def _make_handler(of_shards: Callable[..., torch.Tensor], place: int) -> Functio
         axis, mesh = axis % rank, x.device_mesh
         kept = find_kept_axes([x], mesh, set(range(rank)) - {axis})
         along = find_kept_axes([x], mesh, {axis}, taken=kept, uneven={axis})
-        if not along or not x.is_floating_point():  # a shard is empty, or torch refuses it
+        if not along or not x.is_floating_point():  # an empty shard, or an input that torch refuses
             return function(*args, **kwargs)
         local = take_local_shard(x, mesh, {**kept, **along}, {**kept, **along})
         dtype = args[place] if len(args) > place else kwargs.get("dtype")

@@ -30,12 +30,12 @@ def unwrap_function(function: Function, **replaced: Function) -> Function:
     """
     questions = [name for name in function.__code__.co_names if name.startswith(_QUESTION)]
     scope = {**function.__globals__, **dict.fromkeys(questions, _return_false), **replaced}
-    if "overrides" in function.__code__.co_names:  # `torch.nn.init` asks `torch.overrides`
+    if "overrides" in function.__code__.co_names:  # functions of `torch.nn.init` call `torch.overrides`
         scope["torch"] = _TORCH
     made = types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
     )
-    made.__kwdefaults__ = function.__kwdefaults__  # which FunctionType does not take
+    made.__kwdefaults__ = function.__kwdefaults__  # FunctionType does not accept keyword defaults
     return made
 
 

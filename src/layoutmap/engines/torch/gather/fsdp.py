@@ -38,7 +38,7 @@ def can_gather(tensor: DTensor, mesh_dim: int) -> bool:
     placement, mesh = tensor.placements[mesh_dim], tensor.device_mesh
     if placement.is_replicate() or placement.is_partial() or not has_even_shards(get_spec(tensor)):
         return False
-    shards_before = 1  # by dims that come later in the mesh
+    shards_before = 1  # number of shards by later mesh dims
     for number, each in enumerate(tensor.placements):
         if number == mesh_dim or each.is_replicate():
             continue
@@ -70,7 +70,7 @@ class Gather:
         self.places = [_Placements(tensor, mesh_dim) for tensor in tensors]
         mesh = tensors[0].device_mesh
         flat = torch.cat([get_local(tensor).detach().reshape(-1) for tensor in tensors])
-        if flat.device.type != mesh.device_type:  # they are off-loaded
+        if flat.device.type != mesh.device_type:  # the weights are offloaded
             flat = flat.to(mesh.device_type)
         flat = flat.to(dtype)
         self._rows = flat.new_empty(mesh.size(mesh_dim), flat.numel())
@@ -89,7 +89,9 @@ class Gather:
 class _GatherOver(AutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, gather: Gather, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
-        ctx.set_materialize_grads(False)  # of a DTensor that is not used, torch makes plain zeros
+        ctx.set_materialize_grads(
+            False
+        )  # otherwise torch materializes zeros that are no DTensors for unused outputs
         ctx.gather = gather
         columns = torch.split(gather.pop_rows(), [place.local_size for place in gather.places], dim=1)
         return tuple(place.assemble_tensor(part) for place, part in zip(gather.places, columns, strict=True))
@@ -114,13 +116,16 @@ class _ScatterOver(AutogradFunction):
             if gradient is not None
         ]
         results: dict[int, DTensor] = {}
-        for dtype in dict.fromkeys(gradient.dtype for _, gradient in given):  # in one order in all processes
+        for dtype in dict.fromkeys(gradient.dtype for _, gradient in given):  # same order in all processes
             some = [(place, gradient) for place, gradient in given if gradient.dtype == dtype]
             mesh = some[0][1].device_mesh
             flat = torch.cat([place.split_gradient(gradient) for place, gradient in some], dim=1).reshape(-1)
-            flat = flat.to(gather.reduce_dtype)  # sums of bfloat16 lose digits: a policy may say float32
+            flat = flat.to(
+                gather.reduce_dtype
+            )  # a policy may request float32 sums, because bfloat16 sums lose digits
             mine = flat.new_empty(flat.numel() // mesh.size(mesh_dim))
-            dist.reduce_scatter_single(mine, flat, group=mesh.get_group(mesh_dim))  # for the whole block  # pyright: ignore[reportUnknownMemberType]
+            # One collective for the whole block.
+            dist.reduce_scatter_single(mine, flat, group=mesh.get_group(mesh_dim))  # pyright: ignore[reportUnknownMemberType]
             parts = torch.split(mine, [place.local_size for place, _ in some])
             results |= {
                 id(place): place.make_sharded(part) for (place, _), part in zip(some, parts, strict=True)
@@ -130,7 +135,7 @@ class _ScatterOver(AutogradFunction):
     @staticmethod
     @skip_function_modes
     def backward(ctx: Ctx, *upstream: DTensor) -> object:
-        groups: dict[tuple[torch.dtype, ...], list[int]] = {}  # in one order in all processes
+        groups: dict[tuple[torch.dtype, ...], list[int]] = {}  # same order in all processes
         for number, each in enumerate(upstream):
             if each is not None:  # pyright: ignore[reportUnnecessaryComparison]
                 groups.setdefault((ctx.dtypes[number], each.dtype), []).append(number)

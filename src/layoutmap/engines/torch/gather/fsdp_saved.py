@@ -52,7 +52,7 @@ def _watch_tensors(
     nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
     if (
         not nodes or not torch.is_grad_enabled() or get_saving_hooks() is not None
-    ):  # other hooks decide what is kept
+    ):  # other saved-tensor hooks take precedence
         return None
     weights = _Weights(tensors, again)
     for node in nodes:
@@ -125,7 +125,8 @@ def cut_from_graph(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.grad_fn is None:
         return tensor
     if type(tensor) is DTensor and not (tensor.is_conj() or tensor.is_neg()):
-        return make_dtensor(get_local(tensor), get_spec(tensor))  # `detach` goes through DTensor's dispatcher
+        # Faster than `detach`, which uses DTensor's dispatcher.
+        return make_dtensor(get_local(tensor), get_spec(tensor))
     return tensor.detach()
 
 

@@ -82,7 +82,7 @@ class Unit(torch.nn.Module):
     ) -> None:
         super().__init__()
         offload: Any = options.get("offload_policy")
-        # The base class of policies has no such attribute: it off-loads nothing.
+        # The base policy lacks this attribute and does not offload.
         for _, each in parameters if hasattr(offload, "pin_memory") else ():
             _move_to_cpu(each, is_pinned=offload.pin_memory)
         self._names = [name for name, _ in parameters]
@@ -97,14 +97,16 @@ class Unit(torch.nn.Module):
             self.add_module(f"unit {number}", unit)
             unit.order = self.order
         self._apply_to([each for _, each in parameters], mesh, options)
-        self.state = FullySharded(self, is_asynchronous=mesh.device_type == "cpu")  # a GPU has streams for it
+        self.state = FullySharded(
+            self, is_asynchronous=mesh.device_type == "cpu"
+        )  # GPUs overlap with streams instead
         self.state.call_before_reducing(self._lay_out_gradients)
         if below is not None:
             self.order.outermost = self
             self.state.begin()
 
     def _apply_to(self, parameters: Sequence[Any], mesh: Any, options: Mapping[str, Any]) -> None:
-        # Late: it takes a tenth of a second to load.
+        # Imported here, because it takes 0.1 s to load.
         from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
 
         axes: dict[int, Shard] = {}
@@ -122,8 +124,8 @@ class Unit(torch.nn.Module):
         )
         for number, each in enumerate(parameters):
             self._parameters[f"weight {number}"] = each
-        made.set_gradient_divide_factor(1.0)  # a partial sum is no mean
-        made.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        made.set_gradient_divide_factor(1.0)  # no division, because gradients are partial sums
+        made.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
 
     def is_up_to_date(self, held: Sequence[torch.Tensor | None]) -> bool:
         """Return whether modules still use these parameters, and no other hooks see gradients or saved tensors."""
@@ -159,18 +161,18 @@ class Unit(torch.nn.Module):
 
     @skip_function_modes
     def _enter(self, inputs: Sequence[torch.Tensor]) -> None:
-        if get_backward_pass() >= 0:  # a checkpoint computes once more
+        if get_backward_pass() >= 0:  # an activation checkpoint recomputes the forward pass
             if not self.state.is_in_backward:
                 self.state.gather_for_backward()
         else:
             if not self.state.is_called and self.state.has_failed:
                 self.state.reset_after_failure()
             if self.state.is_gathered:
-                self.state.free()  # it was kept, and the parameters may have changed
+                self.state.free()  # free kept weights, because the parameters may have changed
             self._learn_order()
         self.state.gather_for_forward()
         if not self._storages:
-            # They stay: torch resizes them.
+            # These storages persist, because torch only resizes them.
             self._storages = frozenset(
                 get_storage_key(get_local(each)) for each in self.state.gathered_parameters
             )
@@ -202,7 +204,7 @@ class Unit(torch.nn.Module):
             self.order.following[before] = self
             this: Any = before
             this.set_modules_to_forward_prefetch([self])
-        self.order.ahead.discard(self)  # it is called now, and `_leave` need not free it
+        self.order.ahead.discard(self)  # used now, so `_leave` must not free it
         if self in self.order.following:
             self.order.ahead.add(self.order.following[self])
 
@@ -212,8 +214,8 @@ class Unit(torch.nn.Module):
         if self._is_kept and not torch.is_grad_enabled():
             self.state.free()
         if get_backward_pass() < 0 and not self.state.is_called:
-            for unit in self.order.ahead:  # that was not called this time
-                unit.state.free()  # it was gathered ahead for nothing
+            for unit in self.order.ahead:  # prefetched units that were not called
+                unit.state.free()  # free the unused prefetch
             self.order.ahead.clear()
             self.order.last = None
             if not torch.is_grad_enabled():
@@ -241,8 +243,8 @@ class Unit(torch.nn.Module):
         """Return the gradient of a gathered parameter as a partial sum, which `fully_shard` reduces."""
         self.begin_backward()
         spec = get_spec(self.state.gathered_parameters[number])
-        # Autograd keeps a tensor that nobody else has and whose strides are the parameter's. Else it copies, into a
-        # DTensor that is replicated: what the processes have would be summed up there, and by `fully_shard` once more.
+        # Autograd keeps a gradient if nothing else references it and its strides match. Otherwise it copies it into
+        # a replicated DTensor, which sums over processes, and `fully_shard` would sum again.
         part = get_local(make_partial_sum(gradient, spec, self._mesh_dim)).contiguous()
         return make_dtensor(part, replace_placement(spec, self._mesh_dim, Partial(), part.dtype))
 
@@ -272,7 +274,9 @@ class _GradientGuard(AutogradFunction):
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         if not will_be_reached(ctx.node):
             raise RuntimeError(_BY_WEIGHTS)
-        if any(map(has_foreign_hooks, ctx.sharded)):  # autograd would call them without a gradient
+        if any(
+            map(has_foreign_hooks, ctx.sharded)
+        ):  # otherwise autograd would call these hooks without a gradient
             raise RuntimeError(_LATE_HOOKS)
         return None, *upstream, *[None] * len(ctx.sharded)
 
@@ -283,7 +287,7 @@ class _Call:
     def __init__(self, unit: Unit, versions: Sequence[int], storages: frozenset[int], around: Any) -> None:
         self._unit = unit
         self._versions = versions
-        self._seen = -1  # the backward pass that has used it
+        self._seen = -1  # number of the last backward pass that used it
         self.calls: dict[int, _Call] = {} if around is None else dict(around.calls)
         self.calls.update(dict.fromkeys(storages, self))
 

@@ -26,7 +26,7 @@ def find_fully_sharded_dims(root: torch.nn.Module) -> tuple[str, ...]:
     """Return the mesh dims over which `fully_shard` shards the weights of a module and its submodules."""
     if not any(isinstance(module, FSDPModule) for module in root.modules()):
         return ()
-    from torch.distributed.fsdp import fully_shard  # late, as in `fully_shard`: it loads slowly
+    from torch.distributed.fsdp import fully_shard  # imported here, because it loads slowly
 
     names: dict[str, None] = {}
     for module in root.modules():
@@ -48,13 +48,13 @@ class FullySharded:
     """
 
     def __init__(self, module: torch.nn.Module, *, is_asynchronous: bool) -> None:
-        from torch.distributed.fsdp import fully_shard  # late, as in `fully_shard`: it loads slowly
+        from torch.distributed.fsdp import fully_shard  # imported here, because it loads slowly
 
         self._module = module
         self._state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
         self._group: Any = next(iter(self._state._fsdp_param_groups), None)
         if self._group is not None:
-            self._group.unshard_async_op = is_asynchronous  # or a CPU waits where a gather is asked for
+            self._group.unshard_async_op = is_asynchronous  # otherwise a CPU waits when a gather starts
         missing = [name for name in _OF_STATE if not hasattr(self._state, name)]
         missing += [name for name in _OF_GROUP if self._group is not None and not hasattr(self._group, name)]
         if missing:
@@ -107,7 +107,7 @@ class FullySharded:
     def reset_after_failure(self) -> None:
         """Drop the state that a failed pass left in all modules."""
         states = self._state._state_ctx.all_states
-        states[0]._reset_iter_state()  # torch has it for the root alone
+        states[0]._reset_iter_state()  # torch sets it only for the root
         for each in (p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params):
             each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):
@@ -115,18 +115,20 @@ class FullySharded:
 
     def gather_for_forward(self) -> None:
         """Gather the parameters for the forward pass."""
-        self._state._pre_forward(self._module, (), {})  # no arguments, which it would convert, and hook
+        self._state._pre_forward(
+            self._module, (), {}
+        )  # pass no arguments, which torch would convert and hook
 
     def finish_forward(self) -> None:
         """Free the gathered parameters, unless the backward pass reuses them."""
-        self._state._post_forward(self._module, (), None)  # no result, on whose gradient it would set a hook
+        self._state._post_forward(self._module, (), None)  # pass no result, on which torch would set a hook
 
     def free(self) -> None:
         """Free the gathered parameters, after a gather in progress has ended."""
         if self._group is not None and (
             self._group.is_unsharded or self._group._all_gather_result is not None
         ):
-            self._group.wait_for_unshard()  # a gather on its way writes to the memory that is freed
+            self._group.wait_for_unshard()  # a running gather would write to the freed memory
             self._group._to_sharded()
 
     def forget_order(self) -> None:

@@ -33,7 +33,7 @@ from layoutmap.engines.torch.specs import (
     replace_placement,
 )
 
-_MAX_BYTES = 256 << 20  # of gradients that are copied to be summed up in one collective
+_MAX_BYTES = 256 << 20  # limit for gradients that are concatenated for one collective
 
 
 # A gradient hook must see the full sum, so the gradient is reduced before the hook runs (decisions/0017).
@@ -77,17 +77,17 @@ class Gradients:
                 return None
             if has_foreign_hooks(parameter):
                 if (waiting := self._passes.get(get_backward_pass())) is not None:
-                    waiting.finish()  # a hook may read the gradients of other parameters
+                    waiting.finish()  # finish, because a hook may read other gradients
                 is_placed = gradient.placements == parameter.placements
                 return gradient if is_placed else redistribute_tensor(gradient, parameter.placements)
             if parameter.grad is not None and _is_partial(gradient):
-                # Kept apart from the gradient that exists: DTensor would all-reduce this one in order to add it.
+                # Keep it separate from the existing gradient, because DTensor would all-reduce before adding.
                 self._get_current_pass().set_aside(parameter)
             return None
 
         @skip_function_modes
         def defer_reduction(parameter: DTensor) -> None:
-            if has_foreign_hooks(parameter):  # a hook before this one may have returned a partial sum
+            if has_foreign_hooks(parameter):  # an earlier hook may have returned a partial sum
                 gradient = parameter.grad
                 if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
                     parameter.grad = redistribute_tensor(gradient, parameter.placements)
@@ -136,12 +136,12 @@ class _BackwardPass:
         self._waiting.clear()
         while self._earlier:
             _, (parameter, earlier) = self._earlier.popitem()
-            # `torch.autograd.grad` returns the gradient that came, and adds none.
+            # `torch.autograd.grad` returns this gradient and accumulates none.
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
     @skip_function_modes
     def __del__(self) -> None:
-        for parameter in self._waiting.values():  # the pass has failed, and no other process may be here
+        for parameter in self._waiting.values():  # the pass failed, so start no collective
             parameter.grad = None
         for parameter, earlier in self._earlier.values():
             parameter.grad = earlier
@@ -175,7 +175,7 @@ def _reduce_over_dim(parameters: list[DTensor], dim: int) -> None:
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements[dim].is_partial():
-            # Simulated ranks with shards of different sizes have no common sizes to split a joined tensor by.
+            # Uneven shards of simulated ranks cannot be concatenated, because their split sizes differ.
             is_alone = simulation.is_simulated() and not has_even_shards(get_spec(gradient))
             key = gradient.placements[dim], gradient.dtype, id(parameter) if is_alone else 0
             alike.setdefault(key, []).append(parameter)
@@ -201,12 +201,14 @@ def _split_into_batches(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
 
 def _sum_up_at_once(parameters: list[DTensor], dim: int, reduce_op: str) -> None:
     pieces = [get_local(parameter.grad) for parameter in parameters]
-    joined = torch.cat([each.reshape(-1) for each in pieces])  # one large takes less time
+    joined = torch.cat(
+        [each.reshape(-1) for each in pieces]
+    )  # one large collective is faster than many small ones
     joined = reduce_over_devices(joined, parameters[0].device_mesh, dim, reduce_op)
     parts = [joined] if len(pieces) == 1 else torch.split(joined, [each.numel() for each in pieces])
     for parameter, piece, part in zip(parameters, pieces, parts, strict=True):
         spec = get_spec(parameter.grad)
-        # A DTensor that begins inside of a storage cannot be copied.
+        # Contiguous, because a DTensor with a storage offset cannot be copied.
         parameter.grad = make_dtensor(
             part.clone().view(piece.shape), replace_placement(spec, dim, Replicate(), part.dtype)
         )
