@@ -27,14 +27,14 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Nth:
+class AxisPart:
     """One of `count` equal parts of an axis, numbered from 0."""
 
     number: int
     count: int
 
 
-Atom = str | Nth
+Atom = str | AxisPart
 Side = tuple[tuple[Atom, ...], ...]
 """The axes of an array, each of one or several atoms, the slowest first."""
 
@@ -98,8 +98,8 @@ def compute_shape(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def get_atom_size(atom: Atom, sizes: Mapping[str, int]) -> int:
-    """Return the size of an axis name, or the number of parts of an `Nth`."""
-    return atom.count if isinstance(atom, Nth) else sizes[atom]
+    """Return the size of an axis name, or the number of parts of an `AxisPart`."""
+    return atom.count if isinstance(atom, AxisPart) else sizes[atom]
 
 
 def fill_block(
@@ -174,14 +174,16 @@ class AxisConversion:
     def compute(self, namespace: Any, sources: Sequence[Any]) -> Any:
         """Return the array as one of a numpy-like namespace, which may be traced."""
         here, _, sizes = self.parts[0]
-        places = [n for n, atom in enumerate(atom for axis in here for atom in axis) if isinstance(atom, Nth)]
+        places = [
+            n for n, atom in enumerate(atom for axis in here for atom in axis) if isinstance(atom, AxisPart)
+        ]
         made = [
             _permute_source(namespace, *part, each) for part, each in zip(self.parts, sources, strict=True)
         ]
         if not places:
             return made[0].reshape(compute_shape(here, sizes))
         numbers = [
-            next(a.number for axis in part[0] for a in axis if isinstance(a, Nth)) for part in self.parts
+            next(a.number for axis in part[0] for a in axis if isinstance(a, AxisPart)) for part in self.parts
         ]
         joined = namespace.stack([made[numbers.index(n)] for n in range(len(made))], places[0])
         return joined.reshape(compute_shape(here, sizes))
@@ -257,7 +259,7 @@ def _list_ranges(
 ) -> Iterator[tuple[slice, dict[str, Span]]]:
     """Yield the contiguous ranges of one axis that cover a box, and the span of each name."""
     dims = [get_atom_size(atom, sizes) for atom in axis]
-    wanted = [(a.number, a.number + 1) if isinstance(a, Nth) else spans[a] for a in axis]
+    wanted = [(a.number, a.number + 1) if isinstance(a, AxisPart) else spans[a] for a in axis]
     split = len(axis) - 1  # axes after it are read in full; axes before it need one range for each position
     while split > 0 and wanted[split] == (0, dims[split]):
         split -= 1
@@ -299,7 +301,7 @@ def _parse_side(text: str) -> Side:
                     raise ValueError(
                         f"{token!r} is no part: of {count} they are 0/{count} to {count - 1}/{count}"
                     )
-                atom = Nth(number, count)
+                atom = AxisPart(number, count)
             if group is None:
                 found.append((atom,))
             else:

@@ -151,7 +151,7 @@ class PipeLink:
         return bytes(data)
 
     def _write(self, data: bytes | memoryview, *, is_sending: bool) -> None:
-        """Write all bytes. An answer that comes while a stream is sent is a refusal."""
+        """Write all bytes. An answer received while sending means that the receiver refused the stream."""
         left = memoryview(data).cast("B")
         while left:
             ends = {self._writer: select.POLLOUT}

@@ -162,7 +162,7 @@ class ModelValues:
         return True
 
     def close(self) -> None:
-        """Stop to give values, so that variables made later keep their own initial values."""
+        """Stop providing values, so that later variables keep their initial values."""
         self._closed = True
 
     def _describe_difference(self, variable: VariableSpec, saved: SavedVariable) -> tuple[str, str] | None:

@@ -25,7 +25,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
-from layoutmap.checkpoint.axes import Nth, Side, check_sides, parse_axes
+from layoutmap.checkpoint.axes import AxisPart, Side, check_sides, parse_axes
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import RuleError, shorten_repr
 from layoutmap.core.strict_yaml import read_yaml
@@ -269,7 +269,7 @@ def _read_entry(path: Any, value: Any) -> Renaming:
         raise ValueError(f"of several names, one axis is on the right side alone, and here are {len(joined)}")
     pieces: list[Piece] = []
     for number, each in enumerate(theirs):
-        part = Nth(number, len(theirs))
+        part = AxisPart(number, len(theirs))
         side = tuple(tuple(part if atom == joined[0] else atom for atom in axis) for axis in here)
         check_sides(side, there)
         pieces.append(Piece(each, there, side))

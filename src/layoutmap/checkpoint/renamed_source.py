@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from layoutmap.checkpoint.axes import Nth, Side, compute_shape, fill_block, solve_sizes
+from layoutmap.checkpoint.axes import AxisPart, Side, compute_shape, fill_block, solve_sizes
 from layoutmap.checkpoint.chunks import choose_chunk_shape, split_shard
 from layoutmap.checkpoint.dtypes import get_numpy_dtype
 from layoutmap.checkpoint.name_tables import NameTable, Piece
@@ -252,12 +252,15 @@ def rename_source(source: Source, names: NameTable) -> RenamedSource:
 
 def _list_parts(side: Side) -> Side:
     """Return the fixed parts on each axis."""
-    return tuple(tuple(atom for atom in axis if isinstance(atom, Nth)) for axis in side)
+    return tuple(tuple(atom for atom in axis if isinstance(atom, AxisPart)) for axis in side)
 
 
 def _check_parts(name: str, own: Sequence[SourcePart], source: Source, names: NameTable) -> None:
     """Raise unless the variables cover all parts of a tensor, each once."""
-    parts = [next((a for axis in each.here for a in axis if isinstance(a, Nth)), Nth(0, 1)) for each in own]
+    parts = [
+        next((a for axis in each.here for a in axis if isinstance(a, AxisPart)), AxisPart(0, 1))
+        for each in own
+    ]
     shapes = {compute_shape(each.here, each.sizes) for each in own}
     dtypes = {source.variables[each.name].dtype for each in own}
     whys = {

@@ -165,12 +165,12 @@ class StepWriter:
             within = "" if within == self._folder else f"{within}/"  # for a storage without rename
             parts = [found[number] for number in range(self._count)]
             manifest = _join_parts(self._manifest, parts, within)
-            self._put(NAME, manifest_to_bytes(manifest))
+            self._write_file(NAME, manifest_to_bytes(manifest))
             self._storage.commit(manifest.step, self._token)
         else:
             self._is_committed()  # raises if process 0 has given up
             self._has_promised = True
-            self._put(_name_part(self._number), part_to_bytes(part))
+            self._write_file(_name_part(self._number), part_to_bytes(part))
             self._wait_until(self._is_committed, lambda: [0])
 
     def __enter__(self) -> Self:
@@ -280,7 +280,9 @@ class StepWriter:
                 self._storage.remove(self._folder, name)
         text = str(error) if isinstance(error, CheckpointError) else repr(error)
         try:
-            self._put(_name_failure(self._number), json.dumps(self._failed or (self._number, text)).encode())
+            self._write_file(
+                _name_failure(self._number), json.dumps(self._failed or (self._number, text)).encode()
+            )
         except CheckpointError:
             return  # the folder is gone or read-only, which the other processes detect
         until = time.monotonic() + _GRACE_SECONDS
@@ -298,7 +300,7 @@ class StepWriter:
             found[name] = size
         return found
 
-    def _put(self, name: str, data: bytes) -> None:
+    def _write_file(self, name: str, data: bytes) -> None:
         with self._storage.create(self._folder, name) as sink:
             sink.write(data)
 

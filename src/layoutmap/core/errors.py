@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-class _Brief(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
     def __init__(self):
         super().__init__()
         self.maxlevel, self.maxstring, self.maxother = 3, 60, 60
@@ -51,7 +51,7 @@ def shorten_repr(value: object) -> str:
         >>> shorten_repr([None, "model"]), shorten_repr(list(range(1000)))
         ("[None, 'model']", '[0, 1, 2, 3, 4, 5, ...]')
     """
-    return _Brief().repr(value)
+    return _ShortRepr().repr(value)
 
 
 def join_names(names: Sequence[str]) -> str:
@@ -65,7 +65,7 @@ def format_count(count: int, noun: str) -> str:
 
 
 def format_message(what: str, facts: Mapping[str, object], why: str, fix: str) -> str:
-    """Lay out one problem: the headline, then one aligned line for each fact, the reason and the fix.
+    """Format one problem: the headline, then aligned lines for the facts, the reason, and the fix.
 
     Names of paths and files are parts of these texts: control characters are escaped.
     """

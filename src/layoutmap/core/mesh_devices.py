@@ -66,15 +66,15 @@ def check_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ..
     """
     if devices is None:
         return
-    facts = {"mesh": ", ".join(map(str, dims)), "devices": _shorten(devices)}
+    facts = {"mesh": ", ".join(map(str, dims)), "devices": _shorten_device_names(devices)}
     if len(devices) != size:
         raise MeshError(
-            f"mesh of {_count(size)} was given {len(devices)}",
+            f"mesh of {_format_device_count(size)} was given {len(devices)}",
             facts=facts,
             why=f"{' x '.join(str(dim.size) for dim in dims)} is {size}, not {len(devices)}"
             if len(dims) > 1
             else "",
-            fix=f"pass {_count(size)}"
+            fix=f"pass {_format_device_count(size)}"
             + (f", or sizes whose product is {len(devices)}" if devices else ", or None"),
         )
     known = [name for name in devices if name]
@@ -106,11 +106,11 @@ def check_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ..
         )
 
 
-def _count(size: int) -> str:
+def _format_device_count(size: int) -> str:
     return f"{size} device{'s' if size > 1 else ''}"
 
 
-def _shorten(devices: tuple[str, ...]) -> str:
+def _shorten_device_names(devices: tuple[str, ...]) -> str:
     shown = devices if len(devices) <= 8 else (*devices[:4], f"... {len(devices) - 6} more", *devices[-2:])
     return ", ".join(shown) or "none"
 
@@ -134,7 +134,7 @@ def check_local_ids(
     local = tuple(-1 if (i := as_int(id_)) is None else i for id_ in ids)
     if any(not 0 <= i < size for i in local) or list(local) != sorted(set(local)):
         raise MeshError(
-            f"local device ids {_shorten(tuple(map(str, ids)))} do not fit the mesh",
+            f"local device ids {_shorten_device_names(tuple(map(str, ids)))} do not fit the mesh",
             facts={"mesh": ", ".join(map(str, dims))},
             why=f"they are places in the mesh, 0 to {size - 1}, each once and ascending",
             fix="list the places of this process's devices in ascending order, or leave them out",

@@ -67,7 +67,7 @@ def parse_mesh_dims(
     """
     entries: list[Any]
     if isinstance(mesh_dims, str):
-        entries = [_read_dim(part, mesh_dims) for part in mesh_dims.split(",")] if mesh_dims.strip() else []
+        entries = [_parse_dim(part, mesh_dims) for part in mesh_dims.split(",")] if mesh_dims.strip() else []
     elif isinstance(mesh_dims, Mapping):
         entries = [*mesh_dims.items()]
     else:
@@ -79,10 +79,10 @@ def parse_mesh_dims(
                 why=f"they are {describe_type(mesh_dims)}",
                 fix=_FIX_DIMS,
             ) from None
-    return tuple(_to_dim(entry) for entry in entries)
+    return tuple(_convert_dim(entry) for entry in entries)
 
 
-def _read_dim(part: str, text: str) -> tuple[str, int]:
+def _parse_dim(part: str, text: str) -> tuple[str, int]:
     name, _, size = part.partition("=")
     try:
         return name.strip(), int(size)
@@ -94,7 +94,7 @@ def _read_dim(part: str, text: str) -> tuple[str, int]:
         ) from None
 
 
-def _to_dim(entry: Any) -> MeshDimension:
+def _convert_dim(entry: Any) -> MeshDimension:
     pair: Any = ()
     axis_type = "auto"
     if isinstance(entry, MeshDimension):

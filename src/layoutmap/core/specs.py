@@ -51,7 +51,7 @@ def read_specs(given: Any, mesh: Mesh) -> tuple[ShardingSpec, ...]:
         LayoutError: They are no list of specs, a spec is no dim of the mesh, or a dim is used twice.
     """
     _check_order(given, mesh)
-    specs = tuple(_normalize(spec, mesh) for spec in given)
+    specs = tuple(_normalize_spec(spec, mesh) for spec in given)
     used: set[str] = set()
     known = {UNSHARDED, *mesh.dim_names}
     for axis, spec in enumerate(specs):
@@ -109,7 +109,7 @@ def _check_order(specs: Any, mesh: Mesh) -> None:
     raise LayoutError(f"sharding specs {specs!r} {what}", facts={"mesh": str(mesh)}, why=why, fix=fix)
 
 
-def _normalize(spec: Any, mesh: Mesh) -> ShardingSpec:
+def _normalize_spec(spec: Any, mesh: Mesh) -> ShardingSpec:
     if spec is None:
         return UNSHARDED
     if isinstance(spec, str):

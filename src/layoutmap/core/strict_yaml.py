@@ -43,7 +43,7 @@ def read_yaml(text: str, where: str = "rules file") -> Any:
         loader = _make_loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader))
         _check_events(yaml.parse(text, loader))  # pyright: ignore[reportUnknownMemberType]
         return loader(text).get_single_data()
-    except _Refused as error:
+    except _YamlRefusal as error:
         mark, what, why, fix = error.args
         raise RuleError(f"{where}: {what}", facts={"line": mark.line + 1}, why=why, fix=fix) from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: text that cannot be encoded.
@@ -53,7 +53,7 @@ def read_yaml(text: str, where: str = "rules file") -> Any:
         raise RuleError(f"{where} cannot be read", why=str(error), fix=fix) from error
 
 
-class _Refused(Exception):
+class _YamlRefusal(Exception):
     """Hold the mark of a refused part, and the headline, reason, and fix."""
 
 
@@ -66,13 +66,15 @@ def _check_events(events: Any) -> None:
         if depth > _MAX_DEPTH + 2:  # The stream and the document are two levels.
             why = "a rules file needs five levels, for a sharding spec of several mesh dims in a layout of a rule"
             what, fix = f"it is nested more than {_MAX_DEPTH} deep", "write a rule as in a: [null, model]"
-            raise _Refused(event.start_mark, what, why, fix)
+            raise _YamlRefusal(event.start_mark, what, why, fix)
         if tag not in (None, "!"):
             why = "a file holds text, decimal integers, and null, in mappings and lists"
-            raise _Refused(event.start_mark, f"the tag {tag} is not read", why, "delete the tag")
+            raise _YamlRefusal(event.start_mark, f"the tag {tag} is not read", why, "delete the tag")
         if name == "ScalarEvent" and event.value == "<<" and event.implicit[0]:
             why = "a merge key hides the order of the rules, and the first match wins"
-            raise _Refused(event.start_mark, "the merge key << is not read", why, "write out the merged keys")
+            raise _YamlRefusal(
+                event.start_mark, "the merge key << is not read", why, "write out the merged keys"
+            )
 
 
 @cache
@@ -94,7 +96,7 @@ def _make_loader(base: Any) -> Any:
                     f"its aliases repeat more than {_MAX_ALIASED} values",
                     "so many are a mistake or an attack",
                 )
-                raise _Refused(node.start_mark, what, why, "write the values instead of aliases")
+                raise _YamlRefusal(node.start_mark, what, why, "write the values instead of aliases")
             return value
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -103,7 +105,9 @@ def _make_loader(base: Any) -> Any:
                 key = repr(self.construct_object(key_node))
                 if key in keys:
                     why = "two rules for one pattern contradict each other"
-                    raise _Refused(key_node.start_mark, f"{key} is there twice", why, "delete one of them")
+                    raise _YamlRefusal(
+                        key_node.start_mark, f"{key} is there twice", why, "delete one of them"
+                    )
                 keys.add(key)
             return base.construct_mapping(self, node, deep=True)
 

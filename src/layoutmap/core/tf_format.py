@@ -130,19 +130,19 @@ def parse_mesh(text: str) -> MeshFields:
         parts = text.split("|")
         if len(parts) not in (2, 5, 6):
             raise ValueError(f"bars split it into {len(parts)} fields, and a mesh has 2, 5 or 6")
-        dims = tuple(_split_dim(part) for part in _split(parts[1]))
-        size = _count_places(dims)
+        dims = tuple(_split_dim(part) for part in _split_fields(parts[1]))
+        size = _count_devices(dims)
         if len(parts) == 2:
             return MeshFields(parts[0], dims, None, ())
-        ids, local_ids = (tuple(_parse_int(i) for i in _split(part)) for part in parts[2:4])
+        ids, local_ids = (tuple(_parse_int(i) for i in _split_fields(part)) for part in parts[2:4])
     except ValueError as error:
         raise MeshError(
             f"mesh text {shorten_repr(text)} cannot be read", why=str(error), fix=_FIX_MESH
         ) from None
     _check_global_ids(ids, size)
-    everything = _split(parts[5]) if len(parts) == 6 else ()
+    everything = _split_fields(parts[5]) if len(parts) == 6 else ()
     return MeshFields(
-        parts[0], dims, _merge_devices(size, local_ids, _split(parts[4]), everything), local_ids
+        parts[0], dims, _merge_devices(size, local_ids, _split_fields(parts[4]), everything), local_ids
     )
 
 
@@ -170,7 +170,7 @@ def read_mesh_proto(message: Any) -> MeshFields:
     """
     pb = _import_messages()
 
-    proto = _parse(message, pb.MeshProto, MeshError)
+    proto = _parse_proto(message, pb.MeshProto, MeshError)
     for unsupported in ("use_xla_spmd", "single_device"):
         if getattr(proto, unsupported):
             raise MeshError(
@@ -179,7 +179,7 @@ def read_mesh_proto(message: Any) -> MeshFields:
                 fix="make the mesh from dims and devices",
             )
     dims = tuple((dim.name, dim.size) for dim in proto.mesh_dimensions)
-    size = _count_places(dims)
+    size = _count_devices(dims)
     ids = tuple(proto.global_device_ids)
     if not ids:
         return MeshFields(proto.name, dims, None, ())
@@ -238,7 +238,7 @@ def read_layout_proto(message: Any) -> LayoutFields:
     """
     pb = _import_messages()
 
-    proto = _parse(message, pb.LayoutProto, LayoutError)
+    proto = _parse_proto(message, pb.LayoutProto, LayoutError)
     if proto.type not in (pb.LayoutProto.UNKNOWN, pb.LayoutProto.STATIC):
         known = {value.number: value.name for value in pb.LayoutProto.LayoutType.DESCRIPTOR.values}
         raise LayoutError(
@@ -279,7 +279,7 @@ def _import_messages() -> Any:
     return layout_pb2
 
 
-def _parse(message: Any, kind: Any, error: type[LayoutError] | type[MeshError]) -> Any:
+def _parse_proto(message: Any, kind: Any, error: type[LayoutError] | type[MeshError]) -> Any:
     wanted = kind.DESCRIPTOR.name
     try:
         if isinstance(message, bytes):
@@ -297,7 +297,7 @@ def _parse(message: Any, kind: Any, error: type[LayoutError] | type[MeshError]) 
         ) from cause
 
 
-def _split(text: str) -> tuple[str, ...]:
+def _split_fields(text: str) -> tuple[str, ...]:
     return tuple(text.split(",")) if text else ()
 
 
@@ -317,7 +317,7 @@ def _parse_int(text: str) -> int:
     return int(text)
 
 
-def _count_places(dims: tuple[tuple[str, int], ...]) -> int:
+def _count_devices(dims: tuple[tuple[str, int], ...]) -> int:
     """Return the product of the sizes. The product stops once it exceeds the largest possible mesh."""
     size = 1
     for _, each in dims:

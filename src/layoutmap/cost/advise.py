@@ -13,7 +13,7 @@ from layoutmap.cost.search.options import Grid, list_activation_options
 from layoutmap.cost.search.space import Blocks
 from layoutmap.plan.advice import Advice
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.ways import Way, describe_change, try_count
+from layoutmap.plan.ways import Way, describe_change, try_count_bytes
 from layoutmap.scope.progress import ElapsedTime
 
 PATIENCE_SECONDS = 20.0
@@ -71,7 +71,7 @@ class _Trials:
 
     def add_best(self, name: str, ways: Ways, shown: Callable[[], object]) -> None:
         """Count similar ways and store the best of them."""
-        known = [way for way in try_count(lambda: list(ways())) or () if way is not None]
+        known = [way for way in try_count_bytes(lambda: list(ways())) or () if way is not None]
         if known and not self._has_time():
             self.untried.append(name)
             return
@@ -87,7 +87,7 @@ class _Trials:
             return None
         shown()
         begin = time.process_time()
-        cost = try_count(lambda: self._count(way))
+        cost = try_count_bytes(lambda: self._count(way))
         self._longest = max(self._longest, time.process_time() - begin)
         return cost
 

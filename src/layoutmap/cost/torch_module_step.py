@@ -76,7 +76,7 @@ class _CountedStep:
     def run(
         self, tracer: Any, values: Mapping[Key, DTensor], batch: Sequence[torch.Tensor]
     ) -> Mapping[Key, DTensor]:
-        """Run two steps, and have the second counted: the first makes slots, and DTensor works out its operations."""
+        """Run two steps and count the second one. The first step creates slots and fills DTensor's caches."""
         placed: list[tuple[Entry, DTensor, Layout]] = []
         for entry in self._entries:
             value = values[entry.spec.key]

@@ -28,7 +28,7 @@ from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.cost.table import FUSED_ATTENTION, Collective, CollectiveKind, Phase, StepCost
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.arrays import convert_layout, mark
+from layoutmap.engines.torch.arrays import convert_layout, record_layout
 from layoutmap.engines.torch.deferred_init import FakeTensorMode
 from layoutmap.engines.torch.devices import forget_process_group
 from layoutmap.engines.torch.element_types import find_torch_dtype, format_dtype
@@ -144,7 +144,7 @@ def _make_fake_dtensor(assignment: Assignment) -> object:
     native, placements = convert_layout(layout)
     dtype = find_torch_dtype(variable.dtype, variable.path)
     local = torch.empty(assignment.shard_shape, dtype=dtype, device=native.device_type)
-    return mark(
+    return record_layout(
         make_dtensor(local, make_tensor_spec(native, placements, torch.Size(variable.shape), dtype)), layout
     )
 

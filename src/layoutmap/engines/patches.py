@@ -46,14 +46,14 @@ class Closing:
 
 
 class Patch(Protocol):
-    """A change to a library that can be made and undone, each any number of times."""
+    """Change to a library that can be installed and removed repeatedly."""
 
     def install(self) -> None:
-        """Make the change, where it is not made."""
+        """Install the change unless it is installed."""
         ...
 
     def remove(self) -> None:
-        """Undo the change, where it is made."""
+        """Remove the change if it is installed."""
         ...
 
 
@@ -137,23 +137,23 @@ class Patches:
 
     def __init__(self, patches: Iterable[Patch]):
         self._patches = tuple(patches)
-        self._users: weakref.WeakSet[_Use] = weakref.WeakSet()
+        self._users: weakref.WeakSet[_PatchUse] = weakref.WeakSet()
         self._lock = (
             threading.RLock()
         )  # reentrant, because garbage collection may end a use while the lock is held
 
     def activate(self) -> Closing:
         """Install the patches while this context is open."""
-        return _Use(self)
+        return _PatchUse(self)
 
-    def add(self, user: _Use) -> None:
-        """Install them for somebody."""
+    def add(self, user: _PatchUse) -> None:
+        """Install the patches for one user."""
         with self._lock:
             self._users.add(user)
             for patch in self._patches:
                 patch.install()
 
-    def discard(self, user: _Use) -> None:
+    def discard(self, user: _PatchUse) -> None:
         """Remove them if nobody is left."""
         with self._lock:
             self._users.discard(user)
@@ -162,7 +162,7 @@ class Patches:
                     patch.remove()
 
 
-class _Use(Closing):
+class _PatchUse(Closing):
     """One `with` of some patches."""
 
     def __init__(self, patches: Patches):

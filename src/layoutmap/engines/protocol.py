@@ -102,7 +102,7 @@ class Engine(Protocol):
         ...
 
     def simulate(self, number: int) -> None:
-        """Have the framework, which has not started, start on so many devices of the CPU, and on no others.
+        """Start the framework on this number of simulated CPU devices. It must not have started before.
 
         Raises:
             EngineError: It has started on others.
@@ -129,7 +129,7 @@ class Engine(Protocol):
         ...
 
     def check_dtype(self, name: str, path: str) -> None:
-        """Refuse an element type that no array of the framework has as it is. Nothing is started, so plans can ask.
+        """Raise if the framework cannot store this dtype unchanged. Starts nothing, so plans can call it.
 
         Args:
             name: The element type, as in `"float32"`.

@@ -131,13 +131,13 @@ def count_memory(plan: PlanTable) -> Memory:
     weights = sum(a.device_bytes for a in fitting if a.variable.is_trained)
     gradients = sum(a.shard_bytes for a in fitting if a.variable.is_trained)
     slots = sum(a.device_bytes for a in fitting if a.variable.kind is Kind.SLOT)
-    could = sorted(_find_shardable(plan, fitting), key=lambda each: -each.saved_bytes)
+    could = sorted(_find_shardable_variables(plan, fitting), key=lambda each: -each.saved_bytes)
     return Memory(
         weights, gradients, slots, plan.device_bytes - weights - slots, plan.host_bytes, tuple(could)
     )
 
 
-def _find_shardable(plan: PlanTable, fitting: list[Assignment]) -> Iterator[ShardableVariable]:
+def _find_shardable_variables(plan: PlanTable, fitting: list[Assignment]) -> Iterator[ShardableVariable]:
     """Yield each replicated variable that could be sharded over a mesh dim."""
     suggestions = make_suggestions(plan)
     for a in fitting:

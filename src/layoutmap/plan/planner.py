@@ -40,7 +40,7 @@ from layoutmap.plan.variable_problems import (
     find_contradiction,
     find_free_activations,
     find_several_dims,
-    find_tied,
+    find_tied_conflict,
     find_unsupported,
     find_variable_problems,
 )
@@ -175,14 +175,16 @@ class _Planning:
             layout = fit_layout(asked, variable.shape, policy)
             is_padded = is_uneven and policy == "pad"
             assignment = Assignment(variable, layout, match, self.global_init.get(key, ""), is_padded)
-            self._add(variable, find_variable_problems(assignment, asked, why_not) if not is_given else ())
+            self._add_problems(
+                variable, find_variable_problems(assignment, asked, why_not) if not is_given else ()
+            )
             if self.zero_dim is not None and is_sharded_by_zero(variable):
                 assignment = replace(
                     assignment, layout=add_sharding_dim(layout, variable.shape, self.zero_dim)
                 )
             self._done[key] = assignment
             if match and match.rule:
-                self._count(match.rule, match.others, variable.path)
+                self._count_match(match.rule, match.others, variable.path)
         return self._done[key]
 
     def _find_layout(self, variable: VariableSpec) -> tuple[Layout, Match | None, UnevenSetting]:
@@ -230,9 +232,9 @@ class _Planning:
             return Match(variable.path, None, near_misses=self._near[block])
         rule = min(winners.values(), key=lambda r: (r.pattern not in (*answers, *names), r.number))
         if len(named) > 1 and rule == named[0] and rule.pattern not in names:
-            self._add(variable, [find_contradiction(variable, named)])
+            self._add_problems(variable, [find_contradiction(variable, named)])
         if len({r.layout for r in winners.values()}) > 1:
-            self._add(variable, [find_tied(variable, rule, winners, len(answers))])
+            self._add_problems(variable, [find_tied_conflict(variable, rule, winners, len(answers))])
         others = {r.number: r for rules in answers.values() for r in rules if r != rule}
         return Match(variable.path, rule, tuple(others[n] for n in sorted(others)))
 
@@ -263,7 +265,7 @@ class _Planning:
             rule = next(iter(self._find_parent_rules(variable)), None)
             if rule is None:
                 return replicated, None, "error"
-            self._count(rule, (), variable.path)
+            self._count_match(rule, (), variable.path)
             layout, shape = pad_layout(rule, len(variable.rule_shape)), variable.rule_shape
             uneven = _derive_setting(rule.uneven)
         if variable.axes is None:
@@ -281,10 +283,10 @@ class _Planning:
             rule for path in (variable.parent or "", *names) for rule in self.layout_map.matching_rules(path)
         ]
 
-    def _add(self, variable: VariableSpec, problems: Iterable[Problem]) -> None:
+    def _add_problems(self, variable: VariableSpec, problems: Iterable[Problem]) -> None:
         self.problems += (p.name_model(variable.model if self.several_models else "") for p in problems)
 
-    def _count(self, rule: Rule, others: Sequence[Rule], path: str) -> None:
+    def _count_match(self, rule: Rule, others: Sequence[Rule], path: str) -> None:
         self.won[rule.number] += 1
         for other in others:
             self.beaten.setdefault(other.number, (rule, path))

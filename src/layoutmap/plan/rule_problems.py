@@ -124,7 +124,7 @@ def correct_typos(problems: Sequence[Problem], unused: Mapping[str, Problem]) ->
         block = split_at_numbers(problem.subject)
         # Assign each unused rule to its nearest variable only, so that no two fixes change one rule.
         meant = [unused[pattern] for pattern in near if pattern in unused]
-        meant = [rule for rule in meant if split_at_numbers(_get_nearest(rule)) == block]
+        meant = [rule for rule in meant if split_at_numbers(_get_nearest_path(rule)) == block]
         if meant:
             name = meant[0].what.partition(": matches no")[0]
             problem = replace(
@@ -133,7 +133,7 @@ def correct_typos(problems: Sequence[Problem], unused: Mapping[str, Problem]) ->
         yield problem
 
 
-def _get_nearest(rule: Problem) -> str:
+def _get_nearest_path(rule: Problem) -> str:
     """Return the path that an unused rule is nearest to."""
     return dict(rule.facts)["near misses"].partition(", ")[0]
 

@@ -196,7 +196,7 @@ class _Reasons:
         return self._describe_kernel(w, role, over)
 
     def _describe_kernel(self, w: Weight, role: str, over: str) -> str:
-        others = (self._linted.takers if role == "out" else self._linted.makers).get(id(w), ())
+        others = (self._linted.kernels_after if role == "out" else self._linted.kernels_before).get(id(w), ())
         names = ", ".join(dict.fromkeys(other.layer_name for other in others))
         if role == "out":
             return "column: outputs are sharded" + (f", as the inputs of {names} are" if names else "")
@@ -216,7 +216,7 @@ class _Reasons:
             return "replicated: a vector is small"
         if w is not None and w.axes("in") and w.axes("out"):
             is_row = any(
-                not maker.layout.is_fully_replicated() for maker in self._linted.makers.get(id(w), ())
+                not maker.layout.is_fully_replicated() for maker in self._linted.kernels_before.get(id(w), ())
             )
             axes = w.axes("in" if is_row else "out")[:1]
         return "replicated" + (self._describe_uneven(shape, axes, w) or ", as the inputs of its layer are")

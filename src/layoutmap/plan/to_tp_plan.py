@@ -38,7 +38,7 @@ def make_tp_plan(plan: PlanTable) -> dict[str, str]:
     """
     modules = group_by_module(plan, _CALL)
     styled = find_styled_modules(plan, modules, _CALL)
-    _check(modules, styled)
+    _check_styles(modules, styled)
     found: dict[str, str] = {}
     of_entry: dict[str, str] = {}
     for path in [*dict.fromkeys([*modules, *styled])]:
@@ -61,7 +61,7 @@ def _make_entry(path: str) -> str:
     return re.sub(r"\.\d+(\.|$)", r".*\1", path)
 
 
-def _check(modules: Mapping[str, Held], styled: Mapping[str, StyledModule]) -> None:
+def _check_styles(modules: Mapping[str, Held], styled: Mapping[str, StyledModule]) -> None:
     dims: dict[str, tuple[str, Layout]] = {}
     for path, held in modules.items():
         for name, a in held.items():

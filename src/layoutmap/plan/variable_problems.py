@@ -33,7 +33,9 @@ def find_contradiction(variable: VariableSpec, rules: Sequence[Rule]) -> Problem
     )
 
 
-def find_tied(variable: VariableSpec, rule: Rule, winners: Mapping[str, Rule], num_paths: int) -> Problem:
+def find_tied_conflict(
+    variable: VariableSpec, rule: Rule, winners: Mapping[str, Rule], num_paths: int
+) -> Problem:
     """Return the problem that the paths of one variable match rules with different layouts.
 
     Args:

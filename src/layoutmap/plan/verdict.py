@@ -19,7 +19,7 @@ from layoutmap.plan.completeness import NOT_BUILT, find_missing_weights
 from layoutmap.plan.memory import count_memory
 from layoutmap.plan.planner import make_table
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.ways import Way, describe_change, read_way, try_count
+from layoutmap.plan.ways import Way, describe_change, read_way, try_count_bytes
 
 _MOST_ADVICE = 6
 _MOST_CAUSES = 10
@@ -227,7 +227,9 @@ def _plan_alternatives(plan: PlanTable, needed: int, there: int) -> tuple[Advice
         found = zip(table.assignments, counts.values(), strict=True)
         return sum((a.device_bytes + a.shard_bytes * a.variable.is_trained) * number for a, number in found)
 
-    if try_count(lambda: count_bytes(before)) != needed:  # the memory does not follow from the rules alone
+    if (
+        try_count_bytes(lambda: count_bytes(before)) != needed
+    ):  # the memory does not follow from the rules alone
         return ()
     dims = plan.mesh.dim_names
     sharded = [
@@ -240,7 +242,9 @@ def _plan_alternatives(plan: PlanTable, needed: int, there: int) -> tuple[Advice
         if ways is together and any(n <= there for n, _ in found):
             continue
         # Keep the best of several options that differ only in the mesh dim.
-        known = [(n, way) for way in ways if (n := try_count(lambda way=way: count_bytes(way))) is not None]
+        known = [
+            (n, way) for way in ways if (n := try_count_bytes(lambda way=way: count_bytes(way))) is not None
+        ]
         found += [min(known, key=lambda each: each[0])] if known else []
     return tuple(Advice(*describe_change(before, way), needed_bytes=n) for n, way in found)
 

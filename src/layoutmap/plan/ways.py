@@ -319,7 +319,7 @@ def _format_yaml(specs: Specs) -> str:
     return f"[{', '.join(map(format_spec, specs))}]"
 
 
-def try_count(work_out: Callable[[], T]) -> T | None:
+def try_count_bytes(work_out: Callable[[], T]) -> T | None:
     """Return the bytes that a function counts, or None if a model cannot be planned that way."""
     try:
         return work_out()

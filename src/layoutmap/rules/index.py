@@ -39,7 +39,7 @@ class RuleIndex:
         self._longest: list[str] = []
         self._pieces: list[set[str]] = []
         self._frequency: Counter[str] = Counter()
-        self._files = _Files()
+        self._files = _LiteralIndex()
         self._filed = self._filed_at_once = 0
 
     def append(self, pattern: re.Pattern[str]) -> None:
@@ -53,7 +53,7 @@ class RuleIndex:
         files = self._files
         candidates = list(files.always)
         for width in files.widths:
-            for piece in set(_cut(path, width)) & files.by_piece.keys():
+            for piece in set(_list_substrings(path, width)) & files.by_piece.keys():
                 candidates += files.by_piece[piece]
         candidates.sort()
         for number in candidates:
@@ -66,22 +66,22 @@ class RuleIndex:
             for pattern in self._patterns[start:]:
                 # Flags in a pattern change the meaning of its characters, so such a pattern is tried on every path.
                 literals = find_required_literals(pattern.pattern) if pattern.flags == re.UNICODE else []
-                pieces = {piece for text in literals for piece in _cut_literal(text)}
+                pieces = {piece for text in literals for piece in _list_index_keys(text)}
                 self._frequency.update(pieces)
                 self._matchers.append(pattern.search if self._anywhere else pattern.match)
                 self._longest.append(max(literals, key=len, default=""))
                 self._pieces.append(pieces)
             files = self._files
             if len(self._pieces) >= 2 * self._filed_at_once:
-                start, files = 0, _Files()
+                start, files = 0, _LiteralIndex()
                 self._filed_at_once = len(self._pieces)
             for number in range(start, len(self._pieces)):
                 files.add(number, self._pieces[number], self._frequency)
             self._files, self._filed = files, len(self._pieces)
 
 
-class _Files:
-    """The numbers of the rules: those always tried, and the others by a piece of text."""
+class _LiteralIndex:
+    """Numbers of rules by a literal that their paths contain, and the rules that are always tried."""
 
     def __init__(self) -> None:
         self.always: list[int] = []
@@ -98,12 +98,12 @@ class _Files:
             self.widths.append(len(rarest))
 
 
-def _cut_literal(literal: str) -> Iterable[str]:
+def _list_index_keys(literal: str) -> Iterable[str]:
     """Return the index keys of a literal: each run of three characters, or the whole of a shorter literal."""
-    return _cut(literal, min(_PIECE, len(literal)))
+    return _list_substrings(literal, min(_PIECE, len(literal)))
 
 
-def _cut(text: str, width: int) -> list[str]:
+def _list_substrings(text: str, width: int) -> list[str]:
     return [text[i : i + width] for i in range(len(text) - width + 1)]
 
 

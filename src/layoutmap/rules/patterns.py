@@ -35,7 +35,7 @@ def compile_pattern(pattern: str, rule: str) -> re.Pattern[str]:
         raise RuleError(
             f"{rule} {pattern!r} is not a regex",
             why=_explain_error(error),
-            fix=_fix(pattern.removeprefix(KERAS), error),
+            fix=_suggest_fix(pattern.removeprefix(KERAS), error),
         ) from error
 
 
@@ -97,7 +97,7 @@ def _explain_error(error: Exception) -> str:
     return error.msg if error.pos is None else f"{error.msg}, at character {error.pos}"
 
 
-def _fix(pattern: str, error: Exception) -> str:
+def _suggest_fix(pattern: str, error: Exception) -> str:
     if re.search(r"(^|[(|])\*", pattern):  # the user wrote a glob, which is the most common mistake
         meant = re.sub(r"(?<![.\\])\*", ".*", re.sub(r"(?<!\\)\.(?!\*)", r"\\.", pattern))
         if _is_regex(meant):

@@ -103,8 +103,8 @@ class RuleSet(Rules):
         with WRITING:
             mesh, entries = self._check_rules(new, self.mesh)
             mesh, activations = self._activations._check_rules(new_activations, mesh)
-            self._put(mesh, entries)
-            self._activations._put(mesh, activations)
+            self._append_entries(mesh, entries)
+            self._activations._append_entries(mesh, activations)
 
     def __eq__(self, other: object) -> bool:
         """Return whether two maps have equal rules in order, an equal mesh, equal activation rules, and equal `rest`.
@@ -232,8 +232,8 @@ class RuleSet(Rules):
         ]
         outputs = [(pattern, specs, None, "", None) for pattern, specs in fields.activations.items()]
         try:
-            made._add(rules)
-            made.activations._add(outputs)
+            made._add_rules(rules)
+            made.activations._add_rules(outputs)
         except RuleError:
             rows = [*((made, *rule) for rule in rules), *((made.activations, *rule) for rule in outputs)]
             yaml_file.check_all(_add_one, rows)

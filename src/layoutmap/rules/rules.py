@@ -139,7 +139,7 @@ class Rules(MutableMapping[str, Layout]):
                 does; the layout is none, names a dim that the mesh does not have, or is on another mesh than the rest
                 of the map. Nothing is changed then.
         """
-        self._add([(pattern, layout, None, "", None)])
+        self._add_rules([(pattern, layout, None, "", None)])
 
     def add(
         self,
@@ -170,12 +170,12 @@ class Rules(MutableMapping[str, Layout]):
                   # 4 heads
                1  .*\\.key\\.kernel  (unsharded, model, unsharded)  uneven="replicate"
         """
-        self._add([(pattern, layout, uneven, reason, memory)])
+        self._add_rules([(pattern, layout, uneven, reason, memory)])
 
-    def _add(self, new: Iterable[_NewRule]) -> None:
+    def _add_rules(self, new: Iterable[_NewRule]) -> None:
         new = list(new)
         with WRITING:
-            self._put(*self._check_rules(new, self._slot.mesh))
+            self._append_entries(*self._check_rules(new, self._slot.mesh))
 
     def _check_rules(self, new: Iterable[_NewRule], mesh: Mesh | None) -> tuple[Mesh | None, list[Entry]]:
         """Return the mesh and the entries of new rules, without changing the map."""
@@ -186,7 +186,7 @@ class Rules(MutableMapping[str, Layout]):
             mesh = entry.rule.layout.mesh
         return mesh, list(made.values())
 
-    def _put(self, mesh: Mesh | None, entries: Iterable[Entry]) -> None:
+    def _append_entries(self, mesh: Mesh | None, entries: Iterable[Entry]) -> None:
         self._slot.mesh = mesh
         for entry in entries:
             self._table.append(entry)
@@ -263,7 +263,7 @@ class Rules(MutableMapping[str, Layout]):
         Raises:
             RuleError: See `__setitem__`.
         """
-        self._add(self._collect_rules(rules, more))
+        self._add_rules(self._collect_rules(rules, more))
 
     def _collect_rules(self, rules: Any, more: Mapping[str, Any]) -> list[_NewRule]:
         if isinstance(rules, Rules):

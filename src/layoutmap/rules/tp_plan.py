@@ -154,7 +154,7 @@ def convert_tp_plan(
         RuleError: A style is not known, or one entry is for parameters with different numbers of axes.
     """
     for key, name in plan.items():
-        _check(key, name)
+        _check_style(key, name)
     if parameters is None:
         found = {key: _guess_parameters(key, plan) for key in plan}
         modules = None
@@ -188,7 +188,7 @@ def convert_tp_plan(
     return TpRules(rules, activations, tuple(_make_warnings(packed, unmatched)))
 
 
-def _check(key: str, name: object) -> None:
+def _check_style(key: str, name: object) -> None:
     if not isinstance(name, str) or name not in STYLES:
         near = difflib.get_close_matches(str(name), STYLES, 1)
         raise RuleError(

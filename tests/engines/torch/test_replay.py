@@ -328,7 +328,7 @@ def test_a_jump_is_as_many_words_ahead(before: int, words: int):
     for generator in (drawn, jumped):
         torch.empty(before).uniform_(generator=generator)
     torch.empty(words).uniform_(generator=drawn)
-    jump.jump(jumped, words)
+    jump.jump_ahead(jumped, words)
     assert torch.equal(drawn.get_state(), jumped.get_state())
 
 

@@ -40,7 +40,7 @@ def list_stored(model: object, optimizer: object, saved: Saved | None = None) ->
         found.append(Stored(spec, array))
     state = _find_state(model, optimizer, make=saved is not None and bool(saved.slots))
     found += [Stored(spec, _unwrap_key(leaf)) for spec, leaf in _list_slots(model, optimizer, state)]
-    return found + _step(optimizer)
+    return found + _get_step_variable(optimizer)
 
 
 def list_optimizer_arrays(
@@ -54,10 +54,10 @@ def list_optimizer_arrays(
         weights: The parameters, by the parts of their paths in the state; `None`: those of the model.
     """
     slots = _list_raw_slots(model, optimizer, _find_state(model, optimizer, make=False), weights)
-    return [Stored(spec, leaf) for spec, leaf in slots] + _step(optimizer)
+    return [Stored(spec, leaf) for spec, leaf in slots] + _get_step_variable(optimizer)
 
 
-def _step(optimizer: object) -> list[Stored]:
+def _get_step_variable(optimizer: object) -> list[Stored]:
     if not is_nnx_optimizer(optimizer):
         return []
     step = optimizer.step.get_raw_value()

@@ -63,7 +63,7 @@ def find_attribute_arrays(model: object) -> list[AttributeArrays]:
 
 
 def note_arrays(nodes: Nodes) -> None:
-    """Have modules take traced arrays that are their own attributes for arrays, as they do with those that have values.
+    """Register traced arrays that are module attributes as data, as flax does for arrays with values.
 
     Flax 0.12.8 takes them for static values, here and in `nnx.eval_shape` and `nnx.jit`, and loses them.
     """

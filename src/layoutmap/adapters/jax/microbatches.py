@@ -69,13 +69,13 @@ def find_consecutive_splits(jaxpr: Jaxpr, batches: Sequence[int]) -> Iterator[tu
         jaxpr: The program of a step.
         batches: The numbers of its arguments whose first axis is sharded.
     """
-    yield from _search(jaxpr, {jaxpr.invars[number]: number for number in batches}, {})
+    yield from _find_splits(jaxpr, {jaxpr.invars[number]: number for number in batches}, {})
 
 
-def _search(
+def _find_splits(
     jaxpr: Jaxpr, rows: dict[Var, int], splits: dict[Var, tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the splits in a program, where `rows` are batches as they are, and `splits` are reshaped ones."""
+    """Yield the splits in a program. `rows` are unchanged batches, and `splits` are reshaped ones."""
     for eqn in jaxpr.eqns:
         name, inputs = eqn.primitive.name, [var for var in eqn.invars if not isinstance(var, Literal)]
         if name in _KEEPS_ROWS and inputs and inputs[0] in rows:
@@ -98,16 +98,16 @@ def _search(
                 ]
                 inner_rows = {mine: rows[outer] for mine, outer in pairs if outer in rows}
                 inner_splits = {mine: splits[outer] for mine, outer in pairs if outer in splits}
-                yield from _search(inner, inner_rows, inner_splits)
-                rows |= _follow(inner, eqn.outvars, inner_rows)
-                splits |= _follow(inner, eqn.outvars, inner_splits)
+                yield from _find_splits(inner, inner_rows, inner_splits)
+                rows |= _map_splits_to_callers(inner, eqn.outvars, inner_rows)
+                splits |= _map_splits_to_callers(inner, eqn.outvars, inner_splits)
 
 
 def _get_rank(var: Any) -> int:
     return len(var.aval.shape)
 
 
-def _follow(inner: Jaxpr, results: Sequence[Var], found: dict[Var, T]) -> dict[Var, T]:
+def _map_splits_to_callers(inner: Jaxpr, results: Sequence[Var], found: dict[Var, T]) -> dict[Var, T]:
     """Return the findings about an inner program's results, by the variables outside of it."""
     pairs = zip(inner.outvars, results, strict=False)
     return {outer: found[mine] for mine, outer in pairs if not isinstance(mine, Literal) and mine in found}

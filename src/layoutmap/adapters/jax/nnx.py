@@ -160,7 +160,7 @@ def _list_layers_with_paths(model: nnx.Module) -> list[tuple[list[str], nnx.Modu
 
 
 def constrain_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
-    """Have each module with a rule for activations return arrays in the rule's layout, and all others none."""
+    """Make modules return activations in their rules' layouts, and remove constraints from all other modules."""
     for paths, module in _list_layers_with_paths(model):
         rules = ((path, policy.find_activation_layout(path)) for path in paths)
         path, layout = next(((path, rule) for path, rule in rules if rule is not None), ("", None))
@@ -181,20 +181,20 @@ def list_layers(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
 
 
 def trace_outputs(model: nnx.Module, tracer: Tracer) -> None:
-    """Have each module tell a tracer of its calls."""
+    """Make each module report its calls to a tracer."""
     for path, module in list_layers(model):
         set_output(module, TracedOutput(tracer, path))
 
 
 @contextmanager
 def annotations_unused() -> Generator[None]:
-    """While open, variables that are made do not shard themselves by their annotations."""
+    """Disable sharding annotations of new variables while open."""
     with nnx.use_eager_sharding(_OFF):
         yield
 
 
 def restore_metadata(model: nnx.Module) -> None:
-    """Leave no trace of `annotations_unused` on variables that were made then."""
+    """Remove the metadata that `annotations_unused` set on variables."""
     for _, node in [*nnx.iter_graph(model)]:
         if isinstance(node, nnx.Variable) and type(node.get_metadata("eager_sharding")) is int:
             node.set_metadata("eager_sharding", nnx.using_eager_sharding())

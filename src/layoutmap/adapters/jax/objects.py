@@ -66,7 +66,7 @@ class StepObjects:
 
         from layoutmap.adapters.jax.held_arrays import find_attribute_arrays
 
-        self._nodes = [weakref.ref(node, self._forget) for node in nodes]
+        self._nodes = [weakref.ref(node, self._clear_contents) for node in nodes]
         graphdef, state = nnx.split(tuple(nodes))
         places = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]
         self._places = [place for _, place in places]
@@ -76,7 +76,7 @@ class StepObjects:
         self._values_tree = jax.tree.structure(self._values())
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
         self._owners = [path[0].key for path in paths]
-        self.names = self._group_by_owner(map(_name, paths))
+        self.names = self._group_by_owner(map(_format_leaf_path, paths))
         self.structure = graphdef, jax.tree.structure(state)
         self.token = -1
         self._seen: list[tuple[Callable[[], object], list[int], list[object]]] = []
@@ -148,7 +148,7 @@ class StepObjects:
                 self._seen.append((seen, list(map(id, content)), list(content)))
             todo += content
 
-    def _forget(self, _: object) -> None:
+    def _clear_contents(self, _: object) -> None:
         self._places, self._seen = [], []
 
 
@@ -171,7 +171,7 @@ def _list_content(container: object) -> Iterable[object] | None:
 
 
 def open_objects(structure: Any, leaves: Sequence[object]) -> Sequence[object]:
-    """Make objects alike, with other arrays: those of a trace."""
+    """Return copies of objects that contain the arrays of a trace."""
     from flax import nnx
 
     graphdef, tree = structure
@@ -197,7 +197,7 @@ def find_changed_arrays(
     graphdef, state = nnx.split(tuple(nodes))
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     if (graphdef, tree) != structure:
-        found, names = [_name(path) for path, _ in leaves], [each.name for each in inputs]
+        found, names = [_format_leaf_path(path) for path, _ in leaves], [each.name for each in inputs]
         added, gone = [n for n in found if n not in names], [n for n in names if n not in found]
         has_other = (
             "their set has changed" if added or gone else "an attribute that is not an array is another one"
@@ -216,7 +216,7 @@ def find_changed_arrays(
     }
 
 
-def _name(path: Sequence[object]) -> str:
+def _format_leaf_path(path: Sequence[object]) -> str:
     """Return the path of a leaf in its object, without the number of the object and the Variable's own part."""
     parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
     return ".".join(parts[1:-1] if parts[-1] == "value" else parts[1:])

@@ -83,7 +83,7 @@ class JaxSession:
         return model
 
     def take(self, model: object) -> object:
-        """Lay out a model that exists. A module stays the same object, a pytree is replaced by another one."""
+        """Shard an existing model. A module stays the same object, and a pytree is replaced by a new one."""
         check_immutable(unwrap_model(model))
         parts = split_model(model)
         arrays = [leaf.value for leaf in parts.leaves]

@@ -262,7 +262,7 @@ def _make_key(closed: ClosedJaxpr) -> Hashable:
             for v in variables
         )
 
-    consts = _Unequal() if closed.consts else None
+    consts = _UnequalToAll() if closed.consts else None
     takes = describe_variables((*jaxpr.constvars, *jaxpr.invars))
     steps = tuple(
         (
@@ -276,13 +276,13 @@ def _make_key(closed: ClosedJaxpr) -> Hashable:
     return consts, takes, steps, describe_variables(jaxpr.outvars)
 
 
-class _Unequal:
-    """A stand-in for a value that cannot be compared: it is equal to nothing but itself."""
+class _UnequalToAll:
+    """Stand-in for a value that cannot be compared. It equals only itself."""
 
 
 def _make_hashable(parameter: tuple[str, object]) -> Hashable:
     try:
         hash(parameter)
     except TypeError:
-        return _Unequal()
+        return _UnequalToAll()
     return parameter

@@ -32,7 +32,7 @@ def _wrap_variable_init(plain: Callable[..., None]) -> Callable[..., None]:
             return
         refusal = session.find_existing_error()
         if refusal is not None:
-            raise _Refused(refusal) if _is_being_built(sys._getframe()) else refusal
+            raise _UncatchableError(refusal) if _is_being_built(sys._getframe()) else refusal
         with temporarily(_inside, "variable", variable):  # other wrappers may call it twice
             session.create_variable(variable, plain, initializer, args, kwargs)
 
@@ -61,7 +61,7 @@ def _wrap_layer_new(found: Any) -> object:
     return staticmethod(create_layer)
 
 
-class _Refused(BaseException):
+class _UncatchableError(BaseException):
     """An error on its way out of Keras, which catches any `Exception` of a layer that it builds by calling it."""
 
 
@@ -70,7 +70,7 @@ def _wrap_maybe_build(plain: Callable[..., None]) -> Callable[..., None]:
     def maybe_build(layer: object, call_spec: object) -> None:
         try:
             plain(layer, call_spec)
-        except _Refused as refused:
+        except _UncatchableError as refused:
             if _is_being_built(sys._getframe().f_back):
                 raise
             raise refused.args[0] from None

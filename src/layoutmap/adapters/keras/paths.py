@@ -48,7 +48,7 @@ _BOOKKEEPING = frozenset(
 
 
 @dataclass(slots=True)
-class Found:
+class FoundVariable:
     """One variable of a model."""
 
     variable: keras.Variable
@@ -57,19 +57,19 @@ class Found:
     is_seed: bool = False
 
 
-def find_variables(root: object) -> list[Found]:
+def find_variables(root: object) -> list[FoundVariable]:
     """Return all variables of a layer or model in a fixed order, each once."""
-    found: dict[int, Found] = {}
+    found: dict[int, FoundVariable] = {}
     for path, variable, is_seed in _walk_variables(root):
         known = found.get(id(variable))
         if known is None:
-            found[id(variable)] = Found(variable, path, is_seed=is_seed)
+            found[id(variable)] = FoundVariable(variable, path, is_seed=is_seed)
         elif path != known.path and path not in known.aliases and len(known.aliases) < _MOST_ALIASES:
             known.aliases.append(path)
     return number_equal_paths(found.values())
 
 
-def number_equal_paths(found: Iterable[Found]) -> list[Found]:
+def number_equal_paths(found: Iterable[FoundVariable]) -> list[FoundVariable]:
     """Return the variables of a model, with a number added to paths that occur twice."""
     every = list(found)
     for each, path in zip(every, make_unique_names([each.path for each in every]), strict=True):

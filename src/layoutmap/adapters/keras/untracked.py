@@ -12,7 +12,13 @@ from types import FunctionType, MethodType, ModuleType
 
 import keras
 
-from layoutmap.adapters.keras.paths import Found, find_layers, find_roots, list_attributes, number_equal_paths
+from layoutmap.adapters.keras.paths import (
+    FoundVariable,
+    find_layers,
+    find_roots,
+    list_attributes,
+    number_equal_paths,
+)
 from layoutmap.adapters.keras.registry import Registry
 
 _DEPTH = 4  # depth of nested objects below a layer
@@ -47,15 +53,15 @@ def find_loose_ids(registry: Registry) -> set[int]:
     return found | ({id(top) for top in tops} if len(tops) > 1 else set())
 
 
-def find_untracked(root: object, wanted: Collection[int] | None = None) -> list[Found]:
+def find_untracked(root: object, wanted: Collection[int] | None = None) -> list[FoundVariable]:
     """Find variables in objects that are no layers, below a layer or model, limited to the ids in `wanted` if given."""
-    found: dict[int, Found] = {}
+    found: dict[int, FoundVariable] = {}
     seen: set[int] = set()
     for path, layer in [("", root), *find_layers(root)]:
         for below, variable, is_seed in _search_variables(layer, seen, _DEPTH):
             if wanted is None or id(variable) in wanted:
                 name = f"{path}.{below}" if path else below
-                found.setdefault(id(variable), Found(variable, name, is_seed=is_seed))
+                found.setdefault(id(variable), FoundVariable(variable, name, is_seed=is_seed))
     return number_equal_paths(found.values())
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.adapters.torch.optimizer_hooks import derive_slot_layout
-from layoutmap.adapters.torch.paths import Found, find_tensors, unwrap_compiled
+from layoutmap.adapters.torch.paths import FoundTensor, find_tensors, unwrap_compiled
 from layoutmap.adapters.torch.tensor_classes import (
     class_name,
     find_local_class,
@@ -185,7 +185,7 @@ def _warn_of_replaced(
     settings: Mapping[str, Any],
     override: Mapping[str, object],
 ) -> None:
-    """Warn of settings with which an optimizer was made, where others were saved."""
+    """Warn about saved settings that replace different settings of the optimizer."""
     replaced: dict[str, object] = {}
     for group, number in zip(
         optimizer.param_groups, _match_groups(optimizer, parameters, settings), strict=True
@@ -225,7 +225,7 @@ def _is_equal_leaf(one: object, other: object) -> bool:
 
 
 def _check_form(settings: Any, saved: Saved) -> None:
-    """Raise if these are no settings of an optimizer, before anything is made of them."""
+    """Raise if the saved settings are not those of an optimizer."""
     try:
         parts = [settings["state"], settings["other"], *settings["state"].values(), *settings["groups"]]
         is_right = all(isinstance(each, Mapping) for each in parts) and isinstance(settings["kind"], str)
@@ -261,14 +261,14 @@ def _check_slots(settings: Mapping[str, Any], saved: Saved) -> None:
             )
 
 
-def _iterate_saved_tensors(model: torch.nn.Module) -> Iterator[Found]:
+def _iterate_saved_tensors(model: torch.nn.Module) -> Iterator[FoundTensor]:
     """Yield the parameters and persistent buffers of a model."""
     for each in find_tensors(unwrap_compiled(model)):
         if not all(place.name in place.module._non_persistent_buffers_set for place in each.places):  # pyright: ignore[reportPrivateUsage]
             yield each
 
 
-def _iterate_named(found: Iterable[Found]) -> Iterator[tuple[str, torch.Tensor]]:
+def _iterate_named(found: Iterable[FoundTensor]) -> Iterator[tuple[str, torch.Tensor]]:
     return ((each.path, each.tensor) for each in found)
 
 
@@ -398,7 +398,7 @@ def _make_slot_spec(parent: str, name: str, shape: Iterable[int], dtype: str) ->
     return VariableSpec(f"optimizer.{parent}.{name}", tuple(shape), dtype, Kind.SLOT, parent=parent)
 
 
-def _make_spec(found: Found) -> VariableSpec:
+def _make_spec(found: FoundTensor) -> VariableSpec:
     kind = Kind.STATE if found.is_buffer else Kind.WEIGHT
     tensor = found.tensor
     return VariableSpec(

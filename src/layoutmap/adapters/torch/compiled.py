@@ -45,7 +45,7 @@ from layoutmap.engines.torch.trees import tree_leaves
 
 
 def check_compilable(what: str = "a model", *, is_dynamic: bool) -> None:
-    """Refuse to compile where there is no graph for one device.
+    """Refuse to compile if no graph for one device exists, as with simulated devices.
 
     Args:
         what: The name of what is compiled.
@@ -275,7 +275,7 @@ class _Call:
         return kind  # pyright: ignore[reportUnknownVariableType]
 
     def compute(self) -> object:
-        """Compute it as it is."""
+        """Compute the call uncompiled."""
         return self._forward.compute(*self._args)
 
     def record(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -287,7 +287,11 @@ class _Call:
             with self._swap_tensors(tensors) as given:
                 return self._compute_outputs(given)
         try:
-            with _restore_attributes(self._structure), self._swap_tensors(tensors) as given, _OnlyRecorded():
+            with (
+                _restore_attributes(self._structure),
+                self._swap_tensors(tensors) as given,
+                _RefusedConstants(),
+            ):
                 found = self._compute_outputs(given)
                 name = self._find_assigned(given) or find_change(self._structure, Structure(self._module))
         except Exception as error:
@@ -355,8 +359,8 @@ def _is_traced(tensor: torch.Tensor) -> bool:
     return type(local) not in (torch.Tensor, torch.nn.Parameter)
 
 
-class _OnlyRecorded(TorchFunctionMode):
-    """Refuses tensors that have values: the graph would have those of now for ever."""
+class _RefusedConstants(TorchFunctionMode):
+    """Marker that refuses tensors with values, which a graph would keep as constants."""
 
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):

@@ -25,7 +25,7 @@ _make_static = make_set_enable_dynamic(
 
 
 def skip_compiling(function: Function) -> None:
-    """Have Dynamo run a function uncompiled where it would start to compile it."""
+    """Make Dynamo run a function without compiling it."""
     skip_code(
         inspect.unwrap(function).__code__
     )  # unwrap, because all functions of one decorator share its code object

@@ -23,7 +23,7 @@ from layoutmap.adapters.torch.compiled import Compiled, compiler_from_options, r
 from layoutmap.adapters.torch.dynamo import resume_compiling, skip_compiling, stop_compiling
 from layoutmap.adapters.torch.fsdp_own import ModelCall
 from layoutmap.adapters.torch.fsdp_units import Gathering, gather_weights
-from layoutmap.adapters.torch.gradient_hooks import Watch
+from layoutmap.adapters.torch.gradient_hooks import GradientHooks
 from layoutmap.adapters.torch.graph_errors import EXPORT_ATTRIBUTES, make_graph_error, refuse_graphs
 from layoutmap.adapters.torch.mesh_context import compute_on_mesh, here, is_running, summing_up
 from layoutmap.adapters.torch.module_results import ModuleResults
@@ -42,7 +42,7 @@ _ALONE = "a module in layouts is a graph of its own: call torch.compile(module) 
 
 
 class Forward:
-    """The callable that takes the place of a module's `forward` while its model is laid out.
+    """Callable that replaces the `forward` of a module while its model is sharded.
 
     Args:
         module: The module.
@@ -75,7 +75,7 @@ class Forward:
         own = module.named_parameters(recurse=False) if layouts else ()
         self.weights = {name: layouts[id(each)] for name, each in own if layouts and id(each) in layouts}
         self._results = ModuleResults(module, path, context, layouts or {})
-        self._watch: Watch | None = None
+        self._watch: GradientHooks | None = None
         self._comparisons = ProcessChecks(context)
         self._has_warned = False
         self._slow_calls = SlowCalls()
@@ -89,7 +89,7 @@ class Forward:
         keep_patches(self)  # keep torch patched while a sharded model exists
 
     def compile(self, options: Mapping[str, object]) -> None:
-        """Have the module compiled when it is called, or the blocks in it that gather their weights.
+        """Compile the module, or the blocks in it that gather their weights, at their next call.
 
         Raises:
             ScopeError: The devices are simulated, or shapes would be dynamic.
@@ -103,19 +103,19 @@ class Forward:
         found: list[Forward] = []
         inner: set[Forward] = set()
         for each in self.list_forwards():  # outer modules come first
-            if each.frees and each not in inner:
+            if each.frees_weights and each not in inner:
                 found.append(each)
                 inner.update(each.list_forwards())
         return found
 
     @property
-    def frees(self) -> bool:
+    def frees_weights(self) -> bool:
         """Whether the module gathers its weights when the model is called, and frees them."""
         return self.gather is not None and self.gather.is_part and not self.gather.is_outermost
 
     def merge_gatherings(self) -> Gathering | None:
         """Return one gathering for the weights of this module and its submodules, or None if its own has them all."""
-        inside = [each for each in self.list_forwards() if each is self or each.frees]
+        inside = [each for each in self.list_forwards() if each is self or each.frees_weights]
         gathers = [each.gather for each in inside if each.gather is not None]
         if inside == [self] or not gathers:
             return None
@@ -226,7 +226,7 @@ class Forward:
             raise make_graph_error(self._get_module(), EXPORT_ATTRIBUTES[name])
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _make_watch(self) -> Watch:
+    def _make_watch(self) -> GradientHooks:
         """Return a watch for the gradients of a model that starts to train or has new submodules."""
         module = self._get_module()
         if self.context.across:
@@ -236,7 +236,7 @@ class Forward:
             for each in module.modules()
             if (forward := find_forward(each))
         }
-        return Watch(module, layouts)
+        return GradientHooks(module, layouts)
 
     def _run(self, args: Args, kwargs: Kwargs) -> object:
         compiled = None if here.is_recording else here.compiled.get(self, self.compiled)
@@ -245,7 +245,7 @@ class Forward:
             return self._compute_compiled(compiled, args, kwargs)
         args, kwargs = gather.given(args, kwargs)
         with gather_weights(gather, self.context, list_tensors((args, kwargs))):
-            return gather.returned(self._compute_compiled(compiled, args, kwargs))
+            return gather.cast_output(self._compute_compiled(compiled, args, kwargs))
 
     def _compute_compiled(self, compiled: Compiled | None, args: Args, kwargs: Kwargs) -> object:
         if compiled is not None:
@@ -253,7 +253,7 @@ class Forward:
         return self.compute(args, kwargs)
 
     def compute(self, args: Args, kwargs: Kwargs) -> object:
-        """Compute the module as it is, on the mesh."""
+        """Compute the module uncompiled on the mesh."""
         forward = self._before or _bind_class_forward(self._get_module())
         result = forward(*args, **kwargs)  # call forward, because `module()` would run hooks twice
         return self._results.place(self._get_module(), result)

@@ -46,13 +46,13 @@ class FromPretrainedPatches(Closing):
         self.look()
 
     def look(self) -> None:
-        """Begin if transformers was imported meanwhile."""
+        """Install the patches if transformers was imported meanwhile."""
         if self._used is None and "transformers.modeling_utils" in sys.modules:
             self._used = _make_patches().activate()
             self._used.__enter__()
 
     def close(self) -> None:
-        """End."""
+        """Remove the patches."""
         used, self._used = self._used, None
         if used is not None:
             used.close()

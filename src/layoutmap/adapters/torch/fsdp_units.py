@@ -77,7 +77,7 @@ class Gathering:
         is_inner = not self.is_part and self.model_call.is_open
         return (args, kwargs) if is_inner else _cast_floats((args, kwargs), policy.param_dtype)
 
-    def returned(self, result: object) -> object:
+    def cast_output(self, result: object) -> object:
         """Return a module's output, cast to the mixed precision policy's `output_dtype` if it is the model."""
         if not self.is_outermost:
             return result

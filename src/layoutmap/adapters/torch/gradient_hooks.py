@@ -26,8 +26,8 @@ from layoutmap.engines.torch.modules import get_members
 _WATCHED = "_layoutmap_watched"  # attribute of a parameter with its id, which detects copies
 
 
-class Watch:
-    """Sees to the gradients of the parameters of one module and of those below it.
+class GradientHooks:
+    """Hooks on the gradients of a module's parameters, those of its submodules included.
 
     Args:
         module: The module.

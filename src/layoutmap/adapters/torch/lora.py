@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from layoutmap.adapters.torch.paths import Found
+from layoutmap.adapters.torch.paths import FoundTensor
 from layoutmap.adapters.torch.roles import find_roles
 from layoutmap.core.uneven import Axes
 from layoutmap.engines.torch.modules import list_modules
@@ -22,7 +22,7 @@ _BASE = "base_layer"
 _WRAPPER = "base_model.model."
 
 
-def list_unwrapped_names(found: Found, root: torch.nn.Module) -> list[str]:
+def list_unwrapped_names(found: FoundTensor, root: torch.nn.Module) -> list[str]:
     """Return the names that a tensor had before PEFT wrapped the model, where they differ."""
     names: list[str] = []
     for path in (found.path, *found.aliases):

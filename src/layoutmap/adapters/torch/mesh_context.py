@@ -26,7 +26,7 @@ from layoutmap.engines.torch.operators import Function
 check_names("torch", (torch_checkpoint, "_checkpoint_without_reentrant_generator CheckpointFunction"))
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """The state of a thread.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Here(threading.local):
     gatherings: tuple[Callable[[], AbstractContextManager[None]], ...] = ()
 
 
-here = _Here()
+here = _ThreadState()
 
 
 def is_running() -> bool:
@@ -68,7 +68,7 @@ def compute_on_mesh(context: ScopeContext) -> Generator[None]:
 
 @contextmanager
 def summing_up(is_odd: bool) -> Generator[None]:
-    """While open, sums over the mesh are made at once if a batch is odd, that is, does not divide."""
+    """While open, reduce partial sums at once if the batch does not divide."""
     with temporarily(here, "is_odd", is_odd), SummingUp() if is_odd else nullcontext():
         yield
 

@@ -112,9 +112,9 @@ def _run_step_on_copy(
     failed = False
     own = torch.get_rng_state()
     try:
-        with _Guard() as guard, random_states.keep_states(), warnings.catch_warnings():
+        with _UnchangedTensors() as guard, random_states.keep_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            copied = _copy(optimizer, group, parameter, guard)
+            copied = _copy_optimizer(optimizer, group, parameter, guard)
             try:
                 _run_step_without_hooks(copied)
             except (
@@ -135,8 +135,11 @@ def _run_step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
         step(optimizer)
 
 
-def _copy(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.nn.Parameter, guard: _Guard
+def _copy_optimizer(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    parameter: torch.nn.Parameter,
+    guard: _UnchangedTensors,
 ) -> torch.optim.Optimizer:
     """Copy an optimizer without its state, for one parameter."""
     copied: torch.optim.Optimizer = object.__new__(type(optimizer))
@@ -145,7 +148,7 @@ def _copy(
         if isinstance(value, torch.Tensor):
             return guard.copy(value)
         if isinstance(value, torch.optim.Optimizer) and value is not optimizer:
-            return _copy(value, group, parameter, guard)
+            return _copy_optimizer(value, group, parameter, guard)
         if isinstance(value, types.MethodType) and value.__self__ is optimizer:
             return types.MethodType(value.__func__, copied)
         return value
@@ -161,7 +164,7 @@ def _copy(
     return copied
 
 
-class _Guard(TorchDispatchMode):
+class _UnchangedTensors(TorchDispatchMode):
     """While entered, no tensor with values that existed before is changed."""
 
     def __init__(self) -> None:

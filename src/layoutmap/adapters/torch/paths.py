@@ -19,7 +19,7 @@ from layoutmap.engines.torch.modules import get_members, list_modules
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """An attribute of a module that holds a tensor."""
+    """Attribute of a module that stores a tensor."""
 
     module: torch.nn.Module
     name: str
@@ -30,7 +30,7 @@ class Holder:
         return self._members.get(self.name)
 
     def put(self, tensor: torch.Tensor | None) -> None:
-        """Have the module hold another tensor there."""
+        """Store another tensor in the attribute."""
         self._members[self.name] = tensor
 
     @property
@@ -40,7 +40,7 @@ class Holder:
 
 
 @dataclass(slots=True)
-class Found:
+class FoundTensor:
     """A parameter or a buffer of a model.
 
     Args:
@@ -62,7 +62,7 @@ class Found:
 class Entry:
     """A tensor of a scope, as the core will see it."""
 
-    found: Found
+    found: FoundTensor
     spec: VariableSpec
 
 
@@ -81,9 +81,9 @@ def is_keras_module(module: torch.nn.Module) -> bool:
     return any(base.__module__.partition(".")[0] == "keras" for base in type(module).__mro__)
 
 
-def find_tensors(root: torch.nn.Module) -> list[Found]:
+def find_tensors(root: torch.nn.Module) -> list[FoundTensor]:
     """Return the parameters of a model, then its buffers, each once."""
-    found: dict[int, Found] = {}
+    found: dict[int, FoundTensor] = {}
     modules = list_modules(root, remove_duplicate=False)  # a shared module has several names
     for is_buffer in (False, True):
         for prefix, module in modules:
@@ -92,7 +92,7 @@ def find_tensors(root: torch.nn.Module) -> list[Found]:
                 path = f"{prefix}.{name}" if prefix else name
                 known = found.get(id(tensor))
                 if known is None:
-                    known = found[id(tensor)] = Found(tensor, path, is_buffer)
+                    known = found[id(tensor)] = FoundTensor(tensor, path, is_buffer)
                 else:
                     known.aliases.append(path)
                 if Holder(module, name) not in known.places:

@@ -59,7 +59,7 @@ def _capture_files() -> Generator[list[tuple[str, dict[str, DTensor]]]]:
         _files.reset(token)
 
 
-class _Start(NamedTuple):
+class _TensorPlace(NamedTuple):
     """Where a tensor in a layout begins: a name of the state of the model, a file, and a number of bytes."""
 
     name: str
@@ -109,7 +109,7 @@ def save_shards(
     hidden = make_hidden_path(target, tokens[0])
     with ExitStack() as end:
 
-        def begin() -> list[_Start] | None:
+        def begin() -> list[_TensorPlace] | None:
             return _prepare_folder(
                 save, end.enter_context(open_hidden_folder(target, own)), target, tensors, layouts
             )
@@ -118,7 +118,7 @@ def save_shards(
         found = json.loads(gather_texts(json.dumps(plan), gather)[0])
         if found is None:
             return False
-        places = [_Start(*each) for each in found]
+        places = [_TensorPlace(*each) for each in found]
         run_together(lambda: _write_shards(hidden, places, tensors, layouts), gather, "save")
         run_together(lambda: _move_files(hidden, target) if is_first else None, gather, "save")
         return True
@@ -126,7 +126,7 @@ def save_shards(
 
 def _prepare_folder(
     save: Function, hidden: Path, target: Path, tensors: Mapping[str, Any], layouts: Mapping[str, Layout]
-) -> list[_Start] | None:
+) -> list[_TensorPlace] | None:
     """Create the folder with files that lack the sharded values, and return the offsets of these."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(
@@ -153,7 +153,7 @@ def _prepare_folder(
 
 def _make_file(
     folder: Path, file: str, content: Mapping[str, torch.Tensor], names: Mapping[int, str]
-) -> list[_Start]:
+) -> list[_TensorPlace]:
     """Make a file with its header, its full size, and the values of plain tensors."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
@@ -169,14 +169,14 @@ def _make_file(
         place = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # align the values, as the format requires
-    places: list[_Start] = []
+    places: list[_TensorPlace] = []
     with open(folder / file, "xb") as sink:
         sink.write(len(text).to_bytes(8, "little") + text)
         begin = sink.tell()
         for name, tensor in ordered:
             start = begin + entries[name]["data_offsets"][0]
             if tensor.is_meta:
-                places.append(_Start(names[id(tensor)], file, start))
+                places.append(_TensorPlace(names[id(tensor)], file, start))
             else:
                 sink.seek(start)
                 sink.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -193,7 +193,10 @@ def _find_dtype_name(dtype: torch.dtype) -> str:
 
 
 def _write_shards(
-    folder: Path, places: Sequence[_Start], tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout]
+    folder: Path,
+    places: Sequence[_TensorPlace],
+    tensors: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Layout],
 ) -> None:
     """Write this process's shards, and flush them to disk."""
     files: dict[str, int] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from layoutmap.adapters.torch.paths import Found
+from layoutmap.adapters.torch.paths import FoundTensor
 from layoutmap.core.variables import Use
 
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
@@ -25,7 +25,7 @@ def find_head_sizes(root: torch.nn.Module) -> dict[int, int]:
     return found
 
 
-def describe_use(found: Found, sizes: dict[int, int]) -> Use | None:
+def describe_use(found: FoundTensor, sizes: dict[int, int]) -> Use | None:
     """Return the roles of a parameter's axes in its first module, or None if they are unknown."""
     place = found.places[0]
     roles = find_roles(place.module, place.name)

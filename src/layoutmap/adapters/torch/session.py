@@ -146,7 +146,7 @@ class TorchSession:
         )
 
     def stop(self) -> None:
-        """Have the tape stop, if it does record."""
+        """Stop the tape if it records."""
         recording, self._recording = self._recording, None
         if recording is not None:  # an inner scope may still be open
             recording.__exit__(None, None, None)
@@ -228,7 +228,7 @@ class TorchSession:
                 self.planned = entries
                 self._mark_valueless(roots, _ONLY_A_PLAN)
             else:
-                self._make(roots, entries, assignments)
+                self._create_arrays(roots, entries, assignments)
         except BaseException:
             if is_new:  # an existing model keeps its values
                 self._mark_valueless(roots, _FAILED)
@@ -247,7 +247,7 @@ class TorchSession:
             fix="give the layer its sizes, as in torch.nn.Linear(in_features, out_features)",
         )
 
-    def _make(
+    def _create_arrays(
         self, roots: Sequence[torch.nn.Module], entries: Sequence[Entry], assignments: Sequence[Assignment]
     ) -> None:
         pairs = {
@@ -274,7 +274,7 @@ class TorchSession:
     def install(
         self, roots: Sequence[torch.nn.Module], placed: Sequence[tuple[Entry, DTensor, Layout]]
     ) -> None:
-        """Have models hold arrays in the places of their tensors, and compute in these layouts."""
+        """Replace tensors of models by sharded arrays, and attach the forward that computes in these layouts."""
         replaced = {
             id(e.found.tensor): self._make_replacement(e, array, layout) for e, array, layout in placed
         }

@@ -55,9 +55,9 @@ class Structure:
         self._module_numbers: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
         self._objects: set[int] = set()
-        self._look(module)
+        self._add_module(module)
 
-    def _look(self, module: torch.nn.Module) -> None:
+    def _add_module(self, module: torch.nn.Module) -> None:
         is_outermost = not self._module_numbers
         self._module_numbers[id(module)] = len(self._module_numbers)
         self.parts += (type(module), module.training, sum(1 for _ in module.named_children()))
@@ -78,7 +78,7 @@ class Structure:
         for name, child in module.named_children():
             self.parts += (name, self._module_numbers.get(id(child)))
             if id(child) not in self._module_numbers:
-                self._look(child)
+                self._add_module(child)
 
     def number(self, tensor: torch.Tensor) -> int:
         """Return a tensor's index in `tensors`, and append it if it is new."""

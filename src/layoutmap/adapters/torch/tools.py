@@ -49,7 +49,7 @@ from layoutmap.engines.torch.specs import get_local
 
 
 def look_after_tools() -> None:
-    """Look after each of the libraries that are imported, as long as there are tensors on a mesh."""
+    """Patch transformers, PEFT, and safetensors once they are imported, while sharded tensors exist."""
     for module in _TOOLS:
         if module in sys.modules:
             change(*_make_patches(module))

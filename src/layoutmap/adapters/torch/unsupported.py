@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.torch.paths import Found
+from layoutmap.adapters.torch.paths import FoundTensor
 from layoutmap.adapters.torch.tensor_classes import PLAIN, class_name, is_composed
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.engines.torch.storages import get_storage_key
@@ -15,7 +15,7 @@ from layoutmap.engines.torch.storages import get_storage_key
 _KNOWN = (*PLAIN, DTensor)
 
 
-def find_unsupported(tensors: Sequence[tuple[Found, str]]) -> list[Unsupported]:
+def find_unsupported(tensors: Sequence[tuple[FoundTensor, str]]) -> list[Unsupported]:
     """Return the tensors of a scope that cannot be sharded, with the reasons.
 
     Args:
@@ -24,7 +24,7 @@ def find_unsupported(tensors: Sequence[tuple[Found, str]]) -> list[Unsupported]:
     return [*_check_each_tensor(tensors), *_check_shared_memory(tensors)]
 
 
-def _check_each_tensor(tensors: Sequence[tuple[Found, str]]) -> Iterator[Unsupported]:
+def _check_each_tensor(tensors: Sequence[tuple[FoundTensor, str]]) -> Iterator[Unsupported]:
     for found, model in tensors:
         tensor = found.tensor
         if tensor.device.type == "meta":
@@ -62,8 +62,8 @@ def _check_each_tensor(tensors: Sequence[tuple[Found, str]]) -> Iterator[Unsuppo
             )
 
 
-def _check_shared_memory(tensors: Sequence[tuple[Found, str]]) -> Iterator[Unsupported]:
-    known: dict[object, tuple[Found, str]] = {}
+def _check_shared_memory(tensors: Sequence[tuple[FoundTensor, str]]) -> Iterator[Unsupported]:
+    known: dict[object, tuple[FoundTensor, str]] = {}
     for found, model in tensors:
         tensor = found.tensor
         if isinstance(tensor, DTensor) or tensor.layout != torch.strided or not tensor.numel():

@@ -49,7 +49,7 @@ class KerasWeights(Source):
                 window = ByteFile(file)
                 root = h5py.File(_find_weight_file(window) if file.suffix == ".keras" else file, "r")
                 for name, dataset in _list_datasets(h5py, str(file), root, "", set()):
-                    self._add(str(file), name, dataset, window.num_bytes)
+                    self._add_dataset(str(file), name, dataset, window.num_bytes)
             except (OSError, KeyError, RuntimeError) as error:
                 raise _make_error(str(file), "the file cannot be read", str(error)) from error
 
@@ -64,7 +64,7 @@ class KerasWeights(Source):
             get_numpy_dtype(variable.dtype, path)
         )
 
-    def _add(self, file: str, name: str, dataset: Any, most: int) -> None:
+    def _add_dataset(self, file: str, name: str, dataset: Any, most: int) -> None:
         path = name.strip("/").replace("/", ".")
         if path in self.variables:
             raise _make_error(

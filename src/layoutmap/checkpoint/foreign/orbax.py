@@ -57,7 +57,7 @@ class Orbax(Source):
                 fix="name the directory of the checkpoint, and check that its save was completed",
             )
         for item in items:
-            self._add(item, "" if len(items) == 1 else f"{item.name}.")
+            self._add_item(item, "" if len(items) == 1 else f"{item.name}.")
 
     def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
         try:
@@ -66,7 +66,7 @@ class Orbax(Source):
             raise _make_read_error(self.where, variable.path, error) from error
         return np.array(found)
 
-    def _add(self, item: Path, prefix: str) -> None:
+    def _add_item(self, item: Path, prefix: str) -> None:
         file = item / METADATA
         num_bytes = _count_bytes(item)
         try:

@@ -59,7 +59,7 @@ class Safetensors(Source):
         self._tensors: dict[str, _Tensor] = {}
         names, index = _list_files(Path(self.where))
         for name in names:
-            self._add(ByteFile(name))
+            self._add_file(ByteFile(name))
         self.variables = {name: tensor.variable for name, tensor in self._tensors.items()}
         for tensor, file in (index or {}).items():
             found = self._tensors.get(tensor)
@@ -94,7 +94,7 @@ class Safetensors(Source):
                 f"it had {tensor.file.num_bytes} bytes, now {size}",
             )
 
-    def _add(self, file: ByteFile) -> None:
+    def _add_file(self, file: ByteFile) -> None:
         self._files.append(file)
         start, header = _read_header(file)
         about = header.pop("__metadata__", None)

@@ -199,7 +199,7 @@ def explain_step(
         if op.name in COLLECTIVE_NAMES and op.dims:
             collectives[_explain_collective(op, find_line(op), causes.find_cause(op), full, mesh)] += times
     ideal = Counter[str]()
-    _count_products(traced.jaxpr.jaxpr, 1, ideal)
+    _add_product_flops(traced.jaxpr.jaxpr, 1, ideal)
     memory = compiled.memory_analysis()
     if flops.keys() - ideal.keys():  # XLA dropped some source lines, so compare only the sums
         flops, ideal = Counter({"": flops.total()}), Counter({"": ideal.total()})
@@ -285,7 +285,7 @@ def _format_line(file: str, line: int) -> str:
     return f"{Path(file).name}:{line}"
 
 
-def _count_products(jaxpr: Jaxpr, times: int, flops: Counter[str]) -> None:
+def _add_product_flops(jaxpr: Jaxpr, times: int, flops: Counter[str]) -> None:
     """Add the operations of all matrix products of a program to `flops`, by line."""
     for eqn in jaxpr.eqns:
         params: Any = eqn.params
@@ -296,7 +296,7 @@ def _count_products(jaxpr: Jaxpr, times: int, flops: Counter[str]) -> None:
             flops[_find_users_line(eqn)] += 2 * math.prod(out.shape) * size * times  # type: ignore[attr-defined]
         trips = params.get("length", 1) if eqn.primitive.name == "scan" else 1
         for inner in iterate_inner_jaxprs(params.values()):
-            _count_products(inner, times * trips, flops)
+            _add_product_flops(inner, times * trips, flops)
 
 
 def _find_users_line(eqn: Any) -> str:

@@ -29,10 +29,10 @@ def rewrite_block(block: Block) -> None:
     remove_unused_operations(block)
     _merge_equal_operations(block)
     _reduce_once(block)
-    _add_before_reducing(block)
+    _merge_summed_reductions(block)
     _make_reduce_scatters(block)
     remove_unused_operations(block)
-    _add_before_reducing(block)
+    _merge_summed_reductions(block)
 
 
 def _merge_equal_operations(block: Block) -> None:
@@ -49,7 +49,7 @@ def _merge_equal_operations(block: Block) -> None:
     remove_unused_operations(block)
 
 
-def _add_before_reducing(block: Block) -> None:
+def _merge_summed_reductions(block: Block) -> None:
     """Replace the sum of two equal reductions by one reduction of a sum."""
     ops: list[Op] = []
     gone: set[int] = set()

@@ -120,7 +120,7 @@ def keep_apart(module: _ir.Module, name: str) -> None:
                     _put_barrier_behind(result)
             apart |= found
         if layouts:
-            _pin(module, layouts)
+            _pin_layouts(module, layouts)
 
 
 def _copy_shared_functions(module: _ir.Module) -> None:
@@ -158,7 +158,7 @@ def _replicate(module: _ir.Module, result: Any) -> None:
 
 
 def _gather(module: _ir.Module, op: _ir.OpView, operand: int) -> None:
-    """Have an operand of a product gathered along the axes that are added up over."""
+    """Gather an operand of a product along the summed axes."""
     lhs, rhs, result = _LABELS[op.name](op)
     closed = [label in {*lhs} & {*rhs} - {*result} for label in (lhs, rhs)[operand]]
     layout = _sdy.TensorShardingAttr.get(
@@ -169,8 +169,8 @@ def _gather(module: _ir.Module, op: _ir.OpView, operand: int) -> None:
         op.operands[operand] = _sdy.ShardingConstraintOp(op.operands[operand], layout).result
 
 
-def _pin(module: _ir.Module, layouts: Mapping[int, Sequence[_Sharding]]) -> None:
-    """Have the operands and results of products in the layouts that were found for them, by number.
+def _pin_layouts(module: _ir.Module, layouts: Mapping[int, Sequence[_Sharding]]) -> None:
+    """Constrain the operands and results of products to the layouts found for them, by number.
 
     XLA simplifies a program before it propagates layouts; where some conflict, others could win then. A value has one
     constraint for all products that take it, so that XLA gathers it once.
@@ -183,15 +183,15 @@ def _pin(module: _ir.Module, layouts: Mapping[int, Sequence[_Sharding]]) -> None
             value = op.operands[operand]
             key = value, _close_sharding(layout, mesh, value)
             if key not in pinned:
-                pinned[key] = _constrain(*key)
+                pinned[key] = _constrain_value(*key)
             op.operands[operand] = pinned[key]
         layout = _close_sharding(of_result, mesh, op.results[0])
-        result = _constrain(op.results[0], layout)
+        result = _constrain_value(op.results[0], layout)
         op.results[0].replace_all_uses_except(result, result.owner.operation)
         pinned[result, layout] = result
 
 
-def _constrain(value: Any, layout: _sdy.TensorShardingAttr) -> Any:
+def _constrain_value(value: Any, layout: _sdy.TensorShardingAttr) -> Any:
     """Return a value that is constrained to a layout where it is computed."""
     is_argument = isinstance(value.owner, _ir.Block)
     begins = _ir.InsertionPoint.at_block_begin if is_argument else _ir.InsertionPoint.after

@@ -132,7 +132,7 @@ def place(
 
 
 def propagate(placed: _ir.Operation) -> None:
-    """Have Shardy give each value of a module a layout, in place.
+    """Run Shardy's propagation, which gives each value of a module a layout, in place.
 
     Raises:
         EngineError: This jaxlib lacks the passes.
@@ -158,7 +158,7 @@ def list_operations(module: Module, prefix: str) -> list[_ir.Operation]:
 
 
 def _replace_chlo(op: _ir.Operation) -> None:
-    """Have operations of CHLO, for which Shardy has no rules, stand there as others of StableHLO that cost as much."""
+    """Replace CHLO operations, for which Shardy has no rules, by StableHLO operations of equal cost."""
     operands, results = list(op.operands), [result.type for result in op.results]
     shapes = [tuple(each.type.shape) for each in operands]
     attributes: dict[str, _ir.Attribute] = {}

@@ -94,7 +94,7 @@ def _find_mesh(native_mesh: NativeMesh) -> Mesh:
 
 
 def mark_layout(array: T, layout: Layout) -> T:
-    """Record the layout in which a tensor or variable was made, since DTensor may have one for two of ours."""
+    """Record the layout in which a tensor was created, because two layouts may map to one DTensor layout."""
     setattr(array, _MADE_IN, layout)
     return array
 

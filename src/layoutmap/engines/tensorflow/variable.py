@@ -83,9 +83,9 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
                 fix="make the variable outside of it, or pass a function without arguments that returns the value",
             )
         with tf.init_scope():
-            self._make(initial_value, layout, args, dtype, kwargs)
+            self._create_variable(initial_value, layout, args, dtype, kwargs)
 
-    def _make(
+    def _create_variable(
         self, initial_value: Any, layout: Layout | None, args: Any, dtype: object, kwargs: dict[str, Any]
     ) -> None:
         wanted = convert_layout(layout) if layout is not None else None

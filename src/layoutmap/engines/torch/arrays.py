@@ -124,8 +124,8 @@ def _describe_unsharded(array: torch.Tensor) -> Unplaced:
     return Unplaced("a plain tensor: each process has its own", ranks, is_copied=True)
 
 
-def mark(tensor: T, layout: Layout) -> T:
-    """Note on a DTensor the layout it was made in: placements do not distinguish dims of size 1."""
+def record_layout(tensor: T, layout: Layout) -> T:
+    """Record on a DTensor the layout in which it was created, because placements ignore dims of size 1."""
     setattr(tensor, _LAYOUT, layout)
     return tensor
 
@@ -155,7 +155,7 @@ def from_blocks(
     with simulation.simulate_mesh(native), torch.no_grad():
         local = simulation.join_pieces(dict(sorted(pieces.items())), dtype)
         made = make_dtensor(local, make_tensor_spec(native, placements, torch.Size(shape), dtype))
-    return mark(made, layout)
+    return record_layout(made, layout)
 
 
 def _find_local_places(ranks: Sequence[int]) -> list[int]:
@@ -243,7 +243,7 @@ def shard_tensor(tensor: torch.Tensor, layout: Layout, *, pad: bool = False) -> 
     """Return an unsharded tensor in a layout that fits it (see `fit_layout`). Gradients pass."""
     fit_layout(layout, tuple(tensor.shape), pad=pad)
     if tensor.requires_grad and torch.is_grad_enabled():
-        return mark(_ShardTensor.apply(tensor, layout), layout)
+        return record_layout(_ShardTensor.apply(tensor, layout), layout)
     return from_blocks(
         tuple(tensor.shape), tensor.dtype, layout, lambda index: tensor.detach()[index].clone()
     )
@@ -296,7 +296,7 @@ def move_tensor(array: DTensor, layout: Layout, *, pad: bool = False) -> torch.T
         with simulation.simulate_mesh(native):
             moved = _redistribute_bits(array, placements)
             # `moved` may be the same tensor with another recorded layout, so use a view.
-            return mark(moved.view_as(moved) if moved is array else moved, layout)
+            return record_layout(moved.view_as(moved) if moved is array else moved, layout)
     if get_layout(array) is None:
         # Its placements have no equivalent layout, so gather first.
         return shard_tensor(gather_tensor(array), layout, pad=pad)

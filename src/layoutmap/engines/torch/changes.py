@@ -33,7 +33,7 @@ _lock = threading.RLock()  # reentrant, because garbage collection may run while
 
 
 def change(*patches: Patch) -> None:
-    """Have patches installed until no tensor on a mesh is left."""
+    """Install patches until no tensor on a mesh is left."""
     with _lock:
         for patch in patches:
             if patch not in _made:  # already installed by another scope

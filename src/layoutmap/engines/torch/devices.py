@@ -133,7 +133,7 @@ def forget_process_group(group: dist.ProcessGroup | None) -> None:
                 del known[key]
 
 
-def _forget(native: DeviceMesh) -> None:
+def _end_process_groups(native: DeviceMesh) -> None:
     """End the process groups of simulated ranks that a mesh has, before their common one ends."""
     is_here = simulation.get_rank() in simulation.list_ranks(
         native
@@ -156,7 +156,7 @@ def _create_device_mesh(mesh: Mesh) -> DeviceMesh:
             with default_group(simulation.get_group()), simulation.simulate_ranks(ranks.flat):
                 _device_meshes[key] = DeviceMesh(kind, ranks.tolist(), mesh_dim_names=bound.dim_names)
             if simulation.is_simulated():
-                call_on_restore(functools.partial(_forget, _device_meshes[key]))
+                call_on_restore(functools.partial(_end_process_groups, _device_meshes[key]))
         return _device_meshes[key]
 
 

@@ -49,8 +49,8 @@ from layoutmap.engines.torch.arrays import (
     iterate_by_device,
     iterate_shards,
     list_local_indices,
-    mark,
     move_tensor,
+    record_layout,
     shard_tensor,
 )
 from layoutmap.engines.torch.deferred_init import free_scratch_buffer, trace
@@ -189,7 +189,7 @@ class TorchEngine:
         parameter = torch.nn.Parameter(array.detach(), requires_grad=trainable and floating)
         layout = get_layout(array)
         if layout is not None:
-            mark(parameter, layout)
+            record_layout(parameter, layout)
         return parameter
 
     @skip_function_modes

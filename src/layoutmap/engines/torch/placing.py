@@ -125,7 +125,7 @@ def full_tensor(value: object) -> Any:
 
 def replicate_tensor(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Return an unsharded tensor, equal in all processes, as a replicated DTensor (pytorch/pytorch#118461)."""
-    return _Everywhere.run(tensor, mesh)
+    return _Replicate.run(tensor, mesh)
 
 
 def replicate_gradient(gradient: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -296,7 +296,7 @@ class _FullTensor(OwnGradient):
         return move_to_placements(replicate_gradient(upstream[0], ctx.mesh), ctx.placements)
 
 
-class _Everywhere(OwnGradient):
+class _Replicate(OwnGradient):
     @staticmethod
     def forward(ctx: Ctx, tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
         simulated = simulation.is_simulated()

@@ -89,7 +89,7 @@ def _find_outer_sharding(linted: Linted, first: Weight, then: Weight) -> Iterato
         sharded = [axis for axis in w.axes(far) if w.dims(axis)]
         if not sharded or any(w.dims(axis) for axis in w.axes(near)):
             continue
-        if _has_match(linted, w, far, over):
+        if _has_matching_kernel(linted, w, far, over):
             continue
         other = then if w is first else first
         moved = _swap_specs(w, sharded[0], w.axes(near)[0])
@@ -104,9 +104,9 @@ def _find_outer_sharding(linted: Linted, first: Weight, then: Weight) -> Iterato
         )
 
 
-def _has_match(linted: Linted, w: Weight, role: str, over: tuple[str, ...]) -> bool:
-    """Return whether a kernel on the other side of `w` is replicated, or sharded alike along the axis they share."""
-    others = linted.makers if role == "in" else linted.takers
+def _has_matching_kernel(linted: Linted, w: Weight, role: str, over: tuple[str, ...]) -> bool:
+    """Return whether a kernel next to `w` is replicated, or sharded like `w` along their common axis."""
+    others = linted.kernels_before if role == "in" else linted.kernels_after
     near = "out" if role == "in" else "in"
     return any(
         other.layout.is_fully_replicated() or any(other.dims(axis) == over for axis in other.axes(near))

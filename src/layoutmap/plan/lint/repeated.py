@@ -18,7 +18,7 @@ _MAX_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Odd:
+class _OddWeight:
     """A weight of a block, one of its siblings, and how many of the siblings are sharded over more dims."""
 
     block: str
@@ -31,7 +31,7 @@ class _Odd:
 # A block with less sharding than its siblings is likely a mistake, so lint reports it (decisions/0022).
 def find_odd_blocks(linted: Linted) -> Iterator[Problem]:
     """Yield a problem for each block that is not sharded over all the mesh dims of its siblings."""
-    found: dict[int, _Odd] = {}
+    found: dict[int, _OddWeight] = {}
     for group in _group_siblings(linted).values():
         if len(group) <= _LEAST_BLOCKS:
             continue
@@ -44,8 +44,8 @@ def find_odd_blocks(linted: Linted) -> Iterator[Problem]:
             known = found.get(id(a))
             # Report the innermost of nested blocks.
             if over < usual and (known is None or len(known.block) < len(block)):
-                found[id(a)] = _Odd(block, a, sibling, usual - over, f"{count} of {len(group)}")
-    blocks: dict[tuple[str, str], list[_Odd]] = defaultdict(list)
+                found[id(a)] = _OddWeight(block, a, sibling, usual - over, f"{count} of {len(group)}")
+    blocks: dict[tuple[str, str], list[_OddWeight]] = defaultdict(list)
     for odd in found.values():
         blocks[odd.assignment.variable.model, odd.block].append(odd)
     return (_describe_block(linted, block, weights) for (_, block), weights in blocks.items())
@@ -70,7 +70,7 @@ def _find_sharding_dims(a: Assignment) -> frozenset[str]:
     return frozenset(dim for axis in find_compute_dims(a.layout, (), ()) for dim in axis)
 
 
-def _describe_block(linted: Linted, block: str, weights: Sequence[_Odd]) -> Problem:
+def _describe_block(linted: Linted, block: str, weights: Sequence[_OddWeight]) -> Problem:
     first = weights[0]
     computes = first.dims - {*linted.batch_dims, *linted.plan.gathered_dims}
     over = " and ".join(dim for dim in first.assignment.layout.mesh.dim_names if dim in first.dims)

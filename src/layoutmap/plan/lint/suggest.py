@@ -39,10 +39,10 @@ class Suggestions:
 
     def _suggest_for_kernel(self, w: Weight) -> Layout | None:
         out, into = w.axes("out")[0], w.axes("in")[0]
-        for maker in self._linted.makers.get(id(w), ()):
+        for maker in self._linted.kernels_before.get(id(w), ()):
             if dims := self._remove_batch_dim(maker.dims(maker.axes("out")[0])):
                 return self._shard(w, into, dims)
-        for taker in self._linted.takers.get(id(w), ()):
+        for taker in self._linted.kernels_after.get(id(w), ()):
             if dims := self._remove_batch_dim(taker.dims(taker.axes("in")[0])):
                 return self._shard(w, out, dims)
         for part in self._parts.get(id(w), ()):
@@ -50,11 +50,13 @@ class Suggestions:
                 return self._shard(w, out, dims)
         if sibling := self._find_sibling(w.assignment):
             return sibling
-        if id(w) in self._rows:
-            dims = self._remove_batch_dim(self._previous[id(w)].dims(self._previous[id(w)].axes("out")[0]))
+        if id(w) in self._row_kernels:
+            dims = self._remove_batch_dim(
+                self._previous_kernels[id(w)].dims(self._previous_kernels[id(w)].axes("out")[0])
+            )
             row = self._shard(w, into, dims) if dims else self._shard_largest(w, into)
             return row or self._shard_over_batch_dim(w, out)
-        makers, is_paired = self._linted.makers.get(id(w), ()), id(w) in self._linted.takers
+        makers, is_paired = self._linted.kernels_before.get(id(w), ()), id(w) in self._linted.kernels_after
         # Sharded outputs of a kernel help only if the next kernel reads them sharded.
         if not is_paired and any(maker.dims(maker.axes("in")[0]) for maker in makers):
             return self._shard_largest(w, into)
@@ -135,7 +137,7 @@ class Suggestions:
         return found
 
     @cached_property
-    def _previous(self) -> Mapping[int, Weight]:
+    def _previous_kernels(self) -> Mapping[int, Weight]:
         """The last kernel before a kernel in its block that outputs the sizes of its input."""
         found: dict[int, Weight] = {}
         for block in self._linted.blocks:
@@ -147,12 +149,12 @@ class Suggestions:
         return found
 
     @cached_property
-    def _rows(self) -> frozenset[int]:
+    def _row_kernels(self) -> frozenset[int]:
         """Kernels that are sharded by input axes, since those before them are sharded by output axes."""
         rows: set[int] = set()
         for w in self._linted.kernels:
-            before = self._previous.get(id(w))
-            if id(w) in self._linted.takers and id(w) not in self._linted.makers:
+            before = self._previous_kernels.get(id(w))
+            if id(w) in self._linted.kernels_after and id(w) not in self._linted.kernels_before:
                 continue  # the first kernel of a pair is handled with its second one
             if before is not None and id(before) not in rows and id(w) not in self._parts:
                 rows.add(id(w))

@@ -148,12 +148,12 @@ class Linted:
         return [pair for block in self.blocks for pair in iterate_kernel_pairs(self, block)]
 
     @cached_property
-    def makers(self) -> Mapping[int, Sequence[Weight]]:
+    def kernels_before(self) -> Mapping[int, Sequence[Weight]]:
         """The kernels before a kernel, by its id."""
         return _group_by_id((then, first) for first, then in self.pairs)
 
     @cached_property
-    def takers(self) -> Mapping[int, Sequence[Weight]]:
+    def kernels_after(self) -> Mapping[int, Sequence[Weight]]:
         """The kernels after a kernel, by its id."""
         return _group_by_id(self.pairs)
 
@@ -162,7 +162,7 @@ class Linted:
         found = {
             part: [w for w in block if pattern.fullmatch(w.layer_name)] for part, pattern in _PARTS.items()
         }
-        return {part: each[0] for part, each in found.items()} if _has_one_each(found) else {}
+        return {part: each[0] for part, each in found.items()} if _are_unique(found) else {}
 
 
 def _group_by_id(pairs: Iterable[tuple[Weight, Weight]]) -> Mapping[int, Sequence[Weight]]:
@@ -200,7 +200,7 @@ def iterate_kernel_pairs(linted: Linted, block: Sequence[Weight]) -> Iterator[tu
         yield query, takers[0]
 
 
-def _has_one_each(found: dict[str, list[Weight]]) -> bool:
+def _are_unique(found: dict[str, list[Weight]]) -> bool:
     return all(len(each) == 1 for each in found.values())
 
 

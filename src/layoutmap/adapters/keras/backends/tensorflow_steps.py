@@ -88,17 +88,17 @@ class _MeshStep:
                 if not number:
                     raise
                 break
-            logs = self._run(batch)
+            logs = self._run_on_batch(batch)
         return self._unshard(logs)
 
     def run_on_list(self, batches: Sequence[object]) -> object:
         """Return the predictions for some batches, one after the other."""
-        results = [self._unshard(self._run(batch)) for batch in batches]
+        results = [self._unshard(self._run_on_batch(batch)) for batch in batches]
         if len(results) == 1:
             return results[0]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, axis=0), *results)
 
-    def _run(self, batch: object) -> object:
+    def _run_on_batch(self, batch: object) -> object:
         batch = keras.tree.map_structure(
             lambda a: None if isinstance(a, tf.experimental.Optional) else a,
             make_dense(batch, self._model),
@@ -109,7 +109,7 @@ class _MeshStep:
             for each in keras.tree.flatten(batch)
         )
         if signature not in self._known:
-            self._make_all(batch)
+            self._create_variables(batch)
         batch = place_on_mesh(batch, self._session, self._schedule)
         with explain_errors(f"{self._model.name}: the {self._name} step"):
             if self._model.run_eagerly:
@@ -122,7 +122,7 @@ class _MeshStep:
     def _unshard(self, values: object) -> Any:
         return keras.tree.map_structure(lambda value: _unshard_value(value, self._session), values)
 
-    def _make_all(self, batch: object) -> None:
+    def _create_variables(self, batch: object) -> None:
         """Create the weights, metrics, and slots that the step would create in its trace."""
         model = self._model
         if self._name == "predict":

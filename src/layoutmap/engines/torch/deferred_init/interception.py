@@ -35,7 +35,7 @@ def intercept_operations(tape: Any, its_mode: Any) -> Generator[None]:
         tape: A `Tape`, of which this uses `is_recording`, `holds`, `dispatch`, `defer` and `evaluate`.
         its_mode: The mode that it enters itself, which is left at the end, too.
     """
-    with _support_conversion(tape), _Modes(_Reads(tape), _Operations(tape), inner=its_mode):
+    with _support_conversion(tape), _Modes(_ReadInterception(tape), _Operations(tape), inner=its_mode):
         yield
 
 
@@ -50,19 +50,19 @@ class _Modes(Closing):
     def open(self) -> None:
         # A recording ended on another thread cannot leave its modes here, so remove them now.
         for mode in (*list_function_modes(), *list_dispatch_modes()):
-            if isinstance(mode, (_Reads, _Operations)) and not mode.tape.is_recording:
-                _leave(mode)
+            if isinstance(mode, (_ReadInterception, _Operations)) and not mode.tape.is_recording:
+                _leave_mode(mode)
         for mode in self._modes:
             mode.__enter__()
 
     def close(self) -> None:
         if threading.get_ident() == self._thread:
             for mode in (self._inner, *reversed(self._modes)):
-                _leave(mode)
+                _leave_mode(mode)
 
 
-def _leave(mode: Any) -> None:
-    """Leave a mode on this thread, and just this one: torch leaves the innermost, whichever that is."""
+def _leave_mode(mode: Any) -> None:
+    """Leave exactly this mode on this thread. torch itself always leaves the innermost one."""
     for modes in (list_function_modes(), list_dispatch_modes()):
         places = [place for place, each in enumerate(modes) if each is mode]
         for each in reversed(modes[places[-1] :] if places else []):
@@ -87,7 +87,7 @@ _COPIES = (torch.Tensor.__deepcopy__,)  # pyright: ignore[reportUnknownMemberTyp
 _READS = {getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__array__", "__reduce_ex__")}
 
 
-class _Reads(TorchFunctionMode):
+class _ReadInterception(TorchFunctionMode):
     """Methods that take the values out of a tensor, which no operation sees."""
 
     def __init__(self, tape: Any) -> None:

@@ -37,7 +37,7 @@ def get_position(generator: torch.Generator) -> int:
     return _N if left == 1 and following == 0 else following
 
 
-def jump(generator: torch.Generator, words: int) -> None:
+def jump_ahead(generator: torch.Generator, words: int) -> None:
     """Advance a generator by a number of 32-bit words, without updating its cached normal number."""
     state = generator.get_state().numpy().copy()
     blocks, place = divmod(get_position(generator) + words - 1, _N)
@@ -67,7 +67,7 @@ def is_exact() -> bool:
             _draw_words(generator, 5)
         for words in (41 * _N + 7, 2 * _N, 1, 100):
             _draw_words(drawn, words)
-            jump(jumped, words)
+            jump_ahead(jumped, words)
             if not torch.equal(drawn.get_state(), jumped.get_state()):
                 return False
     except (ValueError, RuntimeError):  # a state in another format

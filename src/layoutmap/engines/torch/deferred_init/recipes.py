@@ -21,7 +21,7 @@ _SAMPLE = 1024  # number of file elements that processes compare, to avoid readi
 
 
 class Recipe:
-    """How to compute the values of one tensor, bit for bit those of a plain program.
+    """Description of how to compute the values of one tensor, bit for bit as in the unsharded program.
 
     Args:
         steps: The tape that it was recorded on.

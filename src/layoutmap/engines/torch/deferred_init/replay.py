@@ -42,7 +42,7 @@ def replay(steps: Sequence[Recorded], wanted: Sequence[View], until: int) -> lis
     storages: dict[Memory, torch.UntypedStorage] = {}
     with torch.no_grad():
         for number in numbers:
-            _run(steps[number], storages)
+            _run_step(steps[number], storages)
             for memory in {view.memory for view in _list_views(steps[number])}:
                 if last_use[memory] == number and memory not in kept:
                     storages.pop(memory, None)  # free memory that no later step reads
@@ -81,7 +81,7 @@ def _get_storage(memory: Memory, storages: dict[Memory, torch.UntypedStorage]) -
     return storages[memory]
 
 
-def _run(step: Recorded, storages: dict[Memory, torch.UntypedStorage]) -> None:
+def _run_step(step: Recorded, storages: dict[Memory, torch.UntypedStorage]) -> None:
     def resolve_leaf(leaf: object) -> object:
         if isinstance(leaf, View):
             return leaf.make_tensor(_get_storage(leaf.memory, storages))

@@ -69,7 +69,7 @@ class RandomFill:
         # Draw the last group, because it may cache the second number of a normal pair.
         ahead = (numel - _GROUP) // _GROUP * _GROUP
         if ahead * words >= _FAR and jump.is_exact():  # below this distance, drawing is faster than jumping
-            jump.jump(generator, ahead * words)
+            jump.jump_ahead(generator, ahead * words)
             numel -= ahead
         room = _get_scratch_buffer((2 if self.strided else 1) * min(numel, PIECE + _GROUP), self.dtype)
         for start, stop in split_into_pieces(numel):
@@ -90,7 +90,7 @@ def _get_scratch_buffer(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def free_scratch_buffer() -> None:
-    """Free the memory that was to be thrown away: a model is made."""
+    """Free the memory for discarded random numbers after a model is created."""
     vars(_rooms).pop("bytes", None)
 
 

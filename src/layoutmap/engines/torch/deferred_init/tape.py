@@ -139,7 +139,7 @@ class Tape:
                 why="it was made outside of record_operations(), or is small enough to be made at once",
                 fix="ask tape.is_deferred(tensor) first",
             )
-        return Recipe(self._steps, self._view(tensor), len(self._steps), self._piece)
+        return Recipe(self._steps, self._make_view(tensor), len(self._steps), self._piece)
 
     # -- called by the modes
 
@@ -199,7 +199,7 @@ class Tape:
             leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and self.is_deferred(leaf)
         ]
         with self._pause():
-            made = iter(self._compute_values([self._view(tensor) for tensor in held]))
+            made = iter(self._compute_values([self._make_view(tensor) for tensor in held]))
         return tree_map(
             lambda leaf: next(made) if isinstance(leaf, torch.Tensor) and self.is_deferred(leaf) else leaf,
             values,
@@ -273,8 +273,8 @@ class Tape:
             op,
             recorded_args,
             recorded_kwargs,
-            tuple(self._view(each) if self.is_deferred(each) else None for each in made_tensors),
-            tuple(self._view(each) for each in written),
+            tuple(self._make_view(each) if self.is_deferred(each) else None for each in made_tensors),
+            tuple(self._make_view(each) for each in written),
             None if generator is None else generator.get_state(),
             seen_in=find_caller(),
         )
@@ -320,7 +320,7 @@ class Tape:
             return [Recipe(self._steps, views[0], len(self._steps), self._piece).global_value()]
         return replay(self._steps, views, len(self._steps))
 
-    def _view(self, tensor: torch.Tensor) -> View:
+    def _make_view(self, tensor: torch.Tensor) -> View:
         return View(
             self._memories[get_storage_key(tensor)],
             tuple(tensor.shape),
@@ -338,7 +338,7 @@ class Tape:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if self.is_deferred(leaf):
-            return self._view(leaf)
+            return self._make_view(leaf)
         with self._pause():
             if leaf.numel() <= _SNAPSHOT:
                 return Constant(leaf.detach().clone())

@@ -81,13 +81,13 @@ class Tiled(Reader):
             for column in range(left - left % self._width, right, self._width):
                 rows = slice(max(top, row), min(bottom, row + self._height))
                 columns = slice(max(left, column), min(right, column + self._width))
-                tile = self._tile(row, column)[
+                tile = self._draw_tile(row, column)[
                     rows.start - row : rows.stop - row, columns.start - column : columns.stop - column
                 ]
                 made[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left] = tile
         return made
 
-    def _tile(self, row: int, column: int) -> torch.Tensor:
+    def _draw_tile(self, row: int, column: int) -> torch.Tensor:
         height, width = min(self._height, self._rows - row), min(self._width, self._columns - column)
         key = f"{self._seed} {row} {column}".encode()
         self._generator.manual_seed(

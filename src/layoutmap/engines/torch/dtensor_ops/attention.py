@@ -29,7 +29,7 @@ from layoutmap.engines.torch.specs import get_local
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-def _attend(draw: Function, function: Function, args: Args, kwargs: Kwargs) -> object:
+def _compute_attention(draw: Function, function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     tensors = [given.pop(name) for name in _NAMES[:3]]
     mask = given.pop("attn_mask", None)
@@ -183,7 +183,10 @@ def _describe_weights(given: Kwargs) -> tuple[tuple[int, ...], torch.dtype, torc
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
-_HOW = {F.scaled_dot_product_attention: _attend, F.multi_head_attention_forward: _attend_with_projections}
+_HOW = {
+    F.scaled_dot_product_attention: _compute_attention,
+    F.multi_head_attention_forward: _attend_with_projections,
+}
 ATTENTION = {function: functools.partial(attend, _draw_mask) for function, attend in _HOW.items()}
 ATTENTION_BY_SHARDS = {
     function: functools.partial(attend, _draw_mask_by_shards) for function, attend in _HOW.items()

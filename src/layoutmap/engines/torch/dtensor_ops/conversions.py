@@ -240,7 +240,7 @@ def _note_parts(local: torch.Tensor, placements: Sequence[Placement]) -> None:
 
 def take_one_rank(local: torch.Tensor) -> torch.Tensor:
     """Return one simulated rank's tensor if all ranks have the same. Other tensors are returned unchanged."""
-    return local if simulation.get_first_piece(local) is local else _AsOne.run(local)
+    return local if simulation.get_first_piece(local) is local else _TakeOneRank.run(local)
 
 
 class _ToLocal(OwnGradient):
@@ -281,7 +281,7 @@ class _FromLocal(OwnGradient):
         return take_one_rank(local) if is_same else local, None
 
 
-class _AsOne(OwnGradient):
+class _TakeOneRank(OwnGradient):
     @staticmethod
     def forward(ctx: Ctx, local: torch.Tensor) -> torch.Tensor:
         ctx.ranks = tuple(simulation.get_pieces(local))

@@ -74,7 +74,7 @@ def is_custom_operator(function: Function) -> bool:
 
 
 def take_shape(op: OpOverload, args: Args, kwargs: Kwargs, view: object) -> object:
-    """Have a `DTensor`, the first argument of an operator that changes its shape in place, be as a view of it is."""
+    """Give a DTensor the shape of its view, for operators that reshape their first argument in place."""
     set_pieces(args[0], get_local(view), get_spec(view))
     return return_and_correct_aliasing(op, args, kwargs, args[0])  # pyright: ignore[reportUnknownVariableType]
 
@@ -133,7 +133,7 @@ class OperatorsGuarded:
         }
 
     def install(self) -> None:
-        """Have it decide, where it does not."""
+        """Install the guard unless it is installed."""
         if _PROPAGATE in vars(_DISPATCHER):
             return  # keep the caches, which contain this guard's answers
         vars(_DISPATCHER).update(self._methods)  # pyright: ignore[reportUnknownMemberType]
@@ -147,7 +147,7 @@ class OperatorsGuarded:
         _clear_sharding_caches()  # drop answers from before the guard
 
     def remove(self) -> None:
-        """Have `DTensor` decide for itself again."""
+        """Restore DTensor's own decisions."""
         for name in self._methods:
             vars(_DISPATCHER).pop(name, None)  # pyright: ignore[reportUnknownMemberType]
         for name, code in _OF_TORCH.items():

@@ -79,7 +79,7 @@ _RESHAPING = frozenset(("t_", "transpose_", "squeeze_", "unsqueeze_"))
 """Operators that change the shape of a tensor in place, and are views of it without the underscore."""
 
 
-class _Asked(threading.local):
+class _ShardingQuery(threading.local):
     """Whether DTensor is asked on this thread how it would compute: it tries operators on tensors without values."""
 
     is_open = False
@@ -93,7 +93,7 @@ class _Asked(threading.local):
             self.is_open = before
 
 
-asked = _Asked()
+asked = _ShardingQuery()
 
 
 def guard_mesh(device_mesh: DeviceMesh) -> None:
@@ -232,7 +232,7 @@ def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any
         note_redistributed(args[0], copy)
         result = op(copy, *args[1:], **kwargs)
     else:
-        result = compute_gathered(op, args, kwargs, functools.partial(_write, op))
+        result = compute_gathered(op, args, kwargs, functools.partial(_write_result, op))
     is_filled = any(_is_partial_or_strided(each) for each in tensors if id(each) in written)
     if not (name in QUIET or is_empty or is_filled or all(map(is_replicated, tensors))):
         warn_of_gathering(format_function(op), why)
@@ -347,7 +347,7 @@ def _refuse_shape(op: OpOverload, old: DTensor, new: torch.Tensor) -> NoReturn:
     )
 
 
-def _write(op: OpOverload, old: DTensor, new: torch.Tensor) -> None:
+def _write_result(op: OpOverload, old: DTensor, new: torch.Tensor) -> None:
     if old.shape != new.shape:
         _refuse_shape(op, old, new)
     mesh = old.device_mesh

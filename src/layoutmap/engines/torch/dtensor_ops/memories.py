@@ -70,7 +70,7 @@ class _Origin(NamedTuple):
 
 
 def note_redistributed(source: torch.Tensor, copy: torch.Tensor) -> None:
-    """Note that a DTensor was redistributed for views to be taken of it.
+    """Record that a DTensor was redistributed before views are taken.
 
     Args:
         source: The DTensor.
@@ -215,7 +215,7 @@ _SHOW = DTensor.__repr__
 
 
 def _watch_functions() -> None:
-    """Have slices looked at before each of torch's functions that is called with a DTensor, properties aside."""
+    """Check for outdated slices before each torch function that is called with a DTensor."""
     owner: Any = DTensor
     owner.__torch_function__ = classmethod(_check_torch_function)
     owner.__repr__ = functools.wraps(_SHOW)(_format_tensor)
@@ -231,7 +231,7 @@ def _check_torch_function(
 
 
 def _stop_watching_functions() -> None:
-    """Have the functions of torch called as they are."""
+    """Stop checking functions for outdated slices."""
     owner: Any = DTensor
     owner.__torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportUnknownMemberType]
     owner.__repr__ = _SHOW

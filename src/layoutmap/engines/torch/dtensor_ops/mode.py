@@ -120,7 +120,7 @@ def enable_dtensor_ops(device_mesh: DeviceMesh, *, by_shards: bool = False) -> G
     before = replicates_plain_tensors()
     set_replicates_plain_tensors(True)  # otherwise DTensor refuses unsharded tensors next to DTensors
     try:
-        mode = _Computing(by_shards)
+        mode = _DTensorFunctionMode(by_shards)
         keep_patches(mode)
         with mode:
             yield
@@ -128,7 +128,7 @@ def enable_dtensor_ops(device_mesh: DeviceMesh, *, by_shards: bool = False) -> G
         set_replicates_plain_tensors(before)
 
 
-class _Computing(TorchFunctionMode):
+class _DTensorFunctionMode(TorchFunctionMode):
     """Looks each function up that is called with a DTensor."""
 
     def __init__(self, by_shards: bool) -> None:
@@ -180,7 +180,7 @@ class _Computing(TorchFunctionMode):
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _FunctionTraits:
     """The known properties of a function of torch.
 
     Attributes:
@@ -201,9 +201,9 @@ class _Known:
 
 
 @functools.lru_cache(maxsize=4096)
-def _classify_function(func: Function, by_shards: bool) -> _Known:
+def _classify_function(func: Function, by_shards: bool) -> _FunctionTraits:
     handler = _BY_SHARDS.get(func) if by_shards else None
-    return _Known(
+    return _FunctionTraits(
         handler=handler
         or _HANDLERS.get(func)
         or (skip_function_modes(compute_custom_operator) if is_custom_operator(func) else None),

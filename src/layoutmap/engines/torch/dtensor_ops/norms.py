@@ -59,7 +59,7 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
         ("running_var", variance * (count / (count - 1))),
     ):  # running variance is unbiased
         value = join_shards(value.detach().flatten(), mesh, channels)
-        _track(given.get(name), value, given.get("momentum", 0.1))
+        _update_running_value(given.get(name), value, given.get("momentum", 0.1))
     y = y * torch.rsqrt(variance + eps)
     if "weight" in local:
         y = y * local["weight"].view(mean.shape)
@@ -69,7 +69,7 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
 
 
 @torch.no_grad()
-def _track(running: torch.Tensor | None, value: Any, momentum: float) -> None:
+def _update_running_value(running: torch.Tensor | None, value: Any, momentum: float) -> None:
     """Move a running statistic towards the value of a batch."""
     if running is None:
         return
@@ -94,7 +94,7 @@ def _compute_instance_norm(function: Function, args: Args, kwargs: Kwargs) -> ob
                 mean = reduce_partial(y.mean(axes, keepdim=True))
                 variance = reduce_partial(((y - mean) ** 2).mean(axes)) * (count / (count - 1))
                 for each, value in zip(running, (mean.flatten(1), variance), strict=True):
-                    _track(each, reduce_partial(value.mean(0)), given.get("momentum", 0.1))
+                    _update_running_value(each, reduce_partial(value.mean(0)), given.get("momentum", 0.1))
     return _EACH(function, (x,), given)
 
 

@@ -148,7 +148,7 @@ def _format_scalar(own: Callable[..., str], tensor: DTensor, format_spec: str) -
 
 
 def _refuse_address(own: Function, tensor: DTensor, *args: object, **kwargs: object) -> object:
-    """Refuse `tensor.data_ptr()`, for which a kernel asks that no operator was made of."""
+    """Refuse `tensor.data_ptr()`, through which kernels would read a shard as the global tensor."""
     asking = sys._getframe(find_user_stacklevel({"functools"}) - 1)  # pyright: ignore[reportPrivateUsage]
     asked_in = asking.f_globals.get("__name__")
     # `copy.deepcopy` only compares the address.

@@ -15,7 +15,7 @@ from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import is_sequence, tree_leaves
 
 
-def _run(function: Function, args: Args, kwargs: Kwargs) -> object:
+def _compute_recurrent_layer(function: Function, args: Args, kwargs: Kwargs) -> object:
     if kwargs or not isinstance(args[3], bool):  # packed sequences have other arguments
         return compute_gathered(function, args, kwargs)
     x, states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
@@ -36,4 +36,4 @@ def _run(function: Function, args: Args, kwargs: Kwargs) -> object:
     return (join_shards(output, mesh, kept), *(join_shards(each, mesh, of_states) for each in last))
 
 
-RECURRENT = dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _run)
+RECURRENT = dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _compute_recurrent_layer)

@@ -17,7 +17,7 @@ def _compute_rms_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
     return _make_row_handler(len(shape))(function, args, kwargs)
 
 
-def _pad(function: Function, args: Args, kwargs: Kwargs) -> object:
+def _compute_pad(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(("input", "pad", "mode", "value"), args, strict=False)), **kwargs}
     if given.get("mode", "constant") == "constant":  # DTensor supports constant padding
         return function(*args, **kwargs)
@@ -49,7 +49,7 @@ _PARAMETERS: dict[object, tuple[str, ...]] = {
 }
 ROWS: dict[object, Function] = {
     F.rms_norm: _compute_rms_norm,
-    F.pad: _pad,
+    F.pad: _compute_pad,
     F.unfold: _make_row_handler(3),
     F.fold: _make_row_handler(2),
     **dict.fromkeys(_PARAMETERS, _handle_inplace),

@@ -101,9 +101,9 @@ class _Weights:
         return _WeightView(number, get_spec(tensor) if isinstance(tensor, DTensor) else None, geometry)
 
     def unpack(self, packed: torch.Tensor | _WeightView) -> torch.Tensor:
-        return skip_function_modes(self._view)(packed) if isinstance(packed, _WeightView) else packed
+        return skip_function_modes(self._make_view)(packed) if isinstance(packed, _WeightView) else packed
 
-    def _view(self, view: _WeightView) -> torch.Tensor:
+    def _make_view(self, view: _WeightView) -> torch.Tensor:
         with torch.no_grad():
             if self._made is None:
                 self._made = self._again()

@@ -291,15 +291,15 @@ class _Call:
         self.calls: dict[int, _Call] = {} if around is None else dict(around.calls)
         self.calls.update(dict.fromkeys(storages, self))
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedTensor:
         call = None
         if isinstance(tensor, DTensor) or can_be_local_weight(tensor):
             local = get_local(tensor) if isinstance(tensor, DTensor) else tensor
             call = self.calls.get(get_storage_key(local))
-        return cut_from_graph(tensor) if call is None else _Kept(tensor, call)
+        return cut_from_graph(tensor) if call is None else _SavedTensor(tensor, call)
 
-    def unpack(self, packed: torch.Tensor | _Kept) -> torch.Tensor:
-        if not isinstance(packed, _Kept):
+    def unpack(self, packed: torch.Tensor | _SavedTensor) -> torch.Tensor:
+        if not isinstance(packed, _SavedTensor):
             return packed
         packed.call.begin_backward()
         return packed.tensor
@@ -312,7 +312,7 @@ class _Call:
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _SavedTensor:
     tensor: torch.Tensor
     call: _Call
 
