@@ -30,7 +30,7 @@ def is_refused_sharding(error: Exception) -> bool:
 
     Loops and branches raise a `TypeError` for carries and results, and gradients of gathers a `ValueError`.
     """
-    is_private = type(error).__name__ == "ShardingTypeError"
+    is_private = type(error).__name__ in ("ShardingTypeError", "DuplicateSpecError")
     return is_private or (
         isinstance(error, (TypeError, ValueError)) and bool(_SHARDED_TYPE.search(str(error)))
     )
