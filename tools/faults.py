@@ -119,7 +119,7 @@ FAULTS = (
     Fault(
         "a batch that does not divide loses its last rows",
         "adapters/keras/backends/jax_steps.py",
-        "leaf = session.engine.canonicalize(np.array(leaf))",
+        "leaf = engine.canonicalize(np.array(leaf))",
         "leaf = session.engine.canonicalize(np.array(leaf)[: max(len(leaf) // 4 * 4, 1)] if leaf.ndim else leaf)",
     ),
     Fault(
@@ -170,8 +170,8 @@ FAULTS = (
     Fault(
         "a slot is not laid out as its weight",
         "core/uneven.py",
-        "return Layout([parent.list_mesh_dims(of[0]) if of else () for of in axes], parent.mesh)",
-        "return Layout([() for _ in axes], parent.mesh)",
+        "specs = [parent.list_mesh_dims(of[0]) if of else () for of in axes]",
+        "specs = [() for _ in axes]",
         "keras-jax",
     ),
     Fault(

@@ -134,7 +134,7 @@ def train(tx, memory, slots=None, axis_types="auto", steps=3):
     losses = [float(step(model, optimizer, rng.normal(size=(8, 8)).astype("float32"))) for _ in range(steps)]
     after = nnx.state((model, optimizer))
     assert kinds == kinds_of(after)
-    assert 1 == len(step._programs) == step._programs.popitem()[1].compiled._cache_size()
+    assert 1 == step.num_programs == step._programs.by_signature.popitem()[1].compiled._cache_size()
     return kinds, losses, values_of(after)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import layoutmap as lm
 from layoutmap.adapters.current import active_session, get_current_session
+from layoutmap.core.policy import LayoutPolicy
 
 PROCESSES = ("jax",)
 L = keras.layers
@@ -91,6 +92,9 @@ def test_a_batch_is_sharded_where_it_divides():
     assert ("batch", "unsharded") == scope.policy.derive_batch_layout((6, 3)).sharding_specs
     assert scope.policy.derive_batch_layout((7, 3)).is_fully_replicated()
     assert 0 == scope.policy.derive_batch_layout(()).rank
+    for axis_types in ("auto", "explicit"):  # meshes of other axis types are equal
+        policy = LayoutPolicy(lm.create_mesh("batch=2,model=4", axis_types=axis_types), "batch")
+        assert policy.mesh is policy.derive_batch_layout((6, 3)).mesh
     assert whole.policy.derive_batch_layout((6, 3)).is_fully_replicated()
 
 

@@ -65,6 +65,8 @@ class OptionsByName(TypedDict, total=False):
     fully_shard: Mapping[str, Any]
 
 
+_CLOSE = 0.75
+"""Similarity from which a name is taken for a misspelled option. That of `gather` and `later` is 0.73."""
 NEUTRAL = tuple(field.name for field in fields(ScopeOptions) if field.name != "own")
 """The options that each library has."""
 
@@ -83,7 +85,7 @@ def check_names(given: Mapping[str, Any], library: str, own: Iterable[str] = ())
     known = (*NEUTRAL, *own)
     for name, value in given.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+            near = difflib.get_close_matches(name, known, 1, _CLOSE)
             raise ScopeError(
                 f"{name}={value!r}: a scope for {library} models has no such option",
                 facts={"options": ", ".join(known)},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
@@ -51,7 +50,7 @@ class LayoutPolicy:
         self.batches[divides] = shape[0]
         if not divides:
             return self.replicated(len(shape))
-        return _make_batch_layout(self.mesh, dim, len(shape))
+        return Layout.batch_sharded(self.mesh, dim, len(shape))
 
     def warn_of_uneven_batch(self, caller: str, library: str) -> None:
         """Warn that no batch could be sharded.
@@ -102,8 +101,3 @@ class LayoutPolicy:
         for axis in without_batch.find_uneven_axes(shape):
             raise without_batch.make_uneven_error(shape, axis, f"the output of {path}")
         return without_batch
-
-
-@lru_cache(maxsize=64)  # each step derives the layouts of its batch
-def _make_batch_layout(mesh: Mesh, dim: BatchDim, rank: int) -> Layout:
-    return Layout.batch_sharded(mesh, dim, rank)

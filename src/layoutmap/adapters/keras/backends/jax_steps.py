@@ -89,7 +89,8 @@ def place_on_mesh(batch: object, session: KerasSession) -> Any:
                 leaf = engine.relayout(leaf, layout)
             shardings.append(engine.native(layout, layout.rank))
         arrays.append(leaf)
-    if session.context.across or not all(isinstance(array, np.ndarray) for array in arrays):
+    # jax.jit refuses numpy arrays in sharded layouts where there are several processes, also on a mesh of one of them.
+    if jax.process_count() > 1 or not all(isinstance(array, np.ndarray) for array in arrays):
         placed = iter(jax.device_put(arrays, shardings))
     else:
         with leave_ambient_mesh():
