@@ -42,7 +42,7 @@ class active_session(Closing):
 
     def open(self) -> None:
         """Make the session the current one."""
-        _current.set(_SessionLink(weakref.ref(self), next(_iterate_links(), None)))
+        _current.set(_SessionStackEntry(weakref.ref(self), next(_iterate_links(), None)))
 
     def close(self) -> None:
         """Make the enclosing session current again, unless this one is closed already."""
@@ -53,14 +53,14 @@ class active_session(Closing):
 
 
 @dataclass(frozen=True, slots=True)
-class _SessionLink:
+class _SessionStackEntry:
     """Weak reference to an open session, with the link of its enclosing session."""
 
     entry: weakref.ref[active_session]
-    outer: _SessionLink | None
+    outer: _SessionStackEntry | None
 
 
-_current: ContextVar[_SessionLink | None] = ContextVar("layoutmap_scope", default=None)
+_current: ContextVar[_SessionStackEntry | None] = ContextVar("layoutmap_scope", default=None)
 
 
 # Tasks may outlive or overlap the block, so a scope affects only its own thread and task (decisions/0031).
@@ -98,7 +98,7 @@ def _iterate_sessions() -> Iterator[Any]:
             yield entry.session
 
 
-def _iterate_links() -> Iterator[_SessionLink]:
+def _iterate_links() -> Iterator[_SessionStackEntry]:
     """Yield the sessions that are open in this thread and task, innermost first."""
     link = _current.get()
     while link is not None:

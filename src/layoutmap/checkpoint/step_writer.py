@@ -151,7 +151,7 @@ class StepWriter:
         """
 
         def report_written(path: str) -> None:
-            self._check_watched()
+            self._raise_reported_failures()
             if progress is not None:
                 progress(path)
 
@@ -230,7 +230,7 @@ class StepWriter:
         signs = list[int]()
         began = look = last = time.monotonic()
         while not reached():
-            self._check_watched()
+            self._raise_reported_failures()
             if (now := time.monotonic()) >= look:
                 look = now + self._patience_seconds / 20
                 seen = [sum(self._find_data_files(n).values()) for n in range(self._count)]
@@ -251,7 +251,7 @@ class StepWriter:
             # Poll after a twentieth of the time waited so far, which adds at most 5 %.
             time.sleep(min(max(_SHORTEST_SECONDS, (time.monotonic() - began) / 20), _LONGEST_SECONDS))
 
-    def _check_watched(self) -> None:
+    def _raise_reported_failures(self) -> None:
         for number in self._watched:
             if self._storage.size(self._folder, _name_failure(number)) is not None:
                 data, until = None, time.monotonic() + 1

@@ -268,7 +268,7 @@ def count_rules(name: str) -> int:
 
 
 def _add_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[], Any]:
-    def make() -> Any:
+    def make_with_optimizer() -> Any:
         model = make_model()
         adapter = find_adapter(model)
         if adapter is None or adapter.name != "keras":
@@ -284,7 +284,7 @@ def _add_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[]
                 f"--optimizer {optimizer}", why=error.why, fix="use adamw, sgd, ..."
             ) from error
 
-    return make
+    return make_with_optimizer
 
 
 def find_imported_library() -> str:

@@ -131,7 +131,7 @@ class _Trials:
 
 
 def _shard_batch(before: Way) -> Iterator[Way]:
-    """Yield ways with the batch sharded over one mesh dim."""
+    """Yield plan variants that shard the batch over one mesh dim."""
     for dim in before.mesh.mesh_dims:
         if dim.size > 1 and before.batch_size % dim.size == 0:
             yield replace(before, batch_dim=dim.name)

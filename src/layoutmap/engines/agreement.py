@@ -210,7 +210,7 @@ def find_difference(named_texts: Iterable[tuple[str, str]], gather: Gather) -> t
 
 
 def _parts_from_json(text: str) -> list[Part]:
-    """Return the parts of a process from JSON, or the text if the process compares something else."""
+    """Parse the parts that a process sent. Return the raw text if it is not such JSON."""
     try:
         return [(name, of) for name, of in json.loads(text)]
     except ValueError:

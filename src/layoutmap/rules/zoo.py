@@ -22,7 +22,7 @@ from layoutmap.core.errors import LayoutMapError
 
 @dataclass(frozen=True, slots=True)
 class PublishedModel:
-    """A model that was published.
+    """A public model, with the library, configuration, and preset that build and shard it.
 
     Args:
         name: What it is called, as in `"llama3_405b"`.

@@ -23,7 +23,7 @@ def has_identity(model: object) -> bool:
 
 
 def begin_version(trainer: object, version: int | None, last: int) -> int:
-    """Return the version that a sync of the trainer begins, after version `last` of the same sampler."""
+    """Return the version number of the trainer's new sync, for a sampler that has version `last`."""
     if not has_identity(trainer):
         return last + 1 if version is None else version
     newest = _newest.get(trainer, 0)

@@ -110,7 +110,7 @@ def infer_library(function: Callable[P, R]) -> Callable[P, R]:
     """
 
     @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+    def run_with_library(*args: P.args, **kwargs: P.kwargs) -> R:
         imported = [name for name in ADAPTERS if name in sys.modules]
         if kwargs.get("library") is not None or len(imported) < 2:
             return function(*args, **kwargs)
@@ -139,4 +139,4 @@ def infer_library(function: Callable[P, R]) -> Callable[P, R]:
                 return again(*args, **{**kwargs, "library": "jax"})
             raise
 
-    return run
+    return run_with_library

@@ -382,11 +382,11 @@ def make_model_in_scope(
         prepare: Changes the model before its weights are made, as to give it an optimizer.
     """
 
-    def make() -> Any:
+    def make_model_and_check() -> Any:
         with refuse_other_libraries(context.adapter):
             return _call_and_check(context, make_model, inputs, prepare)
 
-    return context.session.build(make)
+    return context.session.build(make_model_and_check)
 
 
 def _call_and_check(

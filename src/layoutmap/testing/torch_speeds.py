@@ -35,11 +35,11 @@ def make_collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) 
             simulation.join_pieces(pieces, torch.float32), native, before, run_check=False
         )
 
-    def run() -> object:
+    def run_collective() -> object:
         with simulation.simulate_mesh(native), torch.no_grad():
             return tensor.redistribute(native, after)
 
-    return run
+    return run_collective
 
 
 def make_product(dtype: str, size: int) -> Callable[[], object]:

@@ -43,13 +43,13 @@ def describe_later_variables(later: Mapping[str, Callable[[], object]], mesh: Me
             )
         parts: Any = None
 
-        def run(make: Callable[[], object] = make) -> tuple[object, Sequence[object]]:
+        def take_result_apart(make: Callable[[], object] = make) -> tuple[object, Sequence[object]]:
             nonlocal parts
             made = make_unsharded(make, lambda made: made)
             parts = take_apart(made)
             return made, [leaf.value for leaf in parts.leaves]
 
-        trace(run, make_abstract_mesh(mesh))
+        trace(take_result_apart, make_abstract_mesh(mesh))
         for spec in parts.specs:
             path, *aliases = (f"{name}.{each}".rstrip(".") for each in (spec.path, *spec.aliases))
             found.append(replace(spec, path=path, aliases=tuple(aliases), kind=Kind.LATER))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import jax
 
 from layoutmap.adapters.jax.outputs import Input
-from layoutmap.adapters.jax.private import has_plain_value, put_value
+from layoutmap.adapters.jax.private import has_assignable_value, put_value
 from layoutmap.adapters.jax.pytrees import format_key
 from layoutmap.core.errors import ScopeError, join_names
 
@@ -72,7 +72,7 @@ class StepObjects:
         self._places = [place for _, place in places]
         self._keys = [tuple(map(format_key, path)) for path, _ in places]
         self._held = find_attribute_arrays(tuple(nodes))
-        self._is_plain = list(map(has_plain_value, self._places))
+        self._is_plain = list(map(has_assignable_value, self._places))
         self._values_tree = jax.tree.structure(self._values())
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
         self._owners = [path[0].key for path in paths]

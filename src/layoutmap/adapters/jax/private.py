@@ -43,7 +43,7 @@ def shorten_messages() -> AbstractContextManager[None]:
     return _PATCHES.activate()
 
 
-def has_plain_value(variable: Any) -> bool:
+def has_assignable_value(variable: Any) -> bool:
     """Return whether `put_value` may be called for a Variable of flax.nnx."""
     slots = {name for base in type(variable).__mro__ for name in getattr(base, "__slots__", ())}
     return "_raw_value" in slots and not variable.hijax

@@ -58,14 +58,14 @@ class JaxSession:
         """Return the model that a function makes, with its arrays in their layouts. A plan gets shapes."""
         parts: Any = None
 
-        def run() -> tuple[object, Sequence[object]]:
+        def make_and_take_apart() -> tuple[object, Sequence[object]]:
             nonlocal parts
             model = make_unsharded(make, unwrap_model)
             check_immutable(unwrap_model(model))
             parts = split_model(model)
             return model, [leaf.value for leaf in parts.leaves]
 
-        model, arrays = trace(run, make_abstract_mesh(self._context.policy.mesh))
+        model, arrays = trace(make_and_take_apart, make_abstract_mesh(self._context.policy.mesh))
         assignments = self._assign(model, parts, arrays)
         if self._context.plan_only:
             shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]

@@ -79,7 +79,7 @@ class StepOptions:
         return frozenset((*at, *named, *(n for n, name in enumerate(known) if name in named)))
 
     def format_argument(self, name: str) -> str:
-        """Return the name of a leaf with the function's name of its argument: `params['kernel']`."""
+        """Name a leaf by its parameter and its path inside it: `params['kernel']`."""
         for number, parameter in enumerate(self.parameters):
             for prefix in (f"args[{number}]", f"kwargs[{parameter!r}]"):
                 if name.startswith(prefix):
@@ -184,7 +184,7 @@ class Variant(NamedTuple):
         return f"{'args' if isinstance(key, int) else 'kwargs'}[{key!r}]{jax.tree_util.keystr(path[1:])}"
 
 
-class Given(NamedTuple):
+class GivenArguments(NamedTuple):
     """Arguments of one call as they are read before each step."""
 
     head: tuple[tuple[Key, ...], Constants, tuple[int, ...], int]  # the first fields of a `Variant`
@@ -227,7 +227,7 @@ class ArgumentReader:
         self._structures: list[object] = []
         self._objects: StepObjects | None = None
 
-    def read(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Given:
+    def read(self, args: Sequence[object], kwargs: Mapping[str, object]) -> GivenArguments:
         """Return the leaves of a call's arguments, and the structure of all arguments."""
         keys: tuple[Key, ...] = (*range(len(args)), *sorted(kwargs))
         values = [*args, *(kwargs[name] for name in sorted(kwargs))]
@@ -246,7 +246,7 @@ class ArgumentReader:
             for n, each in zip(nodes, arrays, strict=True):
                 values[n] = each
         leaves, tree = jax.tree_util.tree_flatten(values)
-        return Given((keys, static, nodes, objects.token if objects else -1), tree, leaves, objects)
+        return GivenArguments((keys, static, nodes, objects.token if objects else -1), tree, leaves, objects)
 
     def _read_objects(self, nodes: Sequence[object]) -> tuple[StepObjects, list[list[object]]]:
         """Return objects of nnx that were looked through, and their arrays."""
@@ -261,7 +261,7 @@ class ArgumentReader:
         return objects, arrays
 
 
-def find_variant(given: Given) -> Call:
+def find_variant(given: GivenArguments) -> Call:
     """Separate the leaves that are arrays from those for which a step is compiled."""
     others = {n: leaf for n, leaf in enumerate(given.leaves) if not hasattr(unwrap(leaf), "aval")}
     found = find_constants(given.tree, others)

@@ -37,7 +37,7 @@ from layoutmap.adapters.jax.pytrees import list_leaves
 from layoutmap.adapters.jax.step_arguments import (
     NUMBERS,
     Call,
-    Given,
+    GivenArguments,
     Key,
     StepOptions,
     Variant,
@@ -91,7 +91,7 @@ class KnownCall:
         places: Leaves to place before the program runs: whether each is a batch.
     """
 
-    def __init__(self, given: Given, call: Call, program: Program, places: Mapping[int, bool]):
+    def __init__(self, given: GivenArguments, call: Call, program: Program, places: Mapping[int, bool]):
         self._head, self._tree = given.head, given.tree
         self._constants = {n for n, *_ in call.variant.constants}
         self._others = [
@@ -103,7 +103,7 @@ class KnownCall:
         self._avals, self._shardings = [each.aval for each in arrays], [each.sharding for each in arrays]
         self.variant, self.program, self.places = call.variant, program, places
 
-    def match(self, given: Given) -> tuple[list[Any], bool] | None:
+    def match(self, given: GivenArguments) -> tuple[list[Any], bool] | None:
         """Return the arrays of a call, and whether one of them is passed twice, or None for a call that differs."""
         if given.head != self._head or given.tree != self._tree:
             return None
@@ -230,7 +230,7 @@ class Programs:
         of_objects = [n for n, owner in enumerate(owners) if owner in variant.nodes]
         program = Program(shardings, [each.is_donated for each in inputs], of_objects)
 
-        def run(*stored: Any) -> tuple[list[Any], dict[int, object]]:
+        def run_on_leaves(*stored: Any) -> tuple[list[Any], dict[int, object]]:
             # JAX mixes no memories in an operation, and the shardings of the results return each (decisions/0264).
             leaves = [set_memory(each, "device") for each in stored]
             values, before = variant.fill_tree(leaves), [leaves[n] for n in of_objects]
@@ -253,7 +253,7 @@ class Programs:
                 structure, opened, before, changed_from
             ) if variant.nodes else {}
 
-        run.__name__ = run.__qualname__ = self._options.name
+        run_on_leaves.__name__ = run_on_leaves.__qualname__ = self._options.name
         donate = [n for n, each in enumerate(inputs) if each.is_donated]
         padded = dict(variant.padded)
         logical = [
@@ -262,7 +262,7 @@ class Programs:
         ]
         # JAX reuses this trace for compiling.
         with leave_ambient_mesh():
-            traced = jax.jit(run, donate_argnums=donate).trace(*logical)
+            traced = jax.jit(run_on_leaves, donate_argnums=donate).trace(*logical)
         self._warn_of_splits(traced.jaxpr.jaxpr, inputs, shardings)
         arrays, changed = traced.out_info
         results = fill(program.tree, dict.fromkeys(program.constants), arrays)
@@ -284,7 +284,7 @@ class Programs:
         # XLA partitions arrays of any shape, but JAX passes only even shards to a program and back (decisions/0230).
         def run_padded(*stored: Any) -> tuple[list[Any], dict[int, object]]:
             leaves = (unpad(each, padded[n]) if n in padded else each for n, each in enumerate(stored))
-            results = run(*leaves)
+            results = run_on_leaves(*leaves)
             for made, shapes in zip(results, padded_results, strict=True):
                 for n, shape in shapes.items():
                     made[n] = pad(made[n], shape)
@@ -292,7 +292,7 @@ class Programs:
 
         run_padded.__name__ = run_padded.__qualname__ = self._options.name
         program.compiled = jax.jit(
-            run_padded if padded else run,
+            run_padded if padded else run_on_leaves,
             in_shardings=tuple(shardings),
             out_shardings=program.result_shardings,
             donate_argnums=donate,

@@ -14,7 +14,7 @@ import numpy as np
 from layoutmap.adapters.jax.step_arguments import (
     ArgumentReader,
     Call,
-    Given,
+    GivenArguments,
     StepOptions,
     fill,
     find_variant,
@@ -188,17 +188,17 @@ class JitStep:
             out = fill(program.tree, dict.fromkeys(program.constants), leaves)
             return (out, changed) if variant.nodes else out
 
-        def run(*args: object, **kwargs: object) -> object:
+        def run_with_tree(*args: object, **kwargs: object) -> object:
             return fill_results(*program.compiled.__wrapped__(*jax.tree.leaves((args, kwargs))))
 
-        run.__name__ = run.__qualname__ = self._options.name
+        run_with_tree.__name__ = run_with_tree.__qualname__ = self._options.name
         shapes = map(describe_shape, call.leaves, program.shardings)
         values = zip(variant.keys, variant.fill_tree(shapes, with_constants=False), strict=True)
         given = [(key, value) for key, value in values if key not in self._options.static]
         positions = [key for key, _ in given if isinstance(key, int)]
         named = {key: value for key, value in given if isinstance(key, str)}
         compiled = jax.jit(
-            run,
+            run_with_tree,
             out_shardings=fill_results(*program.result_shardings),
             donate_argnums=[n for n, key in enumerate(positions) if key in self._options.donate],
             donate_argnames=[key for key in named if key in self._options.donate],
@@ -251,7 +251,7 @@ class JitStep:
         types = [(aval.shape, aval.dtype) for aval in avals]
         return ProgramKey(list(map(self._options.format_argument, names)), types, shardings, static)
 
-    def _run(self, known: KnownCall, given: Given, leaves: list[Any], has_equal: bool) -> object:
+    def _run(self, known: KnownCall, given: GivenArguments, leaves: list[Any], has_equal: bool) -> object:
         """Run a program and return the results of the step."""
         program, objects = known.program, given.objects
         if known.places:

@@ -68,13 +68,13 @@ def trace(
     """
     made: list[Any] = []
 
-    def run() -> list[object]:
+    def run_under_mesh() -> list[object]:
         made[:] = make()
         return [value for value in made[1] if isinstance(value, jax.core.Tracer)]
 
     try:
         with leave_program_context(), shorten_messages(), use_mesh(mesh):
-            closed = remove_mesh(jax.make_jaxpr(run)())
+            closed = remove_mesh(jax.make_jaxpr(run_under_mesh)())
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise ScopeError(
             "the function that makes the model reads the value of an array that it computes",

@@ -158,11 +158,11 @@ class Steps:
         """Compile a function that runs on one device, under a mesh of that device with the dims of the layout map."""
         compiled = jax.jit(function)
 
-        def run(*args: object) -> Any:
+        def run_on_one_device(*args: object) -> Any:
             with jax.set_mesh(self._state.mesh):  # type: ignore[arg-type]
                 return compiled(*args)
 
-        return run
+        return run_on_one_device
 
     @property
     def num_step_programs(self) -> int:

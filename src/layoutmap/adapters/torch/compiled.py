@@ -45,7 +45,7 @@ from layoutmap.engines.torch.trees import tree_leaves
 
 
 def check_compilable(what: str = "a model", *, is_dynamic: bool) -> None:
-    """Refuse to compile if no graph for one device exists, as with simulated devices.
+    """Refuse to compile for simulated devices, which have no graph per device.
 
     Args:
         what: The name of what is compiled.

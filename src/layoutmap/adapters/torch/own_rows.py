@@ -34,7 +34,7 @@ def has_own_rows(context: ScopeContext) -> bool:
 
 
 class OwnRows:
-    """The rows of one call of a module.
+    """Rows of the global batch that this process passes in one call of a module.
 
     Args:
         values: The arguments of the call.

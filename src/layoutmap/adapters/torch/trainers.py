@@ -40,7 +40,7 @@ def patch_accelerate() -> Iterator[Attribute]:
 
     def wrap_prepare(own: Function) -> Function:
         def prepare(self: object, *args: object, **options: object) -> object:
-            if any(map(_is_shared, args)):
+            if any(map(_is_sharded_in_processes, args)):
                 _count_as_one(*args)  # before accelerate splits a data loader
             return own(self, *args, **options)
 
@@ -71,7 +71,7 @@ def _gather_value(value: object) -> object:
     return unshard_tensors(value.detach()).cpu() if isinstance(value, DTensor) else value
 
 
-def _is_shared(model: object) -> bool:
+def _is_sharded_in_processes(model: object) -> bool:
     """Return whether a value is a model that several processes share."""
     several = simulation.get_world_size() > 1 and not simulation.is_simulated()
     return (
@@ -132,7 +132,7 @@ def patch_trainer() -> Iterator[Attribute]:
 
     def wrap_creation(own: Function) -> Function:
         def create_accelerator_and_postprocess(self: Any) -> None:
-            if _is_shared(self.model):
+            if _is_sharded_in_processes(self.model):
                 _count_as_one(self.model)
             own(self)
 
@@ -142,7 +142,7 @@ def patch_trainer() -> Iterator[Attribute]:
         def save(
             self: Any, output_dir: str | None = None, state_dict: Mapping[str, torch.Tensor] | None = None
         ) -> None:
-            if not _is_shared(self.model):
+            if not _is_sharded_in_processes(self.model):
                 own(self, output_dir, state_dict)
                 return
             if not hasattr(self.model, "save_pretrained"):
@@ -156,7 +156,7 @@ def patch_trainer() -> Iterator[Attribute]:
 
     def wrap_save_optimizer(own: Function) -> Function:
         def save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
-            if _is_shared(self.model) and not self.args.should_save:
+            if _is_sharded_in_processes(self.model) and not self.args.should_save:
                 self.optimizer.state_dict()  # a collective, so call it in all processes
             own(self, output_dir)
 
@@ -164,7 +164,7 @@ def patch_trainer() -> Iterator[Attribute]:
 
     def wrap_save_draws(own: Function) -> Function:
         def save_rng_state(self: Any, output_dir: str) -> None:
-            if self.args.should_save or not _is_shared(self.model):
+            if self.args.should_save or not _is_sharded_in_processes(self.model):
                 own(self, output_dir)
 
         return save_rng_state
@@ -172,7 +172,7 @@ def patch_trainer() -> Iterator[Attribute]:
     def wrap_checkpoint(own: Function) -> Function:
         def save_checkpoint(self: Any, *args: object, **options: object) -> None:
             own(self, *args, **options)
-            if _is_shared(self.model):
+            if _is_sharded_in_processes(self.model):
                 dist.barrier()  # pyright: ignore[reportUnknownMemberType]  # another process may read it next
 
         return save_checkpoint
@@ -193,7 +193,7 @@ def patch_lightning(strategies: str) -> Iterator[Attribute]:
     single = importlib.import_module(f"{strategies}.single_device").SingleDeviceStrategy
 
     def take_part(self: Any) -> bool:
-        return _is_shared(self.lightning_module)
+        return _is_sharded_in_processes(self.lightning_module)
 
     def wrap_save(own: Function) -> Function:
         def save_checkpoint(self: Any, checkpoint: object, *args: object, **options: object) -> None:

@@ -391,7 +391,7 @@ def _lower_without_blocks(
         sharding = None if layouts is None else NamedSharding(mesh, make_partition_spec(layout))
         return jax.ShapeDtypeStruct(each.shape, _convert_dtype(each.dtype), sharding=sharding)
 
-    def run(values: Sequence[object], batch: Sequence[object], others: Sequence[object]) -> object:
+    def run_step(values: Sequence[object], batch: Sequence[object], others: Sequence[object]) -> object:
         tracer.unread = dict(zip((variable.key for variable in unread), others, strict=True))
         after = dict(step.run(tracer, dict(zip(keys, values, strict=True)), batch))
         return [after.pop(key) for key in keys], list(after.values())
@@ -408,7 +408,7 @@ def _lower_without_blocks(
         explain_refused_sharding(step.name) if layouts is not None else nullcontext(),
     ):
         options: dict[str, Any] = {} if layouts is not None else {"in_shardings": _ABSTRACT}
-        traced = jax.jit(run, keep_unused=True, **options).trace(values, batch, others)
+        traced = jax.jit(run_step, keep_unused=True, **options).trace(values, batch, others)
         _check_unread(traced.jaxpr.jaxpr, unread, skipped)
         tracer.check_calls()
         with jax.default_device(_StandInDevice()):

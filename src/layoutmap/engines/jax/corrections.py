@@ -338,7 +338,7 @@ def _replicated(value: jax.Array) -> jax.Array:
 
 
 def _shard_between_groups(value: jax.Array, axis: int, groups: int) -> jax.Array:
-    """Return a value with its feature axis sharded between groups only, since XLA takes shards for groups."""
+    """Shard the feature axis at group boundaries only, because XLA mistakes shards for convolution groups."""
     size = value.shape[axis] // groups
     if groups == 1 or size == 1:
         return value

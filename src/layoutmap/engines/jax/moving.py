@@ -62,7 +62,7 @@ def make_mover(moves: Sequence[Move], arrays: Arrays, likes: Arrays) -> Callable
         for devices, numbers in groups.items()
     ]
 
-    def run(new: Arrays) -> list[jax.Array]:
+    def move_arrays(new: Arrays) -> list[jax.Array]:
         with leave_program_context():
             new = [_to_device_memory(wait_on_cpu(array)) for array in new]
             done = dict(zip(computed, conversions(new), strict=True))
@@ -73,7 +73,7 @@ def make_mover(moves: Sequence[Move], arrays: Arrays, likes: Arrays) -> Callable
                 done.update(zip(numbers, program(given), strict=True))
             return [target.finish(done[k]) for k, target in enumerate(targets)]
 
-    return run
+    return move_arrays
 
 
 @dataclass(frozen=True)

@@ -224,12 +224,12 @@ def unpad_arguments(function: Callable[..., T], *trees: object) -> tuple[Callabl
     leaves, tree = jax.tree.flatten(trees)
     shapes = [leaf.shape if isinstance(leaf, PaddedArray) else None for leaf in leaves]
 
-    def run(*stored: Array) -> T:
+    def run_on_logical_arrays(*stored: Array) -> T:
         pairs = zip((set_memory(each, "device") for each in stored), shapes, strict=True)
         logical = [each if shape is None else unpad(each, shape) for each, shape in pairs]
         return function(*jax.tree.unflatten(tree, logical))
 
-    return run, list(map(unwrap, leaves))
+    return run_on_logical_arrays, list(map(unwrap, leaves))
 
 
 def make_padded_reader(read: BlockReader, shape: Sequence[int], dtype: np.dtype[np.generic]) -> BlockReader:

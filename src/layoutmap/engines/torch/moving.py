@@ -47,7 +47,7 @@ def make_mover(
     targets = [(get_layout(like), tuple(like.shape), like.dtype, like.device) for like in likes]
 
     @skip_function_modes
-    def run(new: Tensors) -> list[torch.Tensor]:
+    def move_arrays(new: Tensors) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
         with torch.no_grad():
             for step in _split_transfers(transfers):
@@ -57,7 +57,7 @@ def make_mover(
                     made.append(_make_tensor(*targets[number], moves[number], parts))
         return made
 
-    return run
+    return move_arrays
 
 
 @dataclass(frozen=True)

@@ -315,7 +315,7 @@ def _compare_lowered(step: Any, session: KerasSession) -> Method:
 def _make_multiprocess_step(step: Method, rows: Rows, name: str, session: KerasSession) -> Method:
     """Return a step for several processes, each with its own rows."""
 
-    def run(state: State, data: Iterator[object]) -> object:
+    def run_on_own_rows(state: State, data: Iterator[object]) -> object:
         rows.placed.clear()
         whole = session.on_thread.has_all_rows
         outputs, new = step(state, _place_whole_batches(data, session) if whole else rows.place_batches(data))
@@ -323,7 +323,7 @@ def _make_multiprocess_step(step: Method, rows: Rows, name: str, session: KerasS
             jax.block_until_ready((outputs, new))
         return (rows.take_own_rows(outputs), new) if name == "predict" else (outputs, new)
 
-    return run
+    return run_on_own_rows
 
 
 def _place_whole_batches(data: Iterable[object], session: KerasSession) -> Iterator[object]:

@@ -139,7 +139,7 @@ def _unshard_value(value: object, session: KerasSession) -> object:
     return tf.constant(session.engine.to_numpy(value))
 
 
-def _pin_to_batch(output: Any, session: KerasSession) -> object:
+def _constrain_to_batch_layout(output: Any, session: KerasSession) -> object:
     shape: Any = output.shape.as_list() if isinstance(output, tf.Tensor) else [None]
     return output if None in shape else pin_layout(output, session.policy.derive_batch_layout(shape))
 
@@ -156,7 +156,9 @@ def _pin_outputs(model: keras.Model, session: KerasSession) -> Generator[None]:
     def call_pinned(*args: object, **kwargs: object) -> object:
         if session.on_thread.call_depth:
             return call(*args, **kwargs)
-        return keras.tree.map_structure(lambda y: _pin_to_batch(y, session), call(*args, **kwargs))
+        return keras.tree.map_structure(
+            lambda y: _constrain_to_batch_layout(y, session), call(*args, **kwargs)
+        )
 
     own = model.__dict__
     own["call"] = call_pinned

@@ -93,7 +93,9 @@ def wrap_call(layer: keras.Layer, session: KerasSession, name: str) -> Callable[
             if session.on_thread.sums_up:
                 args, kwargs = _map_values(reduce_gradient, (args, kwargs))
             # Once here, not by each of those who use it. Rows of an embedding sharded by rows are a sum, too.
-            return _pin_to_batch(_map_values(reduce_partial, function(*args, **kwargs)), layer, session)
+            return _constrain_to_batch_layout(
+                _map_values(reduce_partial, function(*args, **kwargs)), layer, session
+            )
         given = keras.tree.flatten((args, kwargs))
         tensors = [each for each in given if isinstance(each, (torch.Tensor, np.ndarray))]
         if not tensors or _has_no_values(session):
@@ -160,7 +162,7 @@ def wrap_own_losses(method: Callable[..., object], session: KerasSession) -> Cal
     return compute_losses
 
 
-def _pin_to_batch(outputs: object, layer: object, session: KerasSession) -> object:
+def _constrain_to_batch_layout(outputs: object, layer: object, session: KerasSession) -> object:
     """Return a model's output in a step sharded along the batch only, as losses reduce over other axes."""
     if session.on_thread.model_in_step is not layer:
         return outputs

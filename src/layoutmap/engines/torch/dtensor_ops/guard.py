@@ -85,7 +85,7 @@ class _ShardingQuery(threading.local):
     is_open = False
 
     @contextmanager
-    def keep_open(self) -> Generator[None]:
+    def mark_open(self) -> Generator[None]:
         before, self.is_open = self.is_open, True
         try:
             yield
@@ -204,7 +204,7 @@ def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any
     can_compute = not (is_empty or is_filled or is_uneven)
     if _is_proven(op, name, args, kwargs) and _can_pass(tensors, name) and can_compute:
         try:
-            with asked.keep_open():
+            with asked.mark_open():
                 answer = own()
         except (NotImplementedError, RuntimeError) as error:
             why = f"DTensor has no rule: {next(iter(str(error).strip().splitlines()), '')}"

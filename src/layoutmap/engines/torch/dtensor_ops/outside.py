@@ -242,10 +242,10 @@ def _check_hook_results(own: Function, hook: object, places: object, values: Any
 def _patch_method(name: str, instead: Function, of: object = DTensor) -> Attribute:
     """Return the patch that calls a function in place of a method, with torch's own method first."""
 
-    def make(own: Function) -> object:
+    def make_replacement(own: Function) -> object:
         return functools.wraps(own)(lambda *args, **kwargs: instead(own, *args, **kwargs))
 
-    return Attribute(of, name, make)
+    return Attribute(of, name, make_replacement)
 
 
 def _patch_static(instead: Function) -> Callable[[Any], object]:

@@ -14,21 +14,21 @@ from layoutmap.engines.torch.placing import find_reachable_placements, move_to_p
 
 def _compute_rms_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
-    return _make_row_handler(len(shape))(function, args, kwargs)
+    return _make_last_axes_handler(len(shape))(function, args, kwargs)
 
 
 def _compute_pad(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(("input", "pad", "mode", "value"), args, strict=False)), **kwargs}
     if given.get("mode", "constant") == "constant":  # DTensor supports constant padding
         return function(*args, **kwargs)
-    return _make_row_handler(len(given["pad"]) // 2)(function, args, kwargs)
+    return _make_last_axes_handler(len(given["pad"]) // 2)(function, args, kwargs)
 
 
 _ALL = make_shard_handler(lambda rank: range(rank))
 _FIRST = make_shard_handler(lambda rank: range(1))
 
 
-def _make_row_handler(number: int) -> Function:
+def _make_last_axes_handler(number: int) -> Function:
     """Return the handler of a function that uses the last `number` axes together."""
     return make_shard_handler(lambda rank: range(rank - number))
 
@@ -50,18 +50,18 @@ _PARAMETERS: dict[object, tuple[str, ...]] = {
 ROWS: dict[object, Function] = {
     F.rms_norm: _compute_rms_norm,
     F.pad: _compute_pad,
-    F.unfold: _make_row_handler(3),
-    F.fold: _make_row_handler(2),
+    F.unfold: _make_last_axes_handler(3),
+    F.fold: _make_last_axes_handler(2),
     **dict.fromkeys(_PARAMETERS, _handle_inplace),
     **dict.fromkeys((F.logsigmoid, F.hardshrink, F.softshrink), _ALL),
     F.prelu: _FIRST,  # the weight of PReLU is along axis 1
     **dict.fromkeys(
-        (F.avg_pool1d, F.max_pool1d, F.adaptive_avg_pool1d, F.adaptive_max_pool1d), _make_row_handler(1)
+        (F.avg_pool1d, F.max_pool1d, F.adaptive_avg_pool1d, F.adaptive_max_pool1d), _make_last_axes_handler(1)
     ),
     **dict.fromkeys(
-        (F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d), _make_row_handler(2)
+        (F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d), _make_last_axes_handler(2)
     ),
     **dict.fromkeys(
-        (F.avg_pool3d, F.max_pool3d, F.adaptive_avg_pool3d, F.adaptive_max_pool3d), _make_row_handler(3)
+        (F.avg_pool3d, F.max_pool3d, F.adaptive_avg_pool3d, F.adaptive_max_pool3d), _make_last_axes_handler(3)
     ),
 }

@@ -116,7 +116,7 @@ def join_shards(
 
 
 def make_shard_handler(free: Callable[[int], Container[int]]) -> Function:
-    """Return the handler of a function that treats positions along some axes of its first tensor separately.
+    """Return the handler of an operator that is independent along some axes of its first tensor.
 
     Args:
         free: These axes, given the tensor's rank. They may stay sharded, and so are the result's then.

@@ -78,7 +78,7 @@ class Gather:
 
     def gather_tensors(self) -> list[DTensor]:
         """Return the gathered tensors. Gradients are reduce-scattered over the mesh dim. Call this once."""
-        return list(_GatherOver.apply(self, *self.tensors))
+        return list(_AllGather.apply(self, *self.tensors))
 
     def pop_rows(self) -> torch.Tensor:
         """Return the gathered elements, one row per device, and drop them here."""
@@ -86,7 +86,7 @@ class Gather:
         return rows
 
 
-class _GatherOver(AutogradFunction):
+class _AllGather(AutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, gather: Gather, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
         ctx.set_materialize_grads(
@@ -99,10 +99,10 @@ class _GatherOver(AutogradFunction):
     @staticmethod
     @skip_function_modes
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        return None, *_ScatterOver.apply(ctx.gather, *upstream)
+        return None, *_ReduceScatter.apply(ctx.gather, *upstream)
 
 
-class _ScatterOver(AutogradFunction):
+class _ReduceScatter(AutogradFunction):
     """Reduce-scatter of the gradients of gathered tensors over the mesh dim."""
 
     @staticmethod
