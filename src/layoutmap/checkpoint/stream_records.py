@@ -43,7 +43,7 @@ class Record(IntEnum):
     ANSWER = 6
 
 
-class Entry(msgspec.Struct, forbid_unknown_fields=True):
+class StreamedVariable(msgspec.Struct, forbid_unknown_fields=True):
     """A variable of a stream: its element type, shape, and other names."""
 
     dtype: str
@@ -61,7 +61,7 @@ class Begin(msgspec.Struct, forbid_unknown_fields=True):
         version: The version of the format.
     """
 
-    variables: dict[str, Entry]
+    variables: dict[str, StreamedVariable]
     unchanged: dict[str, str]
     token: _Token = msgspec.field(default_factory=make_token)
     version: int = VERSION

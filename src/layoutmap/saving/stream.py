@@ -11,7 +11,7 @@ import numpy as np
 
 from layoutmap.checkpoint.foreign.safetensors_export import write_variables
 from layoutmap.checkpoint.links import open_link
-from layoutmap.checkpoint.stream_records import Begin, Entry
+from layoutmap.checkpoint.stream_records import Begin, StreamedVariable
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import CheckpointError
 from layoutmap.saving.model_source import ModelSource, Names, read_table, select_weights
@@ -140,7 +140,9 @@ class Stream:
             )
             checksums = dict(digests)
             unchanged = {path: each for path, each in checksums.items() if since.get(path) == each}
-            begin = Begin({v.path: Entry(v.dtype, v.shape, v.aliases) for v in variables}, unchanged)
+            begin = Begin(
+                {v.path: StreamedVariable(v.dtype, v.shape, v.aliases) for v in variables}, unchanged
+            )
             most = max(_LEAST_FILE_BYTES, begin.sent_bytes // _MOST_FILES)
             sent = [v for v in variables if v.path not in unchanged]
             with link.open_stream(begin) as (storage, folder):

@@ -24,7 +24,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch.dtensor_ops import gathered
 from layoutmap.engines.torch.engine import engine
-from layoutmap.engines.torch.placing import make_replicated, move_to_placements
+from layoutmap.engines.torch.placing import make_replicated_placements, move_to_placements
 from layoutmap.engines.torch.simulation import get_pieces
 from layoutmap.engines.torch.specs import get_local
 
@@ -399,7 +399,9 @@ def _gathered(tensor: Any) -> tuple[torch.Tensor, bool]:
     if not hasattr(tensor, "placements"):
         return tensor, True
     pieces = list(
-        get_pieces(get_local(move_to_placements(tensor, make_replicated(tensor.device_mesh)))).values()
+        get_pieces(
+            get_local(move_to_placements(tensor, make_replicated_placements(tensor.device_mesh)))
+        ).values()
     )
     return pieces[0], all(torch.equal(pieces[0].nan_to_num(), each.nan_to_num()) for each in pieces)
 

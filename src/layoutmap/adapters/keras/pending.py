@@ -24,7 +24,7 @@ _classes: dict[type, type] = {}
 
 
 # No device may have a full weight, so a variable gets its value only with its layout (decisions/0006).
-class _Pending:
+class _PendingVariable:
     """Overridden methods of a variable that has no value yet."""
 
     shape: tuple[int, ...]
@@ -68,18 +68,18 @@ def make_pending(variable: object, session: object) -> None:
     """Turn a variable without a value into a pending one."""
     plain = type(variable)
     if plain not in _classes:
-        _classes[plain] = type(plain.__name__, (_Pending, plain), {"__module__": plain.__module__})
+        _classes[plain] = type(plain.__name__, (_PendingVariable, plain), {"__module__": plain.__module__})
     setattr(variable, SESSION, session)
     variable.__class__ = _classes[plain]
 
 
 def is_pending(variable: object) -> bool:
     """Return whether a variable has no value yet."""
-    return isinstance(variable, _Pending)
+    return isinstance(variable, _PendingVariable)
 
 
 def end_pending(variable: object) -> None:
     """Restore the original class of a pending variable that has its value or is about to get it."""
-    if isinstance(variable, _Pending):
+    if isinstance(variable, _PendingVariable):
         variable.__class__ = type(variable).__mro__[2]
         delattr(variable, SESSION)

@@ -137,7 +137,7 @@ class Backend(ABC):
 
     @abstractmethod
     def leave_tracing(self) -> AbstractContextManager[object]:
-        """Leave any tracing in the block, so that arrays created there have values."""
+        """Run the block outside of any tracing and without the default mesh."""
 
     @abstractmethod
     def is_tracing(self) -> bool:

@@ -84,7 +84,7 @@ class OwnRows:
                 fix="pass the sum of all processes, as for a number of tokens",
             )
         rows = [numpy(each) for each in self._plain if self._is_row(each)]
-        found = gather(np.array([self._find_place(), compute_checksum(*rows)], np.int64)).tolist()
+        found = gather(np.array([self._find_row_range(), compute_checksum(*rows)], np.int64)).tolist()
         self._compare_places(found)
 
     def _compare_places(self, found: Sequence[tuple[int, int]]) -> None:
@@ -108,7 +108,7 @@ class OwnRows:
                 fix='leave rows="own" out if every process passes the global batch, else use a DistributedSampler',
             )
 
-    def _find_place(self) -> int:
+    def _find_row_range(self) -> int:
         """Return the place of this process along the batch dims, major to minor."""
         mesh = self._context.engine.native(self._context.policy.replicated(0), 0)[0]
         place = 0

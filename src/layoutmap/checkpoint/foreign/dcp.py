@@ -143,7 +143,7 @@ class DistributedCheckpoint(Source):
             )
         if order is not None and order.read(9) != b"little":
             raise make_dcp_error(
-                file.path, f"{path}: its bytes are in the other order", "the machine was another"
+                file.path, f"{path}: its byte order is that of another kind of machine", "it was saved there"
             )
         data = files.get(f"data/{tensor.storage[2]}")
         if data is None:

@@ -59,7 +59,7 @@ class TorchFile(Source):
             )
         order = files.get("byteorder")
         if order is not None and order.read(9) != b"little":
-            raise self._make_error("its bytes are in the other order", "the machine was another")
+            raise self._make_error("its byte order is that of another kind of machine", "it was saved there")
         found = read_pickle(self.where, head.read(head.num_bytes) or b"", TensorUnpickler)
         known: dict[TensorRecord, str] = {}
         aliases: dict[str, list[str]] = {}

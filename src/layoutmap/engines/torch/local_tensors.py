@@ -162,7 +162,7 @@ def make_simulation_patches(
         Attribute(local_collectives, "_prepare_collective_groups", cache_groups),
         Attribute(Shard, "local_shard_size_and_offset", _cache_sizes),
         Attribute(StridedShard, "local_shard_size_and_offset", _cache_sizes),
-        Attribute(StridedShard, "_to_replicate_tensor", functools.partial(_gather_by_size, type(mode))),
+        Attribute(StridedShard, "_to_replicate_tensor", functools.partial(_wrap_uneven_gather, type(mode))),
         Attribute(local_tensors, "_for_each_rank_run_func", make_rank_loop),
         Attribute(local_tensors, "_compute_local_tensor_meta", make_meta_reader),
         Attribute(LocalTensor, "__torch_dispatch__", _skip_simulation),
@@ -222,7 +222,7 @@ def _cache_sizes(find: Any) -> object:
     return staticmethod(find_size) if is_static else find_size
 
 
-def _gather_by_size(
+def _wrap_uneven_gather(
     simulation: Callable[[frozenset[int]], AbstractContextManager[Any]], gather: Function
 ) -> object:
     """Gather strided shards of ranks of equal sizes together, since torch makes one range for all ranks."""

@@ -91,7 +91,7 @@ def reduce_over_devices(local: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, re
         return operators.wait_tensor.default(made)
 
 
-def make_replicated(mesh: DeviceMesh) -> list[Placement]:
+def make_replicated_placements(mesh: DeviceMesh) -> list[Placement]:
     """Return placements that replicate a tensor over all mesh dims."""
     return [Replicate()] * mesh.ndim
 
@@ -284,7 +284,9 @@ class _FullTensor(OwnGradient):
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor) -> torch.Tensor:
         ctx.mesh, ctx.placements = tensor.device_mesh, find_reachable_placements(tensor)
-        plain = simulation.get_first_piece(get_local(move_to_placements(tensor, make_replicated(ctx.mesh))))
+        plain = simulation.get_first_piece(
+            get_local(move_to_placements(tensor, make_replicated_placements(ctx.mesh)))
+        )
         if plain.stride() == tensor.stride() or 0 in tensor.stride() or not plain.numel():
             return plain
         # Gathered tensors are contiguous, but random numbers follow strides, so restore these.
@@ -305,7 +307,9 @@ class _Replicate(OwnGradient):
         )
         return make_dtensor(
             local,
-            make_shard_spec(mesh, tuple(make_replicated(mesh)), tensor.shape, tensor.stride(), tensor.dtype),
+            make_shard_spec(
+                mesh, tuple(make_replicated_placements(mesh)), tensor.shape, tensor.stride(), tensor.dtype
+            ),
         )
 
     @staticmethod

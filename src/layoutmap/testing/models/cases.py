@@ -35,7 +35,7 @@ import layoutmap as lm
 
 
 class DrawnModel(Protocol):
-    """A random model of one library, as a value that can write its program."""
+    """A random model of one library that can write its source code."""
 
     library: ClassVar[str]
     """The name of the library's adapter."""

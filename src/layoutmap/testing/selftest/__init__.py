@@ -165,7 +165,7 @@ def _choose_subjects(engines: Collection[str], only: Collection[str]) -> list[st
     chosen = [name for name in available if name in (only or available)]
     if not chosen or len(chosen) < len(only):
         raise LayoutMapError(
-            f"of the kinds of --only, there is {', '.join(chosen) or 'nothing'}",
+            f"--only selects {', '.join(chosen) or 'nothing'}",
             why=f"with the installed packages, these can be tried: {', '.join(available)}",
             fix='name one of them with --only, or pip install "layoutmap[jax]", [tensorflow] or [torch]',
         )

@@ -219,25 +219,25 @@ Patch = Callable[[torch.Tensor, Run], None]
 def make_run_patch(offset: int, numel: int, reader: Reader) -> Patch:
     """Return a patch with new values for a contiguous run of elements."""
 
-    def put(values: torch.Tensor, run: Run) -> None:
+    def write_values(values: torch.Tensor, run: Run) -> None:
         part = run.clip_to(offset, offset + numel)
         if part is not None:
             values[part[1]] = reader.read(part[0].move_by(-offset))
 
-    return put
+    return write_values
 
 
 def make_grid_patch(geometry: Geometry, reader: Reader) -> Patch:
     """Return a patch with new values for the elements of a view with gaps, in their order."""
 
-    def put(values: torch.Tensor, run: Run) -> None:
+    def write_values(values: torch.Tensor, run: Run) -> None:
         low, high = geometry.count_elements_before(run.start), geometry.count_elements_before(run.stop)
         if low < high and run.rows > 1:
             raise ApartError
         if low < high:
             values[geometry.list_places(low, high) - run.start] = reader.read(Run(low, high - low))
 
-    return put
+    return write_values
 
 
 def make_place_patch(places: torch.Tensor, values: torch.Tensor) -> Patch:
@@ -250,7 +250,7 @@ def make_place_patch(places: torch.Tensor, values: torch.Tensor) -> Patch:
     in_order, order = places.sort()
     ordered = values[order]
 
-    def put(values: torch.Tensor, run: Run) -> None:
+    def write_values(values: torch.Tensor, run: Run) -> None:
         ends = torch.tensor([run.start, run.stop], device="cpu")
         low, high = torch.searchsorted(in_order, ends).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         at, new = in_order[low:high] - run.start, ordered[low:high]
@@ -260,7 +260,7 @@ def make_place_patch(places: torch.Tensor, values: torch.Tensor) -> Patch:
             at, new = (row * run.length + column)[there], new[there]
         values[at] = new.to(values.dtype)
 
-    return put
+    return write_values
 
 
 class Patched(Reader):

@@ -35,7 +35,7 @@ from layoutmap.engines.torch.dtensor_ops.softmax import compute_log_softmax
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     OwnGradient,
-    make_replicated,
+    make_replicated_placements,
     redistribute_tensor,
     reduce_over_devices,
     replicate_gradient,
@@ -171,16 +171,20 @@ class _DeviceMean(OwnGradient):
             sums, ctx.by = sums.unbind()
             sums = sums / ctx.by
         made = sums.to(total.dtype)
-        return make_dtensor(made, make_shard_spec(mesh, tuple(make_replicated(mesh)), (), (), made.dtype))
+        return make_dtensor(
+            made, make_shard_spec(mesh, tuple(make_replicated_placements(mesh)), (), (), made.dtype)
+        )
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         # Each device uses the mean for its own part, so the gradients are summed.
-        of_gradient = make_replicated(ctx.mesh)
+        of_gradient = make_replicated_placements(ctx.mesh)
         for dim in ctx.dims:
             of_gradient[dim] = Partial()
         gradient = take_shard(
-            redistribute_tensor(replicate_gradient(upstream[0], ctx.mesh), make_replicated(ctx.mesh)),
+            redistribute_tensor(
+                replicate_gradient(upstream[0], ctx.mesh), make_replicated_placements(ctx.mesh)
+            ),
             of_gradient,
         )
         return gradient if ctx.by is None else (gradient / ctx.by).to(gradient.dtype), None, None, None

@@ -26,7 +26,7 @@ from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.placing import (
     OwnGradient,
     is_replicated,
-    make_replicated,
+    make_replicated_placements,
     move_to_placements,
     redistribute_tensor,
     reduce_placements,
@@ -67,7 +67,7 @@ def full_tensor(
     if tensor.device_mesh not in meshes:
         return own(tensor, grad_placements=grad_placements)
     refuse_outdated("full_tensor", tensor)
-    whole = move_to_placements(tensor, make_replicated(tensor.device_mesh))
+    whole = move_to_placements(tensor, make_replicated_placements(tensor.device_mesh))
     local = _ToLocal.run(whole, _GradientLayout(whole.placements, grad_placements))
     if simulation.is_simulated():
         local = take_one_rank(local)
@@ -140,7 +140,7 @@ def from_local(
         return own(local_tensor, device_mesh, placements)
     local = local_tensor
     with simulation.simulate_mesh(device_mesh):
-        placements = make_replicated(device_mesh) if placements is None else placements
+        placements = make_replicated_placements(device_mesh) if placements is None else placements
         wanted = tuple(_normalize_axis(each, local.ndim) for each in placements)
         if isinstance(local, DTensor):
             if not is_replicated(local):
@@ -158,7 +158,9 @@ def from_local(
             spec = make_shard_spec(device_mesh, wanted, local.shape, local.stride(), local.dtype)
         else:
             spec = replace_placements(
-                make_shard_spec(device_mesh, tuple(make_replicated(device_mesh)), shape, stride, local.dtype),
+                make_shard_spec(
+                    device_mesh, tuple(make_replicated_placements(device_mesh)), shape, stride, local.dtype
+                ),
                 wanted,
                 local.dtype,
             )
@@ -185,7 +187,7 @@ def distribute_tensor(
     """Replace `distribute_tensor()`: also accept a replicated DTensor, as a model's call creates them."""
     if device_mesh is None or device_mesh not in meshes:
         return own(tensor, device_mesh, placements, src_data_rank=src_data_rank)
-    wanted = make_replicated(device_mesh) if placements is None else list(placements)
+    wanted = make_replicated_placements(device_mesh) if placements is None else list(placements)
     with simulation.simulate_mesh(device_mesh), simulation.use_own_group():
         if isinstance(tensor, DTensor):
             if not (tensor.device_mesh == device_mesh and is_replicated(tensor) and tensor.is_leaf):

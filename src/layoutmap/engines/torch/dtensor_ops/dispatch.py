@@ -73,7 +73,7 @@ def is_custom_operator(function: Function) -> bool:
     )
 
 
-def take_shape(op: OpOverload, args: Args, kwargs: Kwargs, view: object) -> object:
+def take_view_shape(op: OpOverload, args: Args, kwargs: Kwargs, view: object) -> object:
     """Give a DTensor the shape of its view, for operators that reshape their first argument in place."""
     set_pieces(args[0], get_local(view), get_spec(view))
     return return_and_correct_aliasing(op, args, kwargs, args[0])  # pyright: ignore[reportUnknownVariableType]

@@ -27,7 +27,7 @@ from layoutmap.engines.torch.dtensor_ops.dispatch import (
     decompose_operator,
     list_argument_specs,
     list_specs,
-    take_shape,
+    take_view_shape,
 )
 from layoutmap.engines.torch.dtensor_ops.gathered import (
     compute_gathered,
@@ -54,7 +54,7 @@ from layoutmap.engines.torch.placing import (
     full_tensor,
     has_no_gaps,
     is_replicated,
-    make_replicated,
+    make_replicated_placements,
     move_to_placements,
     reduce_placements,
     replicate_tensor,
@@ -180,7 +180,7 @@ def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any
         view = getattr(torch.ops.aten, name)(*args, **kwargs)
         if get_memory(view) is not get_memory(args[0]):
             _refuse_shape(op, args[0], view)
-        return take_shape(op, args, kwargs, view)
+        return take_view_shape(op, args, kwargs, view)
     place = _FROM_THE_START.get(name, len(args))
     if place < len(args) and args[place] is not None and args[place] < 0:
         rank = args[0].ndim if place == 1 else len(args[1])
@@ -330,7 +330,7 @@ def _compute_local_view(op: OpOverload, args: Args, kwargs: Kwargs, mesh: Device
     )
     return tree_map(
         lambda each: (
-            DTensor.from_local(each, mesh, make_replicated(mesh), run_check=False)
+            DTensor.from_local(each, mesh, make_replicated_placements(mesh), run_check=False)
             if isinstance(each, torch.Tensor)
             else each
         ),

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     from_shards,
-    make_replicated,
+    make_replicated_placements,
     move_to_placements,
     reduce_partial,
     replicate_tensor,
@@ -73,7 +73,7 @@ def find_kept_axes(
 
 def make_placements(mesh: DeviceMesh, axes: Mapping[int, int | None]) -> tuple[Placement, ...]:
     """Return the placements that shard an axis over each mesh dim, by the number of the dim."""
-    placements = make_replicated(mesh)
+    placements = make_replicated_placements(mesh)
     for dim, axis in axes.items():
         if axis is not None:
             placements[dim] = Shard(axis)

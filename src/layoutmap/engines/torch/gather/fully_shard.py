@@ -273,11 +273,11 @@ class _GradientGuard(AutogradFunction):
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         if not will_be_reached(ctx.node):
-            raise RuntimeError(_BY_WEIGHTS)
+            raise RuntimeError(_GRADIENTS_BY_WEIGHTS)
         if any(
             map(has_foreign_hooks, ctx.sharded)
         ):  # otherwise autograd would call these hooks without a gradient
-            raise RuntimeError(_LATE_HOOKS)
+            raise RuntimeError(_HOOKS_REGISTERED_TOO_LATE)
         return None, *upstream, *[None] * len(ctx.sharded)
 
 
@@ -317,13 +317,13 @@ class _SavedTensor:
     call: _Call
 
 
-_BY_WEIGHTS = format_message(
+_GRADIENTS_BY_WEIGHTS = format_message(
     "gradients by some weights were asked for (torch.autograd.grad, or backward(inputs=...))",
     {},
     "torch's fully_shard has gradients only in the .grad of all weights, after loss.backward()",
     'call loss.backward(), or open the scope with gather="own"',
 )
-_LATE_HOOKS = format_message(
+_HOOKS_REGISTERED_TOO_LATE = format_message(
     "a weight was given a hook on its gradient between the forward pass and the backward pass",
     {},
     "torch's fully_shard has gathered it for a backward pass without hooks",
