@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import layoutmap as lm
 from layoutmap.adapters.jax import train_with
+from layoutmap.engines import get_engine
 
 P = PartitionSpec
 MESH = "batch=2,model=4"
@@ -245,6 +246,16 @@ def test_axis_types_are_taken_over_and_kept():
     moved = lm.dtensor.relayout(x, NamedSharding(native, P("model")))
     assert NamedSharding(native, P("model", None)) == moved.sharding
     assert NamedSharding(native, P(None, "batch")) == lm.dtensor.relayout(x, P(None, "batch")).sharding
+
+
+def test_random_keys_made_under_explicit_axes_have_a_layout_of_their_rank():
+    """JAX's spec of such keys has an entry for their numbers, too, which no reader may count as an axis."""
+    with jax.set_mesh(jax.make_mesh((2, 4), ("batch", "model"), axis_types=(AxisType.Explicit,) * 2)):
+        keys = jax.random.key(0), jax.random.split(jax.random.key(0), 2)
+    for key in keys:
+        assert key.ndim == lm.dtensor.fetch_layout(key).rank
+        expected = np.asarray(jax.random.key_data(key))
+        assert np.array_equal(expected, get_engine("jax").to_numpy(key))
 
 
 def test_maps_of_both_axis_types_are_used_in_one_process():

@@ -133,7 +133,8 @@ class ArrayLayouts:
 
 
 def _pad_specs(spec: PartitionSpec, rank: int) -> list[str | tuple[str, ...] | None]:
-    return [*spec, *[None] * (rank - len(spec))]
+    # The spec of random keys has the axes of their numbers, too, if a program has made them under explicit axes.
+    return [*spec[:rank], *[None] * (rank - len(spec))]
 
 
 def _explain_missing_layout(spec: PartitionSpec) -> str | None:
