@@ -170,6 +170,23 @@ def test_scatters_of_uneven_shards(seed):
     assert is_right(*case)
 
 
+def test_an_update_under_vmap_of_a_part_of_an_axis():
+    """It changes that part alone. XLA writes it into each shard of an axis that the result has in shards."""
+    correct()
+    mesh = mesh_of((2, 4))
+
+    def update(sharding, operand, updates, index):
+        set_index = jax.vmap(lambda x, u, i: jax.lax.dynamic_update_index_in_dim(x, u, i, 2), (2, 2, None), 1)
+        result = set_index(operand, updates, index)
+        return result if sharding is None else jax.lax.with_sharding_constraint(result, sharding)
+
+    operands = [*whole_numbers(np.random.default_rng(0), (16, 4, 8, 16), (16, 4, 8)), np.int32(8)]
+    spec = P(None, None, None, "y")
+    one, function = (functools.partial(update, each) for each in (None, NamedSharding(mesh, spec)))
+
+    assert is_right(function, operands, mesh, [P(), P(), P()], spec, one)
+
+
 def test_a_scatter_on_some_of_the_devices():
     """What divides them is what divides the devices of the program, which can be fewer than there are."""
     correct()

@@ -241,9 +241,12 @@ def _scatter(
     primitive: Primitive, operand: jax.Array, indices: jax.Array, updates: jax.Array, **params: Any
 ) -> jax.Array:
     """Scatter so that the padding of uneven shards adds nothing: set its updates to 0, or gather them."""
-    rows = [
-        axis for axis in range(updates.ndim) if axis not in params["dimension_numbers"].update_window_dims
-    ]
+    numbers = params["dimension_numbers"]
+    partial = _find_partial_windows(operand, updates, numbers)
+    operand = _gather_axes(operand, partial)
+    if primitive is lax.scatter_p:
+        return _gather_axes(primitive.bind(operand, indices, updates, **params), partial)
+    rows = [axis for axis in range(updates.ndim) if axis not in numbers.update_window_dims]
     uneven = {axis for axis in rows if not _is_even(updates.shape[axis])}
     # For an axis of size 1, XLA assumes index 0 even in shards without that element.
     # Masked updates must be neutral: 0 for additions, and a dtype-dependent value for other operators.
@@ -254,7 +257,18 @@ def _scatter(
         is_element = lax.broadcasted_iota(np.int32, updates.shape, axis) < end
         updates = lax.select(is_element, updates, jnp.zeros_like(updates))
     indices = _gather_axes(indices, {rows.index(axis) for axis in uneven - masked})
-    return primitive.bind(operand, indices, _gather_axes(updates, uneven - masked), **params)
+    result = primitive.bind(operand, indices, _gather_axes(updates, uneven - masked), **params)
+    return _gather_axes(result, partial)
+
+
+def _find_partial_windows(
+    operand: jax.Array, updates: jax.Array, numbers: lax.ScatterDimensionNumbers
+) -> set[int]:
+    """Return the axes of an operand of which a window covers a part. XLA writes the window into each shard of them."""
+    without = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    covered = [axis for axis in range(operand.ndim) if axis not in without]
+    pairs = zip(numbers.update_window_dims, covered, strict=True)
+    return {axis for own, axis in pairs if updates.shape[own] != operand.shape[axis]}
 
 
 # -- products of matrices
@@ -452,7 +466,13 @@ _PATCHES = Patches(
         _Lowering(lax.select_and_gather_add_p, _select_and_gather),
         *(
             _Lowering(each, functools.partial(_scatter, each))
-            for each in (lax.scatter_add_p, lax.scatter_mul_p, lax.scatter_min_p, lax.scatter_max_p)
+            for each in (
+                lax.scatter_p,
+                lax.scatter_add_p,
+                lax.scatter_mul_p,
+                lax.scatter_min_p,
+                lax.scatter_max_p,
+            )
         ),
         _Lowering(lax.fft_p, _transform_fourier),
         far_products.PATCH,
