@@ -11,7 +11,7 @@ from layoutmap.testing import strategies
 
 @given(strategies.plans())
 def test_the_parts_are_all_that_a_device_holds(drawn):
-    """Weights, slots and state are the device's bytes. A gradient is as large as its weight, also of one in the host."""
+    """Weights, slots and state are the device's bytes. The gradient of a weight in the host is on the device."""
     _, _, plan = drawn
     memory = plan.memory
 
