@@ -17,9 +17,8 @@ def main(number, folder, port, num_processes, first, last):
     dist.init_process_group("gloo")
     meshes = dtensor_methods.MESHES[int(num_processes)]
     cases = [dtensor_methods.draw(seed, meshes) for seed in range(int(first), int(last))]
-    plain = dtensor_methods.results_of_plain_dtensors(
-        int(num_processes)
-    )  # before the library changes DTensor
+    # Before the library changes DTensor.
+    plain = dtensor_methods.results_of_plain_dtensors(int(num_processes))
     found: dict[int | str, object] = dict(dtensor_methods.differences(cases))
     found["plain"] = dtensor_methods.differences_from_plain_dtensors(plain, int(num_processes))
     (Path(folder) / f"{number}.json").write_text(json.dumps(found))

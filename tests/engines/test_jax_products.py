@@ -187,6 +187,15 @@ def test_an_update_under_vmap_of_a_part_of_an_axis():
     assert is_right(function, operands, mesh, [P(), P(), P()], spec, one)
 
 
+@pytest.mark.parametrize("seed", few((31024, 31052, 31207, 31498, 31565), 31024))
+def test_updates_of_a_part_of_an_axis(seed):
+    """An update changes its part alone, in layouts where XLA writes it into each shard of the axis."""
+    correct()
+    _, *case = drawn_update(seed)
+
+    assert is_right(*case)
+
+
 def test_a_scatter_on_some_of_the_devices():
     """What divides them is what divides the devices of the program, which can be fewer than there are."""
     correct()
@@ -436,6 +445,34 @@ def drawn_scatter(seed):
     return f"{how} of {number} in {spec}", function, operands, mesh, [P(), P()], P(), one
 
 
+def drawn_update(seed):
+    """The same, of an update of a part of one axis of an array, of which each row may be a row of a batch."""
+    rng = random.Random(seed)
+    mesh = mesh_of(rng.choice(MESHES))
+    shape = [rng.choice([4, 8, 16]) for _ in range(rng.choice([2, 3, 4]))]
+    axis, other = rng.sample(range(len(shape)), 2)
+    length = rng.choice([1, 1, 1, 2, shape[axis] - 1])
+    values = np.random.default_rng(seed)
+    how = rng.choice(["slice", "slice of each row", "slices of each row", "add"])
+    first = None if how in ("slice", "add") else other
+    starts = values.integers(0, shape[axis] - length + 1, shape[other])
+    operands = whole_numbers(values, shape, [*shape[:axis], length, *shape[axis + 1 :]])
+    operands = [*operands, starts if how == "slices of each row" else starts[0]]
+    out = rng.randrange(len(shape))
+    result = [size for each, size in enumerate(shape) if each != first]
+    if first is not None:
+        result.insert(out, shape[first])
+    terms = [*((each.ndim, each.shape) for each in operands), (len(shape), result)]
+    specs = [
+        PartitionSpec() if rng.random() < 0.4 else spec_of(rng, range(ndim), sizes, mesh, {})
+        for ndim, sizes in terms
+    ]
+    function = functools.partial(updated, how, axis, first, out)
+    result_spec = specs[3] if rng.random() < 0.7 else None
+    name = f"{how} {length} of axis {axis} of {shape}, batch {first} to {out}"
+    return name, function, operands, mesh, specs[:3], result_spec
+
+
 def drawn_calls(seed):
     """The same, of two calls of one function, each in layouts of its own."""
     name, function, operands, mesh, specs, result_spec = drawn_gather(seed)
@@ -457,6 +494,21 @@ def put(how, rows, layout, updates, indices):
         updates = jax.lax.with_sharding_constraint(updates, layout)
     table = jax.numpy.ones((rows, updates.shape[-1]))
     return getattr(table.at[indices], how)(updates)
+
+
+def updated(how, axis, first, out, operand, updates, start):
+    """An array a part of which is set, or added to; under `vmap` either is a scatter."""
+    if how == "add":
+        part = [slice(None)] * operand.ndim
+        part[axis] = start + jax.numpy.arange(updates.shape[axis])
+        return operand.at[tuple(part)].add(updates)
+    if how == "slice":
+        return jax.lax.dynamic_update_slice_in_dim(operand, updates, start, axis)
+    in_axes = (first, first, 0 if how == "slices of each row" else None)
+    update = jax.lax.dynamic_update_slice_in_dim
+    return jax.vmap(lambda x, u, i: update(x, u, i, axis - (first < axis)), in_axes, out)(
+        operand, updates, start
+    )
 
 
 def added(updates, indices, rows):
@@ -495,6 +547,7 @@ KINDS = {
     "convolutions": drawn_convolution,
     "gathers": drawn_gather,
     "scatters": drawn_scatter,
+    "updates": drawn_update,
     "calls": drawn_calls,
 }
 

@@ -121,7 +121,7 @@ def fill_block(
         read: Returns a block of the other array. It is asked for just what is needed, in pieces.
 
     Returns:
-        How many elements were filled: those of the part of the array that the other one has.
+        Number of filled elements: those of the part of the array that the other one has.
     """
     order = [atom for axis in there for atom in axis if isinstance(atom, str)]
     inside = [atom for axis in here for atom in axis]

@@ -15,9 +15,8 @@ from layoutmap.core.blocks import Index, compute_block_shape
 
 LEAST_BYTES = 1 << 16
 MOST_BYTES = 1 << 23
-_LARGE_BYTES = (
-    1 << 20
-)  # smallest chunk of a large checkpoint, because smaller ones take more time in Python than on the disk
+# Smallest chunk of a large checkpoint, because smaller ones take more time in Python than on the disk.
+_LARGE_BYTES = 1 << 20
 _OF_A_CHECKPOINT = 512  # number of chunks from which a checkpoint is large
 _MOST_CHUNKS = 500_000  # limit for one checkpoint, whose manifest then has about 50 MB
 _OF_A_VARIABLE = 512  # limit for one variable: 8 chunks along each of three axes

@@ -39,7 +39,7 @@ class StepSource(Source):
     Attributes:
         where: The folder of the step.
         manifest: What is in it.
-        bytes_read: How many bytes of values have been read so far.
+        bytes_read: Number of bytes of values read so far.
         verifies: Whether checksums of values are compared.
         room: Of how many bytes that `check` reads the values are kept, until `read` returns them.
 

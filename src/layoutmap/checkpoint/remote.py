@@ -108,9 +108,8 @@ class RemoteStorage:
                     raise
         head = memoryview(bytearray(_HEAD_BYTES))
         if token.encode() not in bytes(head[: self.read_into(folder, NAME, 0, head)]):
-            raise make_exists_error(
-                self.where, step
-            )  # if the token is this save's own, only the answer was lost
+            # If the token is this save's own, only the answer was lost.
+            raise make_exists_error(self.where, step)
         # The manifest is final, so other files in the folder belong to saves that fail.
         self.remove(f"{folder}/{token}", NAME)
         with suppress(Exception):

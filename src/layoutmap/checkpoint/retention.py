@@ -19,10 +19,10 @@ class Retention:
     """Rules for saving steps and for keeping saved ones.
 
     Args:
-        keep_last: How many of the last steps are kept, 1 or more; `None`: all.
+        keep_last: Number of the last steps to keep, 1 or more; `None`: all.
         best: The metric by which steps are compared; `None`: none is.
         best_mode: Whether the best is the smallest or the largest.
-        keep_best: How many of the best are kept beside the last.
+        keep_best: Number of the best steps to keep beside the last.
         keep_every: Steps that are a multiple of it are all kept; `None`: none is for its number.
         every_steps: A step is due when a multiple of it is reached; `None`: that does not decide.
         every_minutes: A step is due so long after the last save; `None`: that does not decide.

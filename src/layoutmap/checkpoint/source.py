@@ -54,7 +54,7 @@ def check_variables(where: str, variables: Iterable[SavedVariable], most_bytes: 
     Args:
         where: The checkpoint, for messages.
         variables: The variables.
-        most_bytes: How many bytes one of them can have at most; `None`: the format has checked it.
+        most_bytes: Largest number of bytes of one of them; `None`: the format has checked it.
 
     Raises:
         CheckpointError: One has.

@@ -51,7 +51,7 @@ def begin_step(storage: Storage, step: int, token: str, total_bytes: int) -> str
         storage: Where to.
         step: The step.
         token: A name that no other save has.
-        total_bytes: How much all processes will write.
+        total_bytes: Number of bytes that all processes write.
 
     Raises:
         CheckpointError: The step exists already, there is not enough space, or nothing can be written.
@@ -78,7 +78,7 @@ class StepWriter:
         todo: The shards that this process writes.
         total_bytes: Size of all variables, of all processes.
         number: The number of this process.
-        count: How many processes there are.
+        count: Number of processes.
         states: States of this process alone, encoded.
         patience_seconds: How long to wait for a process that does not respond; `None`: `PATIENCE_SECONDS`.
     """
@@ -255,9 +255,8 @@ class StepWriter:
         for number in self._watched:
             if self._storage.size(self._folder, _name_failure(number)) is not None:
                 data, until = None, time.monotonic() + 1
-                while (
-                    data is None and time.monotonic() < until
-                ):  # the file may be incomplete while it is written
+                # The file may be incomplete while it is written.
+                while data is None and time.monotonic() < until:
                     data = self._read_json(self._folder, _name_failure(number))
                     time.sleep(_SHORTEST_SECONDS)
                 found: tuple[int, str] = (

@@ -51,7 +51,7 @@ class Storage(FileMaker, Protocol):
     """The folder, as messages name it."""
 
     read_bytes: int
-    """How much is best read at once."""
+    """Number of bytes that are best read at once."""
 
     write_files: int
     """Number of files that a process writes at the same time."""
@@ -219,9 +219,8 @@ class LocalStorage:
         self._check_system()
         path, done = f"{self.where}/{folder}/{name}", 0
         try:
-            file = os.open(
-                path, os.O_RDONLY | os.O_NONBLOCK
-            )  # O_NONBLOCK, so that opening a named pipe does not block
+            # O_NONBLOCK, so that opening a named pipe does not block.
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             try:
                 while done < len(buffer) and (count := os.preadv(file, [buffer[done:]], start + done)):
                     done += count

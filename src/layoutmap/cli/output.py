@@ -168,9 +168,8 @@ def _replace(target: str, data: bytes, there: os.stat_result | None) -> None:
         file.write(data)
         file.close()
         if there is not None:
-            with contextlib.suppress(
-                PermissionError, AttributeError
-            ):  # fails for another user's file and on Windows
+            # Fails for another user's file and on Windows.
+            with contextlib.suppress(PermissionError, AttributeError):
                 os.chown(new, there.st_uid, there.st_gid)
             os.chmod(new, mode)
         os.replace(new, target)

@@ -280,7 +280,7 @@ def are_covered_once(
     Args:
         begins: Where the others begin, those of the first block first: a row for each, a column for each axis.
         ends: Where they end.
-        counts: How many there are for each block.
+        counts: Number of them for each block.
         first: Where the blocks begin.
         last: Where they end.
     """

@@ -51,9 +51,8 @@ def compute_position_checksum(
         >>> compute_position_checksum(whole, (2, 3), (0, 0)) == sum(parts) % 2**64
         True
     """
-    if (
-        values.ndim and values.size > _MOST_ELEMENTS and len(values) > 1
-    ):  # reduce after each step, because the product needs 64 bits
+    # Reduce after each step, because the product needs 64 bits.
+    if values.ndim and values.size > _MOST_ELEMENTS and len(values) > 1:
         half = len(values) // 2
         parts = (
             (values[:half], begins, None if positions is None else positions[:half]),

@@ -29,7 +29,7 @@ class MeshDimension:
 
     Args:
         name: Its name, as used in layouts.
-        size: How many devices are along it.
+        size: Number of devices along it.
         axis_type: JAX's type of it: `"auto"`, or `"explicit"`, where the shardings of arrays are part of their types.
             Not compared: it changes how programs are written, not where arrays are.
 

@@ -8,9 +8,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 from layoutmap.core.escaping import escape_html, escape_text
 
-_TABLE = (
-    "border-collapse:collapse;color:inherit"  # inherit the text color, so that dark notebooks stay readable
-)
+# Inherit the text color, so that dark notebooks stay readable.
+_TABLE = "border-collapse:collapse;color:inherit"
 _CELL = "padding:.15em .7em;text-align:left;font-family:monospace;white-space:nowrap"
 _READABLE = 30  # narrowest width in characters to which a column shrinks while another column can be dropped
 _NAMED = re.compile(r" *\S+(?: \S+)* {2,}")  # a name that starts a line, before the column with its text

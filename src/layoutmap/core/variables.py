@@ -225,13 +225,8 @@ def format_variable_names(variables: Sequence[VariableSpec]) -> list[str]:
 
 # A dtype name contains its number of bits (bfloat16, int4). A suffix such as `x2` gives the number of packed values.
 _BITS = re.compile(r"(?:q?u?int|b?float|complex|bits)(1|2|4|6|8|16|32|64|128)(?:_[a-z0-9]*?)?(?:_?x(\d+))?")
-_ITEMSIZES = {
-    "bool": 1,
-    "string": 8,
-    "key<fry>": 8,
-    "key<rbg>": 16,
-    "key<urbg>": 16,
-}  # the last rows are PRNG keys of JAX
+# The last rows are PRNG keys of JAX.
+_ITEMSIZES = {"bool": 1, "string": 8, "key<fry>": 8, "key<rbg>": 16, "key<urbg>": 16}
 
 
 @cache

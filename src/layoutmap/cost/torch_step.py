@@ -264,9 +264,8 @@ class _OperationCounter(TorchDispatchMode):
         """Return the mesh dims of a collective, and the number of its devices."""
         mesh = self.policy.mesh
         for each in args:
-            is_group = isinstance(
-                each, torch.ScriptObject
-            )  # the group comes first, the kind of reduction second
+            # The group comes first, the kind of reduction second.
+            is_group = isinstance(each, torch.ScriptObject)
             name = dist.ProcessGroup.unbox(each).group_name if is_group else each
             if isinstance(name, str) and name in self._groups:
                 dims = self._groups[name]
@@ -289,9 +288,8 @@ class _OperationCounter(TorchDispatchMode):
         self._storages[key] = num_bytes, cause
         self._held += num_bytes
         self.peak = max(self.peak, self._held - self.kept)
-        weakref.finalize(
-            storage, self._release_memory, key
-        )  # finalize the storage, because views keep it alive
+        # Finalize the storage, because views keep it alive.
+        weakref.finalize(storage, self._release_memory, key)
 
     def _release_memory(self, key: object) -> None:
         self._held -= self._storages.pop(key)[0]

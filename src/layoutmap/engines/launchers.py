@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -19,7 +20,7 @@ class Launcher:
     Args:
         name: `"torchrun"` or `"SLURM"`.
         process: The number of this process among those that were started together.
-        num_processes: How many those are.
+        num_processes: Number of processes.
     """
 
     name: str
@@ -60,13 +61,13 @@ def report_errors_to_torchrun() -> None:
 
     def write_error(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
         call_earlier_hook(kind, error, place)
-        # torch's @record has written the file before, with the traceback
+        # torch's @record writes the file earlier, with the traceback.
         if isinstance(error, LayoutMapError) and not os.path.exists(file):
             message = {
                 "message": f"{kind.__name__}: {error}",
                 "extraInfo": {"timestamp": str(int(time.time()))},
             }
-            with open(file, "w", encoding="utf-8") as opened:
+            with suppress(OSError), open(file, "w", encoding="utf-8") as opened:
                 json.dump({"message": message}, opened)
 
     sys.excepthook = write_error

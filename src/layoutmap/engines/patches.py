@@ -138,9 +138,8 @@ class Patches:
     def __init__(self, patches: Iterable[Patch]):
         self._patches = tuple(patches)
         self._users: weakref.WeakSet[_PatchUse] = weakref.WeakSet()
-        self._lock = (
-            threading.RLock()
-        )  # reentrant, because garbage collection may end a use while the lock is held
+        # Reentrant, because garbage collection may end a use while the lock is held.
+        self._lock = threading.RLock()
 
     def activate(self) -> Closing:
         """Install the patches while this context is open."""

@@ -107,9 +107,8 @@ class Guard:
 
     def callback(self) -> Any:
         """Return a callback for `fit` of Keras that calls the guard after each batch."""
-        from layoutmap.adapters.keras.callback import (
-            make_batch_callback,
-        )  # imported here, because it imports Keras
+        # Imported here, because it imports Keras.
+        from layoutmap.adapters.keras.callback import make_batch_callback
 
         return make_batch_callback(self)
 
@@ -128,7 +127,7 @@ def guard(
         model: The model, see `layoutmap.inspect`.
         plan: What it is to be, as `Plan.from_json` reads it; `None`: as the first step leaves it.
         optimizer: Its optimizer, or the state of one, where the model does not have it.
-        every: How many steps there are from one comparison to the next. One reads all values, a second for each GB.
+        every: Number of steps from one comparison to the next. A comparison reads all values, at about 1 GB per second.
 
     Raises:
         ScopeError: `every` is no number of steps.

@@ -40,7 +40,7 @@ from layoutmap.scope.owner import infer_library
 from layoutmap.scope.scope import build
 
 ROUNDINGS = 30
-"""How many times as far as by one rounding of its numbers a model may differ: each of its operations rounds."""
+"""Allowed difference of a model, in roundings of its numbers: each of its operations rounds."""
 _EPSILON = 1e-7  # rounding unit of float32
 _NUM_DRAWS = 3  # with a single draw, a value may stay equal by chance
 _FLUSHED = float(np.finfo(np.float32).tiny)  # processors may flush smaller numbers to zero
@@ -59,7 +59,7 @@ class ParityRow:
             that value more than the tolerance allows, divided by a larger scale, but by no more than 1 (gradients: the
             largest gradient of the model). `nan` where the shapes differ or only one side is not a number.
         tolerance: What is allowed.
-        left_out: How many elements were not compared, since their gradient is only rounding.
+        left_out: Number of elements that were not compared, because their gradient is only rounding.
         factor: By what all values of the plain model are multiplied, where that is all that differs; else `None`.
         difference: The largest absolute difference.
         largest_scale: The largest scale that rounding may ask for.
@@ -84,7 +84,7 @@ class ParityRow:
 
         Args:
             rounding: By how much one rounding of its numbers changes the plain model's values.
-            times: How many roundings are allowed.
+            times: Number of allowed roundings.
         """
         if self.agrees or not rounding or not self.tolerance:
             return self
@@ -176,7 +176,7 @@ def check_parity(
             where values are so small beside others that the rounding in them is to be measured.
         layout_map: The rules.
         batch: What one training step takes: `(x, y)` or `(x, y, sample_weight)`, all of it in each process.
-        steps: How many optimizer steps to compare, each on the same batch; 0 for a model that is not compiled.
+        steps: Number of optimizer steps to compare, each on the same batch; 0 for a model that is not compiled.
         seed: The seed of both builds. Random states are put back afterwards.
         tolerance: The largest relative difference that counts as equal; first weights must be equal bit for bit.
         batch_dim: The mesh dim that splits the batch; `None`: none.
@@ -276,7 +276,7 @@ def compare_rounded(
         plain: A model that has taken no step.
         other: An equal one, whose variables are moved.
         batch: The batch of each step.
-        steps: How many optimizer steps to compare.
+        steps: Number of optimizer steps to compare.
         tolerance: The tolerance of the comparison that this one explains; a rounding is 1e-5 / 84 of it.
         left_out: See `compare_models`.
         seed: The signs of the roundings are drawn from it.
@@ -335,7 +335,7 @@ def compare_models(
         sharded: The other one.
         batch: The batch of each step.
         other_batch: The batch of the other model; `None`: the same.
-        steps: How many optimizer steps to compare.
+        steps: Number of optimizer steps to compare.
         tolerance: The largest relative difference that counts as equal.
         left_out: The elements that steps are not compared in, as `only_rounding` of another report of the same model;
             `None`: those whose gradients are only rounding here.
@@ -354,10 +354,8 @@ def compare_models(
 
 def _check_separate(adapter: Training, plain: object, sharded: object) -> None:
     """Raise if both models share variables, so that one would be compared with itself."""
-    ours, theirs = (
-        adapter.variables(sharded),
-        adapter.variables(plain),
-    )  # keep both alive while their ids are compared
+    # Keep both alive while their ids are compared.
+    ours, theirs = adapter.variables(sharded), adapter.variables(plain)
     laid_out = {id(variable) for variable in ours.values()}
     shared = [path for path, variable in theirs.items() if plain is sharded or id(variable) in laid_out]
     if shared:
@@ -557,9 +555,8 @@ def _find_factor(expected: NumpyArray, actual: NumpyArray, tolerance: float) -> 
         return None
     a, b = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
     factor = float(np.vdot(a, b) / np.vdot(a, a))
-    if math.isclose(
-        factor, 1, abs_tol=10 * tolerance
-    ):  # the scale is equal, so the difference has another cause
+    # The scale is equal, so the difference has another cause.
+    if math.isclose(factor, 1, abs_tol=10 * tolerance):
         return None
     return factor if np.max(np.abs(a * factor - b)) <= 10 * tolerance * np.max(np.abs(b)) else None
 

@@ -12,7 +12,7 @@ from layoutmap.core.blocks import NumpyArray
 
 _COARSE_STEPS = {"float16": 2**-10, "bfloat16": 2**-7}
 _ROUNDINGS_OF_TOLERANCE = 1e-5 / 2**-23
-"""How many roundings of float32 its default tolerance is. A model of coarser precision is given a larger tolerance."""
+"""Default tolerance, in roundings of float32. A model of coarser precision gets a larger tolerance."""
 
 
 def move_variables(adapter: Training, model: Any, signs: np.random.Generator, tolerance: float) -> None:

@@ -225,9 +225,8 @@ class _Planning:
             return Match(variable.path, None, otherwise=AS_REST)
         if not winners:
             block = split_at_numbers(variable.path)
-            if (
-                block not in self._near
-            ):  # cache near misses, which are slow to find and equal in all repeated blocks
+            # Cache near misses, which are slow to find and equal in all repeated blocks.
+            if block not in self._near:
                 self._near[block] = tuple(self._patterns.find_nearest(variable.path))
             return Match(variable.path, None, near_misses=self._near[block])
         rule = min(winners.values(), key=lambda r: (r.pattern not in (*answers, *names), r.number))

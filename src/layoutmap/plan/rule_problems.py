@@ -46,7 +46,7 @@ def find_idle_rules(
 
     Args:
         rules: The rules.
-        won: How many paths each rule lays out, by its number.
+        won: Number of paths that each rule matches first, by the rule's number.
         beaten: For each rule that lost, by its number: the rule that won, and the path.
         paths: All paths.
         of: What has the paths: `"variable"` or `"layer"`.

@@ -227,9 +227,8 @@ def _plan_alternatives(plan: PlanTable, needed: int, there: int) -> tuple[Advice
         found = zip(table.assignments, counts.values(), strict=True)
         return sum((a.device_bytes + a.shard_bytes * a.variable.is_trained) * number for a, number in found)
 
-    if (
-        try_count_bytes(lambda: count_bytes(before)) != needed
-    ):  # the memory does not follow from the rules alone
+    # The memory does not follow from the rules alone.
+    if try_count_bytes(lambda: count_bytes(before)) != needed:
         return ()
     dims = plan.mesh.dim_names
     sharded = [

@@ -156,9 +156,8 @@ def find_preset(rules: RuleSet) -> Preset | None:
     if mesh is None or not rules:
         return None
     for name in presets.list_presets():
-        fields = presets.read_preset(
-            name, mesh, None, None
-        )  # keep presets with a matching pattern, because most belong to other families
+        # Keep presets with a matching pattern, because most belong to other families.
+        fields = presets.read_preset(name, mesh, None, None)
         for model_dim in (*mesh.dim_names, None) if fields.rules.keys() >= set(rules) else ():
             for fsdp_dim in (None, *(dim for dim in mesh.dim_names if dim != model_dim)):
                 preset = Preset(name, model_dim, fsdp_dim)

@@ -129,9 +129,8 @@ def find_required_literals(pattern: str) -> list[str]:
             run += chr(value)
             continue
         if name in _REPEATS and value[0] and [str(inner) for inner, _ in value[2]] == ["LITERAL"]:
-            run += chr(
-                value[2][0][1]
-            )  # the character occurs at least once, and the next one need not follow it
+            # The character occurs at least once, and the next one need not follow it.
+            run += chr(value[2][0][1])
         found.append(run)
         run = ""
     return [text for text in [*found, run] if text]

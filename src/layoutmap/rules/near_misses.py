@@ -27,7 +27,7 @@ class Candidates:
 
     Args:
         candidates: The paths or patterns.
-        most: How many comparisons may be made in all, each of some 50 microseconds; where one search would need more
+        most: Largest number of comparisons in all, of about 50 microseconds each; where one search would need more
             than are left, it finds nothing. `None`: any number.
     """
 

@@ -45,9 +45,8 @@ def refuse_slow_pattern(pattern: str, rule: str) -> None:
     Raises:
         RuleError: The pattern exceeds a limit.
     """
-    reason = find_slow_part(
-        pattern + "$" * is_keras_rule(pattern)
-    )  # Rules for Keras names must match the whole name.
+    # Rules for Keras names must match the whole name.
+    reason = find_slow_part(pattern + "$" * is_keras_rule(pattern))
     if reason:
         raise RuleError(
             f"{rule} {pattern[:_MAX_LENGTH]!r} could take too long on a path that it does not match",

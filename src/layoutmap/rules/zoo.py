@@ -28,7 +28,7 @@ class PublishedModel:
         name: What it is called, as in `"llama3_405b"`.
         kind: Its class, as in `"keras_hub.models:Llama3Backbone"`.
         preset: The rules for it: `LayoutMap.preset(model.preset, mesh)`.
-        num_parameters: How many numbers its weights have.
+        num_parameters: Number of elements of its weights.
         config: The arguments of its class.
     """
 

@@ -94,7 +94,7 @@ def load(
             that a damaged file changes nothing. `"while"`: as they are put into it, which needs no room and no second
             read; where one is damaged the error says that the model is loaded in part and must not be used. `"no"`:
             never, where others see to it.
-        room_bytes: How much of what was compared first a process keeps until it is used; the rest is read again.
+        room_bytes: Bytes of compared values that a process keeps until it uses them; it reads the rest again.
         progress: See `save`.
         inputs: An example of what the model is called with, or its shape and type, for a model that makes its weights
             at its first call: see `build`.

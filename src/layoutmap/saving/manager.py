@@ -43,10 +43,10 @@ class CheckpointManager:
 
     Args:
         directory: Where the steps of this run are kept, and of no other. All in it count, whoever saved them.
-        keep_last: How many of the last steps are kept, 1 or more; `None`: all. The one that was saved last always is.
+        keep_last: Number of the last steps to keep, 1 or more; `None`: all. The step saved last is always kept.
         best: The name of a metric; with it the best steps are kept, too.
         best_mode: `"min"` or `"max"`: which value of the metric is the best.
-        keep_best: How many of the best steps are kept.
+        keep_best: Number of the best steps to keep.
         keep_every: Steps whose number is a multiple of it are all kept, as in `keep_every=10_000`.
         every_steps: A step is due where a multiple of it is reached or passed.
         every_minutes: A step is due when the last save, or the beginning, was that long ago; the first process's clock

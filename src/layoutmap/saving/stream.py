@@ -101,9 +101,8 @@ class Stream:
         self.checksums = {}
         with lead_others(source):
             for variable in variables:
-                values = np.array(
-                    named.read(variable.path)
-                )  # copy, because the caller may keep and change the values
+                # Copy, because the caller may keep and change the values.
+                values = np.array(named.read(variable.path))
                 if self._since is not None:
                     self.checksums[variable.path] = checksum = compute_digest(values)
                     if self._since.get(variable.path) == checksum:

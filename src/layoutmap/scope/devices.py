@@ -101,7 +101,7 @@ def simulate_devices(number: int, engine: str | None = None) -> None:
     processes each one simulates so many; those of torch are devices themselves.
 
     Args:
-        number: How many devices, 1 or more.
+        number: Number of devices, 1 or more.
         engine: On which framework: `"jax"`, `"tensorflow"` or `"torch"`, which is imported if it is not; `None` means
             the one that is in use: Keras's backend, or the one that is imported, or else that is installed.
 

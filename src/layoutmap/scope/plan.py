@@ -381,7 +381,7 @@ class Plan(PlanTable):
         """Return the text that `print` shows.
 
         Args:
-            width: How many characters wide a table may be, as of a terminal: columns are left out and shortened, and
+            width: Width of a table in characters, as of a terminal: columns are left out and shortened, and
                 the line below says which. `None`: all columns.
         """
         return format_text(self, width)

@@ -28,7 +28,7 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.jax.ambient import make_abstract_mesh
 
 ArrayShape = jax.Array | np.ndarray | jax.ShapeDtypeStruct
-_LARGE_BYTES = 2**20  # of an array without a rule: a smaller one is no matter
+_LARGE_BYTES = 2**20  # smaller arrays without a rule are not reported
 
 
 def describe_later_variables(later: Mapping[str, Callable[[], object]], mesh: Mesh) -> list[VariableSpec]:

@@ -20,9 +20,8 @@ def take_apart(model: object) -> Parts:
         ScopeError: Two arrays have one path.
     """
     if is_nnx(model):
-        nnx = import_for(
-            "flax", "layoutmap.adapters.jax.nnx"
-        )  # imported here, because flax may not be installed
+        # Imported here, because flax may not be installed.
+        nnx = import_for("flax", "layoutmap.adapters.jax.nnx")
         warn_if_untested("flax")
         return nnx.take_apart(model)
     return pytrees.take_apart(model)

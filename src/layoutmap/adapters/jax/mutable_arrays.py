@@ -35,9 +35,8 @@ def check_immutable(model: object) -> None:
                 if is_variable(leaf)
                 else "return its value: jax.freeze(ref); and make a Ref where it is used",
             )
-        if not is_nnx(model) and has_hidden_tracer(
-            leaf, _is_of_flax
-        ):  # for modules, flax.nnx reports the attribute
+        # For modules, flax.nnx reports the attribute.
+        if not is_nnx(model) and has_hidden_tracer(leaf, _is_of_flax):
             raise ScopeError(
                 f"{path or 'the model'}: an array is hidden in an object",
                 facts={"value": describe_type(leaf)},

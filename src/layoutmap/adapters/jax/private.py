@@ -72,6 +72,6 @@ def are_same_arrays(arrays: Iterable[Any], avals: list[Any], shardings: list[Any
                 avals[n], shardings[n] = array.aval, array._sharding
             if array.is_deleted():
                 return False
-    except AttributeError:  # it is no array of JAX
+    except AttributeError:  # not an array of JAX
         return False
     return True

@@ -28,10 +28,8 @@ from layoutmap.core.variables import Kind, VariableSpec, make_unique_names
 Parts = tuple[str, ...]
 """The parts of a path; one of them may have dots in it."""
 
-_REMOVED = {
-    "v_row": -1,
-    "v_col": -2,
-}  # position of the reduced axis if axes are ordered by size
+# Position of the reduced axis if axes are ordered by size.
+_REMOVED = {"v_row": -1, "v_col": -2}
 
 
 @dataclass(frozen=True, slots=True)

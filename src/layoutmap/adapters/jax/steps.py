@@ -168,7 +168,7 @@ class JitStep:
 
     @property
     def num_programs(self) -> int:
-        """How many programs the step was compiled to."""
+        """Number of programs that the step was compiled to."""
         return len(self._programs.by_signature)
 
     def lower(self, *args: object, **kwargs: object) -> jax.stages.Lowered:

@@ -166,7 +166,7 @@ class Steps:
 
     @property
     def num_step_programs(self) -> int:
-        """How many programs the steps were compiled to."""
+        """Number of programs that the steps were compiled to."""
         return self._update.num_programs if isinstance(self._update, JitStep) else 1
 
     def compute_outputs(self, batch: object) -> object:

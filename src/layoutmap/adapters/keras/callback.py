@@ -30,8 +30,8 @@ class CheckpointCallback(keras.callbacks.Callback):
 
     Attributes:
         epoch: The epoch in which `fit` is to go on: its `initial_epoch`.
-        batch: How many batches of that epoch have been trained on: the data is to begin with the one after them.
-        step: How many steps there were.
+        batch: Number of batches of that epoch that were trained on: the data continues with the next one.
+        step: Number of steps.
 
     Example:
         >>> import keras, layoutmap as lm, numpy as np, tempfile

@@ -212,7 +212,6 @@ def _describe_slot(
 def _make_entry(variable: keras.Variable, path: str, kind: Kind, **rest: Any) -> Entry:
     shape = tuple(int(n) for n in variable.shape)
     dtype = keras.backend.standardize_dtype(variable._dtype)
-    name = (
-        "" if kind is Kind.SLOT else f"{KERAS}{variable.path}"
-    )  # rules over Keras names do not apply to slots
+    # Rules over Keras names do not apply to slots.
+    name = "" if kind is Kind.SLOT else f"{KERAS}{variable.path}"
     return Entry(variable, VariableSpec(path, shape, dtype, kind, name=name, **rest))

@@ -127,9 +127,8 @@ class Registry:
     def _get_record(self, variable: object) -> _Record:
         key = id(variable)
         record = self._records.get(key)
-        if (
-            record is None or record.variable() is not variable
-        ):  # an interrupt can leave the record of a dead variable
+        # An interrupt can leave the record of a dead variable.
+        if record is None or record.variable() is not variable:
             self.version += 1
             record = self._records[key] = _Record(weakref.ref(variable, lambda _: self._remove_record(key)))
         return record

@@ -86,9 +86,8 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
     """
     inner = getattr(optimizer, "inner_optimizer", None)
     for each in (optimizer, inner) if session.context.plan_only else ():
-        if (
-            hasattr(each, "built") and get_session(each) is not session
-        ):  # skip layers whose __init__ has not finished
+        # Skip layers whose __init__ has not finished.
+        if hasattr(each, "built") and get_session(each) is not session:
             raise make_existing_error(each, plan_only=True)
     if _start_wrapping(optimizer, session):
         wraps = {
@@ -97,9 +96,8 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
         }
         _set_methods(optimizer, {**wraps, **session.backend.make_optimizer_wraps(optimizer, session)})
         session.registry.add_optimizer(optimizer)
-    if inner is not None and _start_wrapping(
-        inner, session
-    ):  # the inner optimizer updates the outer one's variables
+    # The inner optimizer updates the outer one's variables.
+    if inner is not None and _start_wrapping(inner, session):
         wraps = {"load_own_variables": wrap_load_own_variables(inner, session)}
         _set_methods(inner, {**wraps, **session.backend.make_optimizer_wraps(inner, session)})
     # Inner optimizers of a MultiOptimizer may come from outside the scope.

@@ -232,9 +232,8 @@ def _check_form(settings: Any, saved: Saved) -> None:
         paths = [path for group in settings["groups"] for path in group["params"]]
         is_right = is_right and all(isinstance(path, str) for path in paths)
         named = {f"optimizer.{path}.{name}" for path, values in settings["state"].items() for name in values}
-        is_right = is_right and named.isdisjoint(
-            each.path for each in saved.slots
-        )  # tensors are restored as slots
+        # Tensors are restored as slots.
+        is_right = is_right and named.isdisjoint(each.path for each in saved.slots)
         _unpack_setting(parts)
     except (LookupError, TypeError, AttributeError, ValueError):
         is_right = False
@@ -376,9 +375,8 @@ def _convert_to_array(value: object) -> object:
     """Return a tensor as a numpy array, and any other value unchanged."""
     if isinstance(value, DTensor):
         layout = get_engine("torch").get_layout(value)
-        if (
-            layout is not None and layout.is_fully_replicated()
-        ):  # LBFGS stores lists of gradients and directions
+        # LBFGS stores lists of gradients and directions.
+        if layout is not None and layout.is_fully_replicated():
             return next(get_engine("torch").to_shards(value))[1]
         raise CheckpointError(
             "optimizer: a list of its state has a tensor in a layout",

@@ -132,9 +132,8 @@ class Compiled:
         """Compute the module."""
         if self._gave_up:
             return self._forward.compute(args, kwargs)
-        call = _Call(
-            self._forward, module, args, kwargs
-        )  # the key contains everything that Dynamo does not guard
+        # The key contains everything that Dynamo does not guard.
+        call = _Call(self._forward, module, args, kwargs)
         key = (call.key, self._compiler.key)
         graph = self._graphs.get(key)
         if graph is None:

@@ -19,16 +19,14 @@ with Needed("torch"):
 
 R = TypeVar("R")
 
-_make_static = make_set_enable_dynamic(
-    False
-)  # the setting that torch.compile(dynamic=False) uses around each call
+# The setting that torch.compile(dynamic=False) uses around each call.
+_make_static = make_set_enable_dynamic(False)
 
 
 def skip_compiling(function: Function) -> None:
     """Make Dynamo run a function without compiling it."""
-    skip_code(
-        inspect.unwrap(function).__code__
-    )  # unwrap, because all functions of one decorator share its code object
+    # Unwrap, because all functions of one decorator share its code object.
+    skip_code(inspect.unwrap(function).__code__)
 
 
 def stop_compiling() -> object:

@@ -275,9 +275,8 @@ class Forward:
     def __deepcopy__(self, memo: dict[int, object]) -> object:
         module = self._get_module()
         made = copy.copy(self)
-        made._module = weakref.ref(
-            memo.get(id(module), module)
-        )  # bind to the copied module, if it is part of the copy
+        # Bind to the copied module, if it is part of the copy.
+        made._module = weakref.ref(memo.get(id(module), module))
         made._before = copy.deepcopy(self._before, memo)
         made.gather = copy.deepcopy(self.gather, memo)
         made._watch = made.compiled = None
@@ -291,9 +290,8 @@ class Forward:
         return made
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _bind_class_forward, (
-            self._get_module(),
-        )  # a pickle has no mesh, so unpickling restores the class's own forward
+        # A pickle has no mesh, so unpickling restores the class's own forward.
+        return _bind_class_forward, (self._get_module(),)
 
 
 for _function in (Forward.__call__, Forward._call_outside_graph, Forward._call_without_dynamo):  # pyright: ignore[reportPrivateUsage]

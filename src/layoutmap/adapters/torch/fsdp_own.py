@@ -104,9 +104,8 @@ class GatherGroup:
         def gather_again() -> list[DTensor]:
             for name, tensor, version in versions:
                 if get_version(tensor) != version:
-                    raise RuntimeError(
-                        describe_early_change(name, tuple(tensor.shape))
-                    )  # torch raises the same error
+                    # torch raises the same error.
+                    raise RuntimeError(describe_early_change(name, tuple(tensor.shape)))
             anew = found.tensors()
             return [anew[key] for key in keys]
 

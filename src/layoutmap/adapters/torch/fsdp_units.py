@@ -272,9 +272,8 @@ def gather_weights(
         if gathering.is_outermost and not gathering.model_call.is_open:
             stack.enter_context(gathering.model_call.mark_open())
         own = gathering.weights
-        if unit is not None and unit.is_up_to_date(
-            sharded
-        ):  # the dtypes are unchanged and the model is not in a forward pass
+        # The dtypes are unchanged and the model is not in a forward pass.
+        if unit is not None and unit.is_up_to_date(sharded):
             tensors = stack.enter_context(unit.gathered(inputs))
             whole = zip(gathering.places, sharded, tensors, strict=True)
             stack.enter_context(

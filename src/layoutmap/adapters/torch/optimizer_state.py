@@ -48,9 +48,8 @@ Slots = Mapping[str, Any]
 """By name, the kind of each slot; lists and mappings are kept."""
 
 _TENSOR = "Tensor"
-_MAX_COPIED = (
-    4096  # copy tensors up to this number of elements, such as a learning rate, because a step may read them
-)
+# Copy tensors up to this number of elements, such as a learning rate, because a step may read them.
+_MAX_COPIED = 4096
 _NOT_COPIED = ("state", "param_groups")
 
 
@@ -97,9 +96,8 @@ def _as_sharded(parameter: DTensor) -> torch.nn.Parameter:
 def _make_meta_parameter(meta: torch.Tensor, parameter: torch.Tensor) -> torch.nn.Parameter:
     new = torch.nn.Parameter(meta)
     new.grad = torch.empty_like(meta)
-    for name, value in list_user_attributes(
-        parameter
-    ).items():  # optimizers may read attributes that the program set
+    # Optimizers may read attributes that the program set.
+    for name, value in list_user_attributes(parameter).items():
         if name not in vars(new):
             setattr(new, name, value)
     return new

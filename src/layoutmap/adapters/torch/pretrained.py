@@ -120,7 +120,12 @@ def save_shards(
             return False
         places = [_TensorPlace(*each) for each in found]
         run_together(lambda: _write_shards(hidden, places, tensors, layouts), gather, "save")
-        run_together(lambda: _move_files(hidden, target) if is_first else None, gather, "save")
+
+        def finish() -> None:
+            _move_files(hidden, target)
+            end.close()  # before any process returns, so that none finds the hidden folder
+
+        run_together(lambda: finish() if is_first else None, gather, "save")
         return True
 
 

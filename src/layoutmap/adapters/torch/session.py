@@ -141,9 +141,8 @@ class TorchSession:
         """Start recording new tensors on the tape."""
         recording = self._tape.record_operations()
         recording.__enter__()
-        self._recording = (
-            recording  # set last, because an interrupt before would end a recording that never began
-        )
+        # Set last, because an interrupt before would end a recording that never began.
+        self._recording = recording
 
     def stop(self) -> None:
         """Stop the tape if it records."""
@@ -168,9 +167,8 @@ class TorchSession:
         """Remember a module that gets a tensor or child in this scope."""
         key = id(module)
         if key not in self._modules:
-            if is_keras_module(
-                module
-            ):  # Keras layers on torch are modules too, and the Keras adapter handles them
+            # Keras layers on torch are modules too, and the Keras adapter handles them.
+            if is_keras_module(module):
                 raise ScopeError(
                     f"{type(module).__name__}: a Keras layer is built in a scope for torch modules",
                     why="a scope is for one library, and names and trains Keras models in another way",
@@ -284,9 +282,8 @@ class TorchSession:
         layouts = {id(replaced[id(e.found.tensor)]): layout for e, _, layout in placed}
         self._replace_references(roots, replaced, layouts)
         for entry, _, _ in placed:
-            note_replaced_tensor(
-                entry.found.tensor, entry.spec.path
-            )  # an optimizer may still reference the old tensor
+            # An optimizer may still reference the old tensor.
+            note_replaced_tensor(entry.found.tensor, entry.spec.path)
         self._attach(roots, layouts)
 
     def _check_values(self, entries: Iterable[Entry]) -> None:

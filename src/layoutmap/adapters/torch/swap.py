@@ -18,18 +18,14 @@ Swap = Callable[[Any], Any]
 Slot = Callable[[Any, Any], object]
 
 
-_NO_ATTRIBUTES = {
-    "_is_param",
-    "_is_buffer",
-    "persistent",
-}  # attributes that torch sets on Parameter and Buffer
+# Attributes that torch sets on Parameter and Buffer.
+_NO_ATTRIBUTES = {"_is_param", "_is_buffer", "persistent"}
 
 
 def list_user_attributes(tensor: torch.Tensor) -> dict[str, object]:
     """Return the attributes that a program has set on a tensor."""
-    ours = (
-        set(vars(tensor)) - _NO_ATTRIBUTES
-    )  # attributes that a subclass sets on all of its tensors are removed below
+    # Attributes that a subclass sets on all of its tensors are removed below.
+    ours = set(vars(tensor)) - _NO_ATTRIBUTES
     return {name: vars(tensor)[name] for name in ours - set(vars(tensor.detach()))} if ours else {}
 
 

@@ -31,7 +31,7 @@ class Training:
         loss: Called with what the model returns and the targets; `None`: the model returns its loss.
         make_optimizer: Called with the model's parameters, when they have their values.
         optimizer: What it made.
-        num_passes: How many backward passes of a batch add up their gradients before a step.
+        num_passes: Number of backward passes whose gradients are added up before a step.
         num_draws: How often random numbers were drawn for it: each time from a seed of its own.
     """
 

@@ -39,9 +39,8 @@ from layoutmap.core.errors import join_names, shorten_repr
 
 METADATA = ".metadata"
 _FIX = "restore it from a copy, or save it again with torch"
-_MOST_HEAD_BYTES = (
-    1 << 20
-)  # limit for the pickle before the values, which takes about 200 bytes for a torch.Tensor
+# Limit for the pickle before the values, which takes about 200 bytes for a torch.Tensor.
+_MOST_HEAD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +95,8 @@ class DistributedCheckpoint(Source):
         return result
 
     def _check(self, variable: SavedVariable, wanted: Index) -> None:
-        for chunk, _ in self._find_overlaps(
-            variable.path, wanted
-        ):  # raises if a file is missing or too short
+        # Raises if a file is missing or too short.
+        for chunk, _ in self._find_overlaps(variable.path, wanted):
             self._read_head(variable.path, chunk)
 
     def _find_overlaps(self, path: str, wanted: Index) -> list[tuple[_Chunk, Index]]:

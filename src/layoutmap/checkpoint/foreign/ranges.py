@@ -28,7 +28,7 @@ class ByteFile:
     Attributes:
         path: Where it is.
         num_bytes: Its size when it was opened.
-        bytes_read: How many bytes have been read so far.
+        bytes_read: Number of bytes read so far.
 
     Raises:
         CheckpointError: It cannot be opened.

@@ -122,9 +122,8 @@ def _count_in_computation(
                 if chain[0] in chains:
                     continue
                 chains.add(chain[0])
-            group = (
-                2 if kind == "permute" else len(find_first_group(rest, num_devices))
-            )  # permutes have pairs instead of replica_groups
+            # Permutes have pairs instead of replica_groups.
+            group = 2 if kind == "permute" else len(find_first_group(rest, num_devices))
             done = "reduce_scatter" if name.startswith("all-reduce-scatter") else kind
             for tensor_bytes in _list_tensor_sizes(kind, shape, group, op.endswith("-start")):
                 counts[CompiledCollective(done, group, tensor_bytes)] += times
@@ -140,9 +139,8 @@ def list_permute_pairs(rest: str) -> list[tuple[int, int]]:
 def _list_tensor_sizes(kind: str, shape: str, group: int, starts: bool) -> list[int]:
     """Return the largest size of each tensor of a collective, since XLA may combine several."""
     shapes = SHAPE.findall(shape)
-    sizes = [
-        _count_bytes(*each) for each in shapes if not starts or each != ("u32", "")
-    ]  # operations that TPUs wait for
+    # Operations that TPUs wait for.
+    sizes = [_count_bytes(*each) for each in shapes if not starts or each != ("u32", "")]
     if starts and kind != "all_reduce" and len(sizes) > 1:  # a started collective lists operands and results
         half = len(sizes) // 2
         sizes = [max(pair) for pair in zip(sizes[:half], sizes[half : 2 * half], strict=True)]

@@ -103,9 +103,8 @@ class LoweredStep:
         held = _find_peak_tensors(counts)
         if target:
             peaks = [counts.compiled_bytes]
-            sums = itertools.accumulate(
-                each.num_bytes for each in held
-            )  # replace the estimates by compiled peaks
+            # Replace the estimates by compiled peaks.
+            sums = itertools.accumulate(each.num_bytes for each in held)
             held = tuple(each for each, num in zip(held, sums, strict=True) if num <= counts.compiled_bytes)
         return StepCost(
             policy.mesh,
@@ -155,9 +154,8 @@ class LoweredStep:
         except _UnequalBlockError as error:
             self._loose.add(next(n for n, stack in enumerate(self._step.blocks) if error.path in stack))
             return self._count_blocks(layouts, policy, with_held, target, on_wait)
-        if (
-            self._find_equal_stacks(layouts, policy) != tied
-        ):  # inner layers of blocks are known only after tracing
+        # Inner layers of blocks are known only after tracing.
+        if self._find_equal_stacks(layouts, policy) != tied:
             return self._count_blocks(layouts, policy, with_held, target, on_wait)
         given = [shardy.serialize_module(self._place_module(each, layouts, policy)) for each in modules]
         texts = partition_modules(given, policy.mesh.size, on_wait)

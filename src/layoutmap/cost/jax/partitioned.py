@@ -303,9 +303,8 @@ def _make_values(shape: str) -> Any:
     """Return a value of a shape, or a list of values for a tuple."""
     if not shape.startswith("("):
         found = SHAPE.search(shape)
-        return (
-            Value(_parse_shape(shape), convert_dtype_name(found[1])) if found else Value((0,), "bool")
-        )  # tokens have no size
+        # Tokens have no size.
+        return Value(_parse_shape(shape), convert_dtype_name(found[1])) if found else Value((0,), "bool")
     return [_make_values(each) for each in _split_tuple(shape)]
 
 

@@ -85,9 +85,8 @@ def _descend(point: Point, sizes: Sequence[int], asked: ScoreCache, chance: rand
     chance.shuffle(coordinates)
     unchanged = 0
     for n in itertools.cycle(coordinates):
-        choices = sorted(
-            range(sizes[n]), key=lambda c: c != point[n]
-        )  # the current choice first, so that ties keep it
+        # The current choice first, so that ties keep it.
+        choices = sorted(range(sizes[n]), key=lambda c: c != point[n])
         best = min(((*point[:n], choice, *point[n + 1 :]) for choice in choices), key=asked)
         unchanged = unchanged + 1 if best == point else 0
         point = best

@@ -242,10 +242,10 @@ def _scatter(
 ) -> jax.Array:
     """Scatter so that the padding of uneven shards adds nothing: set its updates to 0, or gather them."""
     numbers = params["dimension_numbers"]
-    partial = _find_partial_windows(operand, updates, numbers)
-    operand = _gather_axes(operand, partial)
+    written = _find_written_axes(operand, updates, numbers)
+    operand = _gather_axes(operand, written)
     if primitive is lax.scatter_p:
-        return _gather_axes(primitive.bind(operand, indices, updates, **params), partial)
+        return _gather_axes(primitive.bind(operand, indices, updates, **params), written)
     rows = [axis for axis in range(updates.ndim) if axis not in numbers.update_window_dims]
     uneven = {axis for axis in rows if not _is_even(updates.shape[axis])}
     # For an axis of size 1, XLA assumes index 0 even in shards without that element.
@@ -258,17 +258,17 @@ def _scatter(
         updates = lax.select(is_element, updates, jnp.zeros_like(updates))
     indices = _gather_axes(indices, {rows.index(axis) for axis in uneven - masked})
     result = primitive.bind(operand, indices, _gather_axes(updates, uneven - masked), **params)
-    return _gather_axes(result, partial)
+    return _gather_axes(result, written)
 
 
-def _find_partial_windows(
+def _find_written_axes(
     operand: jax.Array, updates: jax.Array, numbers: lax.ScatterDimensionNumbers
 ) -> set[int]:
-    """Return the axes of an operand of which a window covers a part. XLA writes the window into each shard of them."""
+    """Return the axes of an operand of which a window covers one element: XLA writes the window into each shard."""
     without = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     covered = [axis for axis in range(operand.ndim) if axis not in without]
     pairs = zip(numbers.update_window_dims, covered, strict=True)
-    return {axis for own, axis in pairs if updates.shape[own] != operand.shape[axis]}
+    return {axis for own, axis in pairs if updates.shape[own] == 1 < operand.shape[axis]}
 
 
 # -- products of matrices

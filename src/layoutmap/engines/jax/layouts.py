@@ -38,9 +38,8 @@ class ArrayLayouts:
     def __init__(self) -> None:
         self._mesh_of_native: weakref.WeakKeyDictionary[jax.sharding.Mesh, Mesh] = weakref.WeakKeyDictionary()
         self._read_of_native: weakref.WeakKeyDictionary[jax.sharding.Mesh, Mesh] = weakref.WeakKeyDictionary()
-        self._mesh_of_array: dict[
-            int, tuple[weakref.ref[Any], Mesh]
-        ] = {}  # by id, because JAX arrays are not hashable
+        # By id, because JAX arrays are not hashable.
+        self._mesh_of_array: dict[int, tuple[weakref.ref[Any], Mesh]] = {}
 
     def make_sharding(self, layout: Layout) -> NamedSharding:
         """Return the sharding of a layout, with one entry per axis, and remember its mesh for later lookups."""

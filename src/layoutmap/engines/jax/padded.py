@@ -55,9 +55,8 @@ class PaddedArray:
     __array_priority__ = 100
     committed = True
     is_padded = True
-    _committed = (
-        False  # uncommitted, so that jnp.zeros_like does not reuse the uneven sharding, which JAX refuses
-    )
+    # Uncommitted, so that jnp.zeros_like does not reuse the uneven sharding, which JAX refuses.
+    _committed = False
     weak_type = False
     sharding = property(operator.attrgetter("array.sharding"))
     is_fully_addressable = property(operator.attrgetter("array.is_fully_addressable"))

@@ -34,9 +34,8 @@ _COUNTS = {
 }
 _SINGLE = "Abs AddV2 Cast Div DivNoNan Identity Maximum Minimum Mul Neg RealDiv Sqrt Square Sub"
 _ON_ELEMENTS = frozenset(_SINGLE.split())
-_SMALL = (
-    1024  # limit in elements for intermediate values that are computed in full, such as seeds and counters
-)
+# Limit in elements for intermediate values that are computed in full, such as seeds and counters.
+_SMALL = 1024
 Needs = tuple[str, list[tuple[tf.Tensor, bool]]]
 Known = dict[Hashable, tf.Tensor]
 

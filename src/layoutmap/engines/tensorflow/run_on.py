@@ -105,7 +105,7 @@ def _execute_on_one_device(position: int, execute: Callable[..., Any], args: Seq
     with temporarily(_current, "mesh", None), tf.device(None):
         gathered = tf.nest.map_structure(gather, list(args))
         if position == _POSITIONS["TFE_Py_Execute"]:
-            gathered[1] = None  # the device of the block
+            gathered[1] = None  # the device of the enclosing tf.device block
         return execute(*gathered)
 
 

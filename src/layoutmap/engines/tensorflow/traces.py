@@ -34,7 +34,7 @@ def check_trace_at_end(what: str = "a tf.function") -> None:
     if not isinstance(graph, FuncGraph) or hasattr(graph, _CHECKED):
         return
     setattr(graph, _CHECKED, True)
-    # After another error, that one is raised.
+    # If another error was raised before, raise that one.
     graph._add_scope_exit_callback(lambda: sys.exc_info()[0] or _check_written_variables(graph, what))
 
 

@@ -72,9 +72,8 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         if callable(initial_value) and not isinstance(initial_value, (tf.Tensor, tf.Variable)):
             with tf.init_scope():
                 initial_value = initial_value()
-                if (
-                    layout is not None and get_layout(initial_value) is not None
-                ):  # inside run_on the value is on the mesh
+                # Inside run_on the value is on the mesh.
+                if layout is not None and get_layout(initial_value) is not None:
                     initial_value = move_tensor(initial_value, convert_layout(layout))
         if tf.is_symbolic_tensor(initial_value):
             raise EngineError(

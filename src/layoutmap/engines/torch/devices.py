@@ -135,9 +135,8 @@ def forget_process_group(group: dist.ProcessGroup | None) -> None:
 
 def _end_process_groups(native: DeviceMesh) -> None:
     """End the process groups of simulated ranks that a mesh has, before their common one ends."""
-    is_here = simulation.get_rank() in simulation.list_ranks(
-        native
-    )  # torch has no groups for a mesh without this rank
+    # torch has no groups for a mesh without this rank.
+    is_here = simulation.get_rank() in simulation.list_ranks(native)
     for group in native.get_all_groups() if is_here else ():
         if group is not simulation.get_group():  # torch destroys its own group
             dist.destroy_process_group(group)

@@ -74,9 +74,8 @@ def _leave_modes_above(is_found: Callable[[object], bool]) -> Generator[None]:
     """Leave the program's dispatch modes above a mode that `is_found` accepts, while the context is open."""
     above: list[Any] = []
     for mode in reversed(list_dispatch_modes()):
-        if (
-            is_found(mode) or getattr(mode, "_mode_key", None) is not None
-        ):  # torch's modes are below the program's
+        # Torch's modes are below the program's.
+        if is_found(mode) or getattr(mode, "_mode_key", None) is not None:
             break
         above.append(_pop_dispatch_mode())
     try:

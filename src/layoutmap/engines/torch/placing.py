@@ -343,9 +343,8 @@ def _redistribute_local(tensor: DTensor, placements: tuple[Placement, ...]) -> D
         coordinates = spec.mesh.get_coordinate()
         for dim, (_, shard) in zip(changed, moves, strict=True):
             local = local.chunk(spec.mesh.size(dim), get_axis(shard))[coordinates[dim]]
-        local = local.clone(
-            memory_format=torch.contiguous_format
-        )  # copy, because a view keeps the full tensor alive
+        # Copy, because a view keeps the full tensor alive.
+        local = local.clone(memory_format=torch.contiguous_format)
     else:
         moved = _redistribute_by_torch(tensor, spec.mesh, placements)  # leave rare cases to DTensor
         return make_dtensor(restore_axis_order(get_local(moved), get_spec(moved)), get_spec(moved))

@@ -53,9 +53,8 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 def cache_by_mesh(function: Callable[P, R]) -> Callable[P, R]:
     """Return the function with a cache that is cleared when DTensor is to forget its meshes."""
-    cached: Any = functools.lru_cache(maxsize=4096)(
-        function
-    )  # bounded, because sequence lengths vary without limit
+    # Bounded, because sequence lengths vary without limit.
+    cached: Any = functools.lru_cache(maxsize=4096)(function)
     _of_meshes.append(cached)
     return cached
 

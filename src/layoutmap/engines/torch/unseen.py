@@ -47,9 +47,8 @@ def snapshot_counters(*tensors: torch.Tensor) -> list[tuple[list[int], int]]:
     found: list[tuple[list[int], int]] = []
     for each in tensors:
         if isinstance(each, DTensor) and type(simulation.get_first_piece(get_local(each))) is torch.Tensor:
-            number = vars(get_memory(each)).setdefault(
-                _NUMBER, [0]
-            )  # counted per storage, because views share it
+            # Counted per storage, because views share it.
+            number = vars(get_memory(each)).setdefault(_NUMBER, [0])
             found.append((number, number[0]))
     return found
 

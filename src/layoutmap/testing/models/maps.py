@@ -36,7 +36,7 @@ class Devices:
     """The devices that a case runs on.
 
     Args:
-        number: How many devices there are.
+        number: Number of devices.
         simulated: Whether the program of a case simulates them.
         mesh: The mesh of all cases. If it is empty, each case draws a mesh.
     """

@@ -83,9 +83,8 @@ def place_on_mesh(batch: object, session: KerasSession) -> Any:
             if not isinstance(leaf, jax.Array):
                 # Copy, because JAX on CPUs shares the memory of numpy arrays, which the program may change.
                 leaf = engine.canonicalize(np.array(leaf))
-            elif (
-                len(leaf.sharding.device_set) > 1
-            ):  # reading may need collectives, which must not overlap on CPUs
+            # Reading may need collectives, which must not overlap on CPUs.
+            elif len(leaf.sharding.device_set) > 1:
                 leaf = engine.relayout(leaf, layout)
             shardings.append(engine.native(layout, layout.rank))
         arrays.append(leaf)

@@ -141,9 +141,8 @@ class TensorFlowBackend(Backend):
         """Return the training losses and their gradients."""
         session = get_session(model)
         batch = (x, y, sample_weight)
-        make_for_training(
-            model, session, batch
-        )  # create loss trackers before replication, so that they exist once
+        # Create loss trackers before replication, so that they exist once.
+        make_for_training(model, session, batch)
         if session is not None:
             batch = place_on_mesh(batch, session)
 

@@ -132,9 +132,8 @@ def _split(
     axis: object = 0,
     **kwargs: object,
 ) -> object:
-    axis = (
-        axis % len(value.shape) if isinstance(axis, int) else axis
-    )  # the gradient of a split is a concatenation
+    # The gradient of a split is a concatenation.
+    axis = axis % len(value.shape) if isinstance(axis, int) else axis
     return plain(value, num_or_size_splits, axis, **kwargs)
 
 

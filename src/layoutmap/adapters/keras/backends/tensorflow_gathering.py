@@ -28,7 +28,7 @@ from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 
 class Gathering(IntEnum):
-    """How much a scope's models gather during computation. Higher levels gather more."""
+    """Degree to which a scope's models gather during computation. Higher levels gather more."""
 
     AS_PLANNED = 0
     BETWEEN_LAYERS = 1

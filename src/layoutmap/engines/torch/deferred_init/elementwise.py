@@ -113,9 +113,8 @@ class History:
         if view.is_dense:
             reader = self._read_memory(view.memory, until, frame.map_to_memory(view))
             return Shifted(reader, view.offset) if view.offset else reader
-        if (
-            not view.is_ordered or view.memory.numel > _MOST_APART * view.numel
-        ):  # reading all memory for a small view
+        # Reading all memory for a small view.
+        if not view.is_ordered or view.memory.numel > _MOST_APART * view.numel:
             return None
         reader = self._read_memory(view.memory, until, frame.map_to_memory(view))
         return _count_consumer(Picked(reader, view.geometry))

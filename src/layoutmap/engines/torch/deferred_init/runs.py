@@ -14,8 +14,8 @@ class Run(NamedTuple):
 
     Args:
         start: The first.
-        length: How many follow each other.
-        rows: How many times.
+        length: Number of consecutive elements of a run.
+        rows: Number of runs.
         stride: How far apart the rows begin.
     """
 

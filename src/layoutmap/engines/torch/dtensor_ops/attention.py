@@ -130,9 +130,8 @@ def _attend_with_projections(draw: Function, function: Function, args: Args, kwa
     tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
     mesh = find_mesh(tensors.values())
     batched = [tensors[name] for name in ("query", "key", "value")] if query.ndim == 3 else []
-    kept = find_kept_axes(
-        batched, mesh, [1]
-    )  # gather the embedding axis, because the function splits it into heads
+    # Gather the embedding axis, because the function splits it into heads.
+    kept = find_kept_axes(batched, mesh, [1])
     of_weights = dict.fromkeys(kept, 0)  # the first axis is the batch, with or without heads
     drops = given["training"] and given["dropout_p"] > 0
     mask = draw(*_describe_weights(given), given["dropout_p"], mesh, of_weights) if drops else None

@@ -41,9 +41,8 @@ with Needed("torch"):
     _DISPATCHER: Any = DTensor._op_dispatcher
     _Dispatcher: Any = type(_DISPATCHER)  # pyright: ignore[reportUnknownVariableType]
 
-_PROPAGATE = (
-    "_propagate_op_sharding_dispatch_slow_path"  # computes shardings of operators that are not cached
-)
+# Computes shardings of operators that are not cached.
+_PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"
 _TAIL = "_dispatch_fast_path_python_tail"  # builds results of in-place operators
 _SEARCH = "find_min_cost_path"  # finds collectives between two layouts
 _RESULTS = "_dispatch_get_local_results_slow_path"  # computes operators on redistributed arguments
@@ -173,9 +172,8 @@ def _find_cheapest_path(planner: Any, source: Any, target: Any) -> list[object]:
 
     Torch begins anew for each target: the first step of a small model on three mesh dims took a minute.
     """
-    if not all(
-        type(size) is int for size in planner.dtensor_meta.shape
-    ):  # symbolic sizes during dynamic compilation
+    # Symbolic sizes during dynamic compilation.
+    if not all(type(size) is int for size in planner.dtensor_meta.shape):
         return _OWN_SEARCH(planner, source, target)
     state: dict[str, Any] = planner.__dict__
     wanted = [frozenset(each) for each in state.values() if type(each) is set]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]

@@ -58,7 +58,7 @@ class _Plan(NamedTuple):
         result: The spec of the result.
         upstream: The placements in which its gradient is needed.
         gradients: The specs of the gradients of input, weight and bias.
-        num_summands: How many devices' results are to be summed up.
+        num_summands: Number of devices whose results are summed.
     """
 
     result: DTensorSpec

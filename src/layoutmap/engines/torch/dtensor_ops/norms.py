@@ -48,16 +48,13 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
     summed = [dim for dim in kept if dim not in channels]
     axes = [axis for axis in range(x.ndim) if axis != 1]
-    y = y.to(
-        torch.promote_types(x.dtype, torch.float32)
-    )  # like torch's kernels, because bfloat16 sums lose digits
+    # Like torch's kernels, because bfloat16 sums lose digits.
+    y = y.to(torch.promote_types(x.dtype, torch.float32))
     mean = sum_over_devices(y.sum(axes, keepdim=True), mesh, summed) / count
     y = y - mean
     variance = sum_over_devices((y * y).sum(axes, keepdim=True), mesh, summed) / count
-    for name, value in (
-        ("running_mean", mean),
-        ("running_var", variance * (count / (count - 1))),
-    ):  # running variance is unbiased
+    # Running variance is unbiased.
+    for name, value in (("running_mean", mean), ("running_var", variance * (count / (count - 1)))):
         value = join_shards(value.detach().flatten(), mesh, channels)
         _update_running_value(given.get(name), value, given.get("momentum", 0.1))
     y = y * torch.rsqrt(variance + eps)

@@ -89,9 +89,8 @@ class Gather:
 class _AllGather(AutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, gather: Gather, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
-        ctx.set_materialize_grads(
-            False
-        )  # otherwise torch materializes zeros that are no DTensors for unused outputs
+        # Otherwise torch materializes zeros that are no DTensors for unused outputs.
+        ctx.set_materialize_grads(False)
         ctx.gather = gather
         columns = torch.split(gather.pop_rows(), [place.local_size for place in gather.places], dim=1)
         return tuple(place.assemble_tensor(part) for place, part in zip(gather.places, columns, strict=True))
@@ -120,9 +119,8 @@ class _ReduceScatter(AutogradFunction):
             some = [(place, gradient) for place, gradient in given if gradient.dtype == dtype]
             mesh = some[0][1].device_mesh
             flat = torch.cat([place.split_gradient(gradient) for place, gradient in some], dim=1).reshape(-1)
-            flat = flat.to(
-                gather.reduce_dtype
-            )  # a policy may request float32 sums, because bfloat16 sums lose digits
+            # A policy may request float32 sums, because bfloat16 sums lose digits.
+            flat = flat.to(gather.reduce_dtype)
             mine = flat.new_empty(flat.numel() // mesh.size(mesh_dim))
             # One collective for the whole block.
             dist.reduce_scatter_single(mine, flat, group=mesh.get_group(mesh_dim))  # pyright: ignore[reportUnknownMemberType]

@@ -50,9 +50,8 @@ def _watch_tensors(
 ) -> _Weights | None:
     """Return the record of gathered tensors, or None if autograd saves nothing or other hooks decide."""
     nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-    if (
-        not nodes or not torch.is_grad_enabled() or get_saving_hooks() is not None
-    ):  # other saved-tensor hooks take precedence
+    # Other saved-tensor hooks take precedence.
+    if not nodes or not torch.is_grad_enabled() or get_saving_hooks() is not None:
         return None
     weights = _Weights(tensors, again)
     for node in nodes:

@@ -97,9 +97,8 @@ class Unit(torch.nn.Module):
             self.add_module(f"unit {number}", unit)
             unit.order = self.order
         self._apply_to([each for _, each in parameters], mesh, options)
-        self.state = FullySharded(
-            self, is_asynchronous=mesh.device_type == "cpu"
-        )  # GPUs overlap with streams instead
+        # GPUs overlap with streams instead.
+        self.state = FullySharded(self, is_asynchronous=mesh.device_type == "cpu")
         self.state.call_before_reducing(self._lay_out_gradients)
         if below is not None:
             self.order.outermost = self
@@ -274,9 +273,8 @@ class _GradientGuard(AutogradFunction):
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         if not will_be_reached(ctx.node):
             raise RuntimeError(_GRADIENTS_BY_WEIGHTS)
-        if any(
-            map(has_foreign_hooks, ctx.sharded)
-        ):  # otherwise autograd would call these hooks without a gradient
+        # Otherwise autograd would call these hooks without a gradient.
+        if any(map(has_foreign_hooks, ctx.sharded)):
             raise RuntimeError(_HOOKS_REGISTERED_TOO_LATE)
         return None, *upstream, *[None] * len(ctx.sharded)
 

@@ -115,9 +115,8 @@ class FullySharded:
 
     def gather_for_forward(self) -> None:
         """Gather the parameters for the forward pass."""
-        self._state._pre_forward(
-            self._module, (), {}
-        )  # pass no arguments, which torch would convert and hook
+        # Pass no arguments, which torch would convert and hook.
+        self._state._pre_forward(self._module, (), {})
 
     def finish_forward(self) -> None:
         """Free the gathered parameters, unless the backward pass reuses them."""

@@ -201,9 +201,8 @@ def _split_into_batches(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
 
 def _sum_up_at_once(parameters: list[DTensor], dim: int, reduce_op: str) -> None:
     pieces = [get_local(parameter.grad) for parameter in parameters]
-    joined = torch.cat(
-        [each.reshape(-1) for each in pieces]
-    )  # one large collective is faster than many small ones
+    # One large collective is faster than many small ones.
+    joined = torch.cat([each.reshape(-1) for each in pieces])
     joined = reduce_over_devices(joined, parameters[0].device_mesh, dim, reduce_op)
     parts = [joined] if len(pieces) == 1 else torch.split(joined, [each.numel() for each in pieces])
     for parameter, piece, part in zip(parameters, pieces, parts, strict=True):
