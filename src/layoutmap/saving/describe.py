@@ -31,17 +31,17 @@ from layoutmap.scope.plan import Plan
 
 
 class Checkpoint(Mapping[str, SavedVariable]):
-    """Content of a checkpoint: a mapping from path to variable. Values are read on request.
+    """Map the paths of a checkpoint to its variables. Values are read on request.
 
     Args:
-        source: What values are read from.
-        match: Only variables in whose paths this regex is found; `None`: all.
+        source: Source of the values.
+        match: Include only variables whose paths contain a match of this regex; `None`: all.
 
     Attributes:
         source: See above.
 
     Raises:
-        re.error: `match` is no regex.
+        re.error: `match` is not a regex.
     """
 
     def __init__(self, source: Source, match: str | None = None):
@@ -103,17 +103,17 @@ class Checkpoint(Mapping[str, SavedVariable]):
         return Plan.of(self._contents.table)
 
     def read(self, path: str, index: Any = ...) -> NumpyArray:
-        """Return the saved values of a variable. Each byte is checked as it is read.
+        """Read values of a variable. Each byte is checked.
 
         Args:
-            path: The variable's path, or another path to it.
-            index: What numpy takes in brackets, of integers, slices and `...`, as `numpy.s_[0]` or `numpy.s_[::2, :4]`.
-                Chunks that have nothing between its ends are not read.
+            path: Path of the variable, or another path to it.
+            index: Index in numpy's form, of integers, slices, and `...`, as `numpy.s_[0]` or `numpy.s_[::2, :4]`. Only
+                chunks with requested values are read.
 
         Raises:
-            KeyError: There is no such variable; names those that come close.
-            LayoutMapError: It is no such index, or one beyond the variable's shape.
-            CheckpointError: Bytes are missing, or are not those that were saved.
+            KeyError: The variable does not exist. The message names similar ones.
+            LayoutMapError: The index is invalid or exceeds the variable's shape.
+            CheckpointError: Bytes are missing or damaged.
         """
         variable = self[path]
         block, inner = split_numpy_index(... if index is None else index, variable.shape)
@@ -207,14 +207,15 @@ def describe(directory: str | os.PathLike[str], *, step: int | None = None) -> C
     """Open a checkpoint of this library or of another one, without reading values.
 
     Args:
-        directory: What it was saved to, or files of others: see `load`.
-        step: The step; `None`: the last one.
+        directory: Folder of a checkpoint, or files of other libraries: see `load`.
+        step: Number of the step; `None`: the last one.
 
     Returns:
-        The checkpoint: print it for a table of its variables; a mapping of them, with `read`, `steps`, `metadata`.
+        The checkpoint, a mapping of its variables. `print` shows them as a table. It also has `read`, `steps`, and
+        `metadata`.
 
     Raises:
-        CheckpointError: There is no such step, or its manifest is damaged.
+        CheckpointError: The step does not exist, or its manifest is damaged.
 
     Example:
         >>> import keras, layoutmap as lm, tempfile

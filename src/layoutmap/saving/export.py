@@ -24,31 +24,31 @@ def export(
 ) -> str:
     """Write the weights of a model as safetensors, optionally under the names of Hugging Face libraries.
 
-    If several processes share the model, all of them call it, and the first one writes.
-
-    Weights and moving statistics are written, bit for bit; what an optimizer has is not. The folder exists when this
-    returns, and durable: all of it, or, whatever happens on the way, none of it.
+    If several processes share the model, all of them call it, and the first one writes. It writes weights and moving
+    statistics bit for bit, and no optimizer state. When this returns, the folder is on the disk. An error or a crash
+    leaves no part of it.
 
     Args:
         model: A model, of which one weight at a time is gathered. Or the directory of a checkpoint, which is read in
             blocks, without a model and without a framework.
-        directory: The folder to make. If it exists, it is empty. Add `config.json` and the tokenizer's files to it,
-            which say how the weights are used.
-        step: The step of a checkpoint; `None`: the last one.
-        format: The format of the files, a key of `layoutmap.checkpoint.foreign.WRITERS`.
-        names: What the variables are called in the files: a table of the library, such as `"llama"`, a YAML file, or a
-            mapping from paths to names; see `load`. `"checkpoint"`: what transformers or peft call them in the files of
-            `save_pretrained`, where experts and fused weights are separate. `None`: their paths.
-        max_shard_bytes: The size of a file, in bytes, unless one tensor is larger. One file is `model.safetensors`;
-            several are `model-00001-of-00002.safetensors` and so on, with `model.safetensors.index.json`.
-        progress: Called with the name of each tensor when it is written.
+        directory: Folder to create, or an empty one. To use the weights elsewhere, add `config.json` and the
+            tokenizer's files.
+        step: Step of a checkpoint; `None`: the last one.
+        format: Format of the files, a key of `layoutmap.checkpoint.foreign.WRITERS`.
+        names: Names of the variables in the files: a table of the library, such as `"llama"`, a YAML file, or a mapping
+            from paths to names; see `load`. `"checkpoint"`: the names in the files of `save_pretrained` of transformers
+            or peft, with separate experts and unfused weights. `None`: the paths.
+        max_shard_bytes: Largest size of a file in bytes. A larger tensor has a file of its own. One file is
+            `model.safetensors`. Several are `model-00001-of-00002.safetensors` and so on, with
+            `model.safetensors.index.json`.
+        progress: Called with the name of each tensor after it is written.
 
     Returns:
         The folder.
 
     Raises:
         CheckpointError: The folder exists and is not empty, something cannot be read or written, or the table has no
-            line for a variable. In several processes each of them raises it.
+            line for a variable. With several processes, all of them raise it.
         RuleError: The table of names cannot be read.
 
     Example:

@@ -62,52 +62,50 @@ def load(
     inputs: Any = None,
     **options: Any,
 ) -> Any:
-    """Load a model from a step of a checkpoint, from any mesh and engine.
+    """Load a model from a step of a checkpoint, saved on any mesh and with any engine.
 
     Args:
-        model: A function that makes the model: with `layout_map` it is built in a scope, in which its weights are read
-            straight into their shards and no initializer runs. Or a model that exists, in layouts or plain.
-        directory: What it was saved to. Or what others have written: `*.safetensors` or a folder of them, as Hugging
-            Face has it, a directory of orbax or of `torch.distributed.checkpoint`, or `*.weights.h5`, which a model of
-            Keras reads by `load_weights`. These have no checksums: a changed value in them cannot be seen.
-        layout_map: The rules, for a function. They need not be those of the model that was saved.
-        step: The step; `None`: the last one.
-        names: What the model's variables are called there, where they have other names or axes: a table of the library,
-            such as `"llama"` for a folder of Hugging Face's, a YAML file, or a mapping from paths to names. For an
-            existing model of transformers or peft, `"checkpoint"`: the names in its own files.
-        optimizer: See `save`; it may be new, without slots. Or a function that makes it, which is called with the
-            model: `lambda model: torch.optim.AdamW(model.parameters())`. What is returned then is a pair.
-        data: What else goes on where it was: anything with `load_state_dict()` or `set_state()`, or the mapping of
-            several that was saved. Each process gets the state that it saved. Where another number of processes loads,
-            all get the state that all had; if each had its own there is none for them, and an error says so. The random
-            states of Python, numpy and torch come back likewise, but where there is none they stay as they are.
-        missing: What happens with weights of the model that are not in the checkpoint: `"error"`, or `"keep"`: they
-            keep their values, or are initialized.
-        extra: What happens with variables in the checkpoint that the model does not have: `"error"`, or `"ignore"`.
-            Slots are left out where no optimizer is passed. Of a Keras model that is not compiled, a warning names them
+        model: An existing model, sharded or not. Or a function that makes the model: with `layout_map`, it is built in
+            a scope, its weights are read directly into their shards, and no initializer runs.
+        directory: Checkpoint of this library. Or files of others: `*.safetensors` or a folder of them, as from Hugging
+            Face; a directory of orbax or `torch.distributed.checkpoint`; or `*.weights.h5` of a Keras model. These have
+            no checksums, so a changed value in them is not noticed.
+        layout_map: Rules for a function. They may differ from those of the saved model.
+        step: Number of the step; `None`: the last one.
+        names: Names of the model's variables in the checkpoint, if their names or axes differ: a table of the library,
+            such as `"llama"` for a folder from Hugging Face, a YAML file, or a mapping from paths to names. For an
+            existing model of transformers or peft, `"checkpoint"` stands for the names in its own files.
+        optimizer: See `save`. It may be new, without slots. Or a function that makes it from the model: `lambda model:
+            torch.optim.AdamW(model.parameters())`. With an optimizer, `load` returns a pair.
+        data: Objects to restore, with `load_state_dict()` or `set_state()`, in the form that was saved. Each process
+            gets the state that it saved. If the number of processes differs, all get the state if it was equal in all
+            processes, and otherwise an error is raised. The random states of Python, numpy, and torch are restored
+            likewise, but stay unchanged where an error would be raised.
+        missing: What to do with weights of the model that are not in the checkpoint: `"error"`, or `"keep"` to keep
+            their values or initialize them.
+        extra: What to do with variables in the checkpoint that the model does not have: `"error"` or `"ignore"`.
+            Without an optimizer, slots are left out. For a Keras model that is not compiled, a warning names them
             unless this is `"ignore"`, and `compile` restores them.
-        cast: Whether values of another element type are converted to that of the model.
-        override: Settings of an optimizer of torch that are not to be those that were saved, as in `{"lr": 1e-4}`, for
-            all of its groups. Others are those that were saved, with a warning where the optimizer was made with
-            another value. Optimizers of Keras keep their learning rate as a variable: assign it after the load.
-        verify: When values are compared with their checksums. `"first"`: before one of a model that exists changes, so
-            that a damaged file changes nothing. `"while"`: as they are put into it, which needs no room and no second
-            read; where one is damaged the error says that the model is loaded in part and must not be used. `"no"`:
-            never, where others see to it.
+        cast: Whether to convert values to the dtypes of the model.
+        override: Settings of a torch optimizer that replace the saved ones in all of its groups, as in `{"lr": 1e-4}`.
+            Other settings are restored, with a warning if the optimizer was made with another value. Keras optimizers
+            keep their learning rate in a variable: assign it after the load.
+        verify: When to compare checksums. `"first"`: before an existing model changes, so that a damaged file changes
+            nothing. `"while"`: while values are put into the model, without extra memory and without a second read; if
+            one is damaged, the error says that the model is loaded in part and must not be used. `"no"`: never.
         room_bytes: Bytes of compared values that a process keeps until it uses them; it reads the rest again.
         progress: See `save`.
-        inputs: An example of what the model is called with, or its shape and type, for a model that makes its weights
-            at its first call: see `build`.
-        **options: With `layout_map`: what `build` takes beside, as in `batch_dim="batch"`.
+        inputs: Example input, or its shape and dtype, for a model that creates its weights in its first call: see
+            `build`.
+        **options: With `layout_map`, other arguments of `build`, as in `batch_dim="batch"`.
 
     Returns:
-        The model; with `optimizer` the model and the optimizer. Both are the objects that were passed, unless these
+        The model, or with `optimizer` the model and the optimizer. Both are the objects that were passed, unless they
         cannot be changed, as pytrees.
 
     Raises:
-        CheckpointError: There is no such step, it is damaged, or it is that of another model: paths, shapes or element
-            types differ; or a random state or `data` does not take up what was saved. The model, the optimizer and
-            `data` are as they were.
+        CheckpointError: The step does not exist, is damaged, or belongs to another model: paths, shapes, or dtypes
+            differ. Or a random state or `data` cannot be restored. The model, the optimizer, and `data` are unchanged.
         PlanError: The layout map does not fit the model.
 
     Example:

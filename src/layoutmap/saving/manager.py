@@ -30,38 +30,40 @@ Later = Literal["refuse", "keep", "delete"]
 
 
 class CheckpointManager:
-    """Save the steps of a run when they are due, in the background, and delete those no longer needed.
+    """Save due steps of a run in the background, and delete steps that are no longer needed.
 
-    `save` returns once the values are copied; they are written on a thread. Arrays of JAX on CPU devices need no copy;
-    the memory of other copies, as large as the shards of this process, is kept for the next save. At most one save is
-    in flight: a second one waits for the first. If one fails, the next call raises what it raised. A program that ends
-    waits for its last save. With several processes all make the same calls, and decide as the first does.
+    `save` copies the values and returns, and a thread writes them. Arrays of JAX on CPU devices need no copy. Other
+    copies use as much memory as the shards of this process, which the next save uses again. Only one save runs at a
+    time: a second one waits for the first. If a save fails, the next call raises its error. A program that ends waits
+    for its last save. With several processes, all make the same calls, and the first one decides which steps are due
+    and which are deleted.
 
-    Each step knows the step that it came from: the one that was saved or loaded before it. A manager follows its own
-    line of them: `load` takes the last of it, and only steps of it are deleted. A run that goes back, by
-    `load(step=30)` of 50, says what becomes of the later steps: see `load`.
+    Each step records its parent: the step that was saved or loaded before it. A manager follows one line of steps:
+    `load` takes the last step of the line, and only steps of the line are deleted. If a run goes back, as with
+    `load(step=30)` of 50, its argument `later` decides about the later steps.
 
     Args:
-        directory: Where the steps of this run are kept, and of no other. All in it count, whoever saved them.
+        directory: Folder or fsspec URL with the steps of this run only. Steps that other programs saved there count,
+            too.
         keep_last: Number of the last steps to keep, 1 or more; `None`: all. The step saved last is always kept.
-        best: The name of a metric; with it the best steps are kept, too.
-        best_mode: `"min"` or `"max"`: which value of the metric is the best.
+        best: Name of a metric. The steps with its best values are also kept.
+        best_mode: `"min"` if low values of the metric are better, `"max"` if high ones are.
         keep_best: Number of the best steps to keep.
-        keep_every: Steps whose number is a multiple of it are all kept, as in `keep_every=10_000`.
-        every_steps: A step is due where a multiple of it is reached or passed.
-        every_minutes: A step is due when the last save, or the beginning, was that long ago; the first process's clock
-            decides, which costs a collective at each call. With neither of the two, every step is due; with both,
-            a step is due if one of them says so.
-        wait: Whether `save` returns only when the step exists.
-        patience_seconds: How long a process waits in a save for another one that writes nothing; `None`: ten minutes.
-            Where a launcher ends all processes when one dies, as torchrun does, it ends this wait, too.
-        preemption_seconds: How long the machine still runs after SIGTERM, by which schedulers announce that they take
-            it away; `None`: SIGTERM ends the program. With it the next call of `save`, in all processes though one
-            alone got the signal, waits for the save in flight, saves its step, due or not, and returns when that is
-            there; then `is_preempted` is true, and the program is to end. It costs a collective at each call of `save`.
+        keep_every: Keep all steps whose number is a multiple of it, as in `keep_every=10_000`.
+        every_steps: A step is due when the run reaches or passes a multiple of it.
+        every_minutes: A step is due this many minutes after the last save, or after the start. The clock of the first
+            process decides, at the cost of one collective per call. With both options, a step is due if either says so.
+            With neither, every step is due.
+        wait: Whether `save` waits until the step is written.
+        patience_seconds: Time that a process waits in a save for another one that writes nothing; `None`: ten minutes.
+            Launchers such as torchrun end all processes when one dies, which also ends this wait.
+        preemption_seconds: Time between SIGTERM, which schedulers send before they take the machine away, and the end
+            of the machine. The next call of `save` then saves its step even if it is not due, waits until it is
+            written, and sets `is_preempted` in all processes, even if only one received the signal. The program must
+            end then. It costs one collective per call of `save`. `None`: SIGTERM ends the program.
 
     Raises:
-        CheckpointError: One of these is no such number or name.
+        CheckpointError: An argument has an invalid value.
 
     Example:
         >>> import keras, layoutmap as lm, tempfile
@@ -125,10 +127,10 @@ class CheckpointManager:
         return self._is_preempted
 
     def history(self) -> list[SavedStep]:
-        """Wait for the save in flight, and return the existing steps that the run comes from, in rising order.
+        """Wait for the save in flight, and return the existing steps from which the run continues, in rising order.
 
-        Each has its `step`, its `parent`, `created` and `metrics`. Before the first call of `load` or `save` they are
-        those of the step that was saved last.
+        Each has `step`, `parent`, `created`, and `metrics`. Before the first `load` or `save`, they are the line of the
+        step that was saved last.
         """
         self.wait()
         return self._history.line(self._position or self._history.last())
@@ -145,24 +147,24 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
     ) -> bool:
-        """Save a step if it is due. The model and the optimizer can change once this returns.
+        """Save a step if it is due. The model and the optimizer may change as soon as this returns.
 
         Args:
             model: See `layoutmap.save`.
-            step: The number of the step.
+            step: Number of the step.
             optimizer: See `layoutmap.save`.
             data: See `layoutmap.save`.
             metadata: See `layoutmap.save`.
-            metrics: Numbers by name, kept with the step. With `best`, that metric is to be among them; a step without
-                metrics is none of the best. With several processes those of the first are kept.
-            force: Whether to save it though it is not due.
+            metrics: Numbers by name, stored with the step. Those of the first process are stored. If the manager has
+                `best`, include that metric. A step without metrics is not among the best.
+            force: Whether to save a step that is not due.
 
         Returns:
-            Whether it is saved: not if it is not due, or is the one that was saved or loaded last.
+            Whether the step is saved. It is not if it is not due, or if it was saved or loaded last.
 
         Raises:
-            CheckpointError: See `layoutmap.save`; or the save before this one has failed, or there are later steps, and
-                `load` was not told what becomes of them.
+            CheckpointError: See `layoutmap.save`. Or the previous save failed, or later steps exist and `load` was not
+                told what to do with them.
         """
         number = check_step(step)
         if self._flight is not None and self._flight.has_failed and self._flight.is_alone:
@@ -211,21 +213,21 @@ class CheckpointManager:
 
         Args:
             model: See `layoutmap.load`.
-            step: The step; `None`: the last one of this manager's line, at first that which was saved last.
+            step: Number of the step; `None`: the last one of this manager's line, or at first the step saved last.
             best: Whether to load the best step of the line instead.
-            damaged: What happens if that step is not as it was saved: `"error"`, or `"skip"`: with a warning the next
-                one is taken, the step before it or the next best. Each process reads all of it first, to find out. A
-                damaged step is replaced when a step of its number is saved.
-            later: What becomes of later steps that come from this one, if the run goes on from it. `"refuse"`: the
-                next save below them is an error that names them. `"keep"`: they stay, as a line of their own, until a
-                step of their number is saved. `"delete"`: they are deleted once the model is loaded.
-            **options: What `layoutmap.load` takes: `layout_map`, `optimizer`, `data`, `missing`, ...
+            damaged: What to do if the step is damaged: `"error"`, or `"skip"` to warn and take the step before it or
+                the next best one. With `"skip"`, each process first reads the whole step. A damaged step is replaced
+                when a step with its number is saved.
+            later: What to do with later steps that come from this one if the run continues from it. `"refuse"`: the
+                next save before them raises an error that names them. `"keep"`: they stay, as a separate line, until a
+                step with their number is saved. `"delete"`: they are deleted after the load.
+            **options: Other arguments of `layoutmap.load`: `layout_map`, `optimizer`, `data`, `missing`, ...
 
         Returns:
-            What `layoutmap.load` returns.
+            The result of `layoutmap.load`.
 
         Raises:
-            CheckpointError: See `layoutmap.load`; or no step has the metric, or a save has failed.
+            CheckpointError: See `layoutmap.load`. Or no step has the metric, or a save failed.
         """
         if later not in get_args(Later):
             raise CheckpointError(
@@ -256,7 +258,7 @@ class CheckpointManager:
         """Delete a step after the save in flight. With several processes, the first one deletes it.
 
         Raises:
-            CheckpointError: There is no such step, or it cannot be deleted.
+            CheckpointError: The step does not exist or cannot be deleted.
         """
         if self._group is None:
             self.wait()
@@ -274,10 +276,10 @@ class CheckpointManager:
         self._is_deleted |= self._position is not None and number == self._position.step
 
     def wait(self) -> None:
-        """Return when no save is in flight.
+        """Wait until no save is in flight.
 
         Raises:
-            CheckpointError: The last save has failed, and no call has said so yet.
+            CheckpointError: The last save failed, and no call has raised its error yet.
         """
         if self._flight is not None:
             self._flight.join()

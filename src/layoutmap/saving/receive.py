@@ -49,30 +49,28 @@ def receive(
 ) -> Any:
     """Receive the weights that `stream(...).write` sends, and put all of them into a model at once.
 
-    All parts arrive, their checksums are compared, and names, shapes, and types are compared with the model before it
-    changes. An interrupt waits until all weights are in their places. Then the sender gets an answer.
-
-    If several processes share the model, all of them call this. The first one reads, and the others pass any source.
+    Before the model changes, all parts have arrived, and their checksums, names, shapes, and dtypes are right. An
+    interrupt waits until all weights are in place. Then the sender gets an answer. If several processes share the
+    model, all of them call this. The first one reads, and the others may pass any source.
 
     Args:
-        model: A model of any library, in any layouts. Or a function such as an engine's `load_weights`, which is called
-            with an iterable of names and arrays after all of them have arrived.
-        source: The other end of the sender's sink: a connected socket, a pair of pipes `(reader, writer)`, or the
-            folder.
-        names: What the model's variables are called in the stream; see `load`. `"checkpoint"`: as in the Hugging Face
+        model: Model of any supported library, in any layouts. Or a function such as an engine's `load_weights`, which
+            gets an iterable of names and arrays after all of them have arrived.
+        source: Other end of the sender's sink: a connected socket, a pair of pipes `(reader, writer)`, or the folder.
+        names: Names of the model's variables in the stream; see `load`. `"checkpoint"`: those in the Hugging Face
             checkpoint of a model of transformers or peft.
-        cast: Whether values are converted to the element types of the model.
+        cast: Whether to convert values to the dtypes of the model.
         library: For a function: the library of the arrays, such as `"torch"`. `None`: numpy.
-        spool: The folder for weights that arrive over a pipe or socket, which need as much space as in the stream. All
+        spool: Folder for weights that arrive over a pipe or socket, which need as much space as in the stream. All
             processes of the model must see it. `None`: the system's folder for temporary files.
-        timeout_seconds: How long the sender may do nothing.
+        timeout_seconds: Longest time without a sign of the sender.
 
     Returns:
-        The model; a copy with the new weights if it cannot be changed, as pytrees. For a function, what it returns.
+        The model, or a copy with the new weights if it cannot be changed, as a pytree. For a function, its result.
 
     Raises:
-        CheckpointError: A part is missing or damaged, names, shapes, or types differ from those of the model, or
-            the sender has ended. The model is as it was. The sender gets the message.
+        CheckpointError: A part is missing or damaged, names, shapes, or dtypes differ from those of the model, or the
+            sender ended. The model is unchanged, and the sender gets the message.
 
     Example:
         >>> import concurrent.futures, keras, layoutmap as lm, socket

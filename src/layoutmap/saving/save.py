@@ -20,27 +20,27 @@ def save(
 ) -> str:
     """Save a model as one step of a checkpoint. Each process writes its own shards.
 
-    The step exists when this returns, and is durable: all of it, or, whatever happens on the way, none of it. With
-    several processes all must call this; each writes the shards that it holds, and no shard is written twice.
+    When this returns, the step is on the disk. An error or a crash leaves no part of it. With several processes, all
+    must call this. Each writes shards that it holds, and no shard is written twice.
 
     Args:
-        model: The model, of any library, in layouts or plain.
-        directory: Where checkpoints of this model are kept: a folder, or a URL that fsspec knows, as in
-            `"s3://bucket/run"`. The step is its folder `step-<number>`.
-        step: The number of the step, 0 or more. A step that exists is not written over.
-        optimizer: The model's optimizer, where the model does not have it: of torch, a state of optax, an
-            `nnx.Optimizer`. That of a compiled Keras model is saved with it.
-        data: What else goes on where it is: an iterator over the data, a schedule of learning rates, anything with
-            `state_dict()` or `get_state()`; or a mapping of several, as in `{"loader": loader, "schedule": schedule}`.
-            With several processes each saves its own.
-        metadata: What else to keep: numbers, texts, lists and mappings of them.
-        progress: Whether to show on stderr how far it is; `None`: if it takes long, on a terminal.
+        model: Model of any supported library, sharded or not.
+        directory: Folder with the checkpoints of this model, or a URL for fsspec, as in `"s3://bucket/run"`. The step
+            becomes its folder `step-<number>`.
+        step: Number of the step, 0 or more. An existing step is never overwritten.
+        optimizer: Optimizer of the model, if the model does not hold it: of torch, a state of optax, or an
+            `nnx.Optimizer`. A compiled Keras model holds its optimizer.
+        data: Other state to continue from: a data iterator, a learning rate schedule, or any object with `state_dict()`
+            or `get_state()`, or a mapping of several, as in `{"loader": loader, "schedule": schedule}`. Each process
+            saves its own.
+        metadata: Numbers, texts, and lists and mappings of them to store with the step.
+        progress: Whether to show progress on stderr; `None`: only on a terminal and if it takes long.
 
     Returns:
         The folder of the step.
 
     Raises:
-        CheckpointError: The step exists already, something cannot be saved, or it cannot be written.
+        CheckpointError: The step exists, something cannot be saved, or writing fails.
 
     Example:
         >>> import keras, layoutmap as lm, tempfile

@@ -27,25 +27,24 @@ def stream(
     processes: Literal["all", "first"] = "all",
     since: Mapping[str, str] | None = None,
 ) -> Stream:
-    """Return the weights of a model one after the other, for an inference engine or for another process.
+    """Return the weights of a model one by one, for an inference engine or for another process.
 
-    Each weight is gathered when it is its turn, so a process has one unsharded variable at a time, and what the caller
-    keeps. Moving statistics are weights here. Random states and optimizer slots are left out. A tied weight comes once.
-
-    If several processes share the model, all of them iterate, or all of them call `write`.
+    Each weight is gathered when the iteration reaches it, so a process holds one unsharded variable at a time, besides
+    those that the caller keeps. Moving statistics are included. Random states and optimizer slots are not. A tied
+    weight comes once. If several processes share the model, all of them iterate, or all of them call `write`.
 
     Args:
-        model: A model of any library.
-        names: What the variables are called. `None`: their paths. `"checkpoint"`: as in the Hugging Face checkpoint of
-            a model of transformers or peft, with separate experts, and the adapters alone for peft. Or a table, as in
-            `load`, such as `"llama"`.
-        processes: Which processes an iteration yields to: `"all"`, or the `"first"`, while the others yield nothing.
-        since: The `checksums` of an earlier stream: only weights that differ from them are yielded or sent. `{}`: all,
-            and checksums are computed. `None`: all, without checksums.
+        model: Model of any supported library.
+        names: Names of the variables. `None`: their paths. `"checkpoint"`: those in the Hugging Face checkpoint of a
+            model of transformers or peft, with separate experts, and for peft only the adapters. Or a table, such as
+            `"llama"`; see `load`.
+        processes: Processes to which an iteration yields: `"all"`, or only the `"first"`.
+        since: `checksums` of an earlier stream: only weights that differ from them are yielded or sent. `{}`: all
+            weights, and their checksums are computed. `None`: all weights, without checksums.
 
     Returns:
         An iterable of names and arrays: `torch.Tensor` on the host for a torch model, else `numpy.ndarray`. It can be
-        iterated again after an update of the model.
+        iterated again after the model was updated.
 
     Raises:
         CheckpointError: The table has no line for a variable, or the model has no checkpoint format.
@@ -112,17 +111,17 @@ class Stream:
     def write(self, sink: object, *, timeout_seconds: float = 600.0) -> None:
         """Send all weights to `receive` in another process, and wait until its model has them.
 
-        In several processes the first one sends, and the others pass any sink.
+        With several processes, the first one sends, and the others may pass any sink.
 
         Args:
             sink: A connected socket, a pair of pipes `(reader, writer)`, or a folder that both processes see. The
-                library opens no port. A socket or pipe is used through its file descriptor, and stays open.
-            timeout_seconds: How long the receiver may do nothing. It must cover the time that it needs to put the
-                weights into its model.
+                library opens no port. It uses the file descriptor of a socket or pipe and leaves it open.
+            timeout_seconds: Longest time without a sign of the receiver. It must cover the time that the receiver needs
+                to put the weights into its model.
 
         Raises:
-            CheckpointError: The receiver has refused the weights, has ended, or does not answer in time; or a value
-                cannot be read. In several processes each of them raises it.
+            CheckpointError: The receiver refused the weights, ended, or does not answer in time. Or a value cannot be
+                read. With several processes, all of them raise it.
         """
         source = ModelSource(self._model, "stream")
         if not source.is_first:

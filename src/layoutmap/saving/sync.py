@@ -30,10 +30,10 @@ Mover = Callable[[Sequence[Array]], list[Array]]
 
 
 class Sync:
-    """Callable that gives a sampler the weights of a trainer. `print` shows the plan.
+    """Copy the weights of a trainer to a sampler when called. `print` shows the plan.
 
     Attributes:
-        plan: The variables, and the bytes that devices send each other.
+        plan: Variables, and the bytes that devices send each other.
         version: Version of the trainer's weights that the sampler has; 0 before the first sync.
     """
 
@@ -169,30 +169,29 @@ def plan_sync(
 ) -> Sync:
     """Plan how a sampler gets the weights of a trainer, on other devices and in other layouts. Nothing moves yet.
 
-    Both have the same logical values after a sync. Each device gets the part of its new shard that it does not hold,
-    from one device that holds it; nothing is gathered in full. Values are cast to the sampler's element types. Weights
-    and moving statistics are synced; random states, metrics, optimizers, and buffers that are not persistent are not. A
-    tied weight is one variable.
+    After a sync, both have the same logical values. Each device receives only the part of its new shard that it does
+    not hold, from one device that holds it. Nothing is gathered in full. Values are cast to the sampler's dtypes.
+    Weights and moving statistics are synced. Random states, metrics, optimizers, and buffers that are not persistent
+    are not. A tied weight moves once.
 
-    On JAX, the programs are compiled once, in the first sync. If both meshes have the same devices, it is one program;
-    if not, there are three: on the trainer's devices, on all, and on the sampler's. Processes that have devices of
-    either mesh all call the sync. On torch, both models are in one process group, and all
-    its processes call the sync. Between two engines, and with padded arrays on JAX, values go through the memory of
-    one process.
+    On JAX, the first sync compiles the programs: one program if both meshes have the same devices, else three, for the
+    trainer's devices, all devices, and the sampler's devices. Processes with devices of either mesh all call the sync.
+    On torch, both models are in one process group, and all of its processes call the sync. Between two engines, and for
+    padded arrays on JAX, values go through the memory of one process.
 
     Args:
-        trainer: A model or tree of arrays of any supported library, whose arrays have layouts.
-        sampler: Another one, of the same or of another library. Its arrays keep their layouts and element types.
-        names: What the sampler's variables are called in the trainer, see `load`: names, and axes that are permuted,
-            split or joined, such as fused query, key and value kernels. `None`: the same names.
-        ignore: Regexes that match the start of paths, of variables that are not synced, such as those of one end or a
-            frozen base of adapters. The sampler keeps its own.
+        trainer: Model or tree of sharded arrays, of any supported library.
+        sampler: Another one, of the same or another library. Its arrays keep their layouts and dtypes.
+        names: Names of the sampler's variables in the trainer, and axes to permute, split, or join, as of fused query,
+            key, and value kernels; see `load`. `None`: the same names.
+        ignore: Regexes that match the start of the paths of variables that are not synced, such as a frozen base of
+            adapters. The sampler keeps its values.
 
     Returns:
-        The sync. `print(sync)` shows its table. `sync()` moves the weights.
+        The sync. `print(sync)` shows its table, and `sync()` moves the weights.
 
     Raises:
-        PlanError: A variable has no counterpart, or another shape or kind of numbers, or no layout. Lists all of them.
+        PlanError: Variables have no counterpart, a different shape or kind of dtype, or no layout. The error lists all.
         RuleError: `names` cannot be read.
 
     Example:
