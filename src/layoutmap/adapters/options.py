@@ -13,21 +13,21 @@ from layoutmap.core.specs import BatchDim
 
 @dataclass(frozen=True, slots=True)
 class ScopeOptions:
-    """Options of `scope`, `build` and `apply` by name, whatever the model library.
+    """Hold the options of `scope`, `build`, and `apply` that every model library has.
 
     Args:
-        strict: Whether what is only worth a warning (a variable without a rule, a rule without a variable) is an error.
-        batch_dim: The mesh dim over which `fit`, `evaluate` and `predict` split the batch, or a tuple of several, major
-            to minor, as in `("replica", "fsdp")`; `None`: they do not.
-        progress: Whether to show on stderr how far the making is; `None`: if it takes long, on a terminal.
-        check_batches: Whether several processes compare the data that they bring, where it must be the same in all of
-            them: each batch of a Keras model, and what the first calls of a torch module are given. It costs a
-            checksum of the batch (a second for each GB) and a few bytes between the processes.
-        later: Functions that make the arrays which appear after the model, as a KV cache, an accumulator, or an average
-            of weights, by name: `{"cache": make_cache}`. They are evaluated on shapes alone, and the plan has their
-            arrays under paths as `cache.0.k`. For models of JAX.
-        own: Options that only the model library has, each by its name: for torch `draws`, `gather`, `rows` and
-            `fully_shard`, see `layoutmap.adapters.torch.options.TorchOptions`, which `own` is then; `None` for others.
+        strict: Whether warnings, such as a variable without a rule or a rule without a variable, are errors.
+        batch_dim: Mesh dim over which `fit`, `evaluate`, and `predict` split the batch, or a tuple of several, major to
+            minor, as in `("replica", "fsdp")`. `None`: they do not split it.
+        progress: Whether to show progress on stderr; `None`: only on a terminal and if it takes long.
+        check_batches: Whether several processes compare data that must be equal in all of them: each batch of a Keras
+            model, and the arguments of the first calls of a torch module. It costs a checksum of the batch, at about 1
+            GB per second, and a few bytes of communication.
+        later: Functions that create arrays which appear after the model, such as a KV cache, an accumulator, or an
+            average of weights, by name: `{"cache": make_cache}`. They are evaluated on shapes, and the plan lists their
+            arrays under paths such as `cache.0.k`. For models on JAX.
+        own: Options of one model library: for torch a `layoutmap.adapters.torch.options.TorchOptions` with `draws`,
+            `gather`, `rows`, and `fully_shard`; `None` for other libraries.
 
     Example:
         >>> ScopeOptions(batch_dim="batch").strict
@@ -75,12 +75,12 @@ def check_names(given: Mapping[str, Any], library: str, own: Iterable[str] = ())
     """Refuse scope options that a model library does not have.
 
     Args:
-        given: Options by name, those that each library has left out.
-        library: The library's name.
-        own: Its own options.
+        given: Options by name.
+        library: Name of the library.
+        own: Names of options that only this library has.
 
     Raises:
-        ScopeError: There is one of another name.
+        ScopeError: An option is unknown.
     """
     known = (*NEUTRAL, *own)
     for name, value in given.items():

@@ -27,11 +27,11 @@ _IS_MADE_FIRST: Mapping[Kind, bool] = {
 
 
 class Guard:
-    """Callable that counts steps, and compares the model with a plan at the first and each n-th one.
+    """Compare a model with a plan at the first step and every n-th step, when called.
 
     Attributes:
-        plan: What the model is compared with; `None`: that which the first comparison finds. From there on it has the
-            slots and metrics, too, that the first step made.
+        plan: Plan to compare with. `None`: the first comparison sets it, and adds the slots and metrics that the first
+            step created.
     """
 
     def __init__(self, model: object, plan: PlanTable | None, optimizer: object, every: int):
@@ -68,7 +68,7 @@ class Guard:
         """Compare now. All processes must call this.
 
         Raises:
-            PlanError: The model is not as planned, or its replicas have drifted apart.
+            PlanError: The model differs from the plan, or its replicas differ.
         """
         found = inspect(
             self._model if model is None else model,
@@ -118,19 +118,20 @@ def guard(
 ) -> Guard:
     """Return a guard for a training loop, which raises if layouts change or replicas differ.
 
-    A loop of JAX calls it after each step, `guard(state)`; an optimizer of torch does after `guard.hook(optimizer)`,
-    and `fit` of Keras with `callbacks=[guard.callback()]`. The first step is looked at, and every n-th from there: the
-    layouts of all variables, and checksums of replicas on all devices and in all processes, which all count alike.
-    Each call raises if a sampler missed a version of its trainer (`plan_sync`), where both are modules and not trees.
+    In a JAX loop, call it after each step: `guard(state)`. For torch, `guard.hook(optimizer)` calls it after each
+    optimizer step. For Keras, pass `callbacks=[guard.callback()]` to `fit`. At the first step, and every `every` steps,
+    it compares the layouts of all variables, and checksums of the replicas on all devices of all processes. All
+    processes must take the same number of steps. Every call raises if a sampler missed a version of its trainer
+    (`plan_sync`), provided that both are modules.
 
     Args:
         model: The model, see `layoutmap.inspect`.
-        plan: What it is to be, as `Plan.from_json` reads it; `None`: as the first step leaves it.
-        optimizer: Its optimizer, or the state of one, where the model does not have it.
+        plan: Expected plan, as from `Plan.from_json`; `None`: the layouts after the first step.
+        optimizer: Optimizer or its state, if the model does not hold it.
         every: Number of steps from one comparison to the next. A comparison reads all values, at about 1 GB per second.
 
     Raises:
-        ScopeError: `every` is no number of steps.
+        ScopeError: `every` is not a number of steps.
 
     Example:
         >>> import jax, layoutmap as lm

@@ -30,27 +30,27 @@ Place = Layout | Unplaced
 def inspect(
     model: object, optimizer: object = None, *, batch_dim: BatchDim | None = None, across: bool = False
 ) -> Plan:
-    """Return the plan of an existing model from the layouts of its arrays, even if other code created them.
+    """Return the plan of an existing model from the layouts of its arrays, even if other code sharded them.
 
-    Nothing is started, sent, gathered or changed, and nothing is guessed: an array that no layout can say is not in
-    the plan, but among its problems, with how it is held. Where several processes hold a model, each may ask alone.
+    This starts, sends, gathers, and changes nothing, and guesses nothing: an array whose placement no layout can
+    express is not in the plan, but among its problems, with a description of the placement. If several processes share
+    a model, each can call this alone.
 
     Args:
-        model: A model of Keras, torch or flax.nnx, or a pytree of arrays, such as a train state of flax, a module of
+        model: Model of Keras, torch, or flax.nnx, or a pytree of arrays, such as a train state of flax, a module of
             Equinox, or `jax.ShapeDtypeStruct`s with shardings.
-        optimizer: Its optimizer, or the state of one, where the model does not have it: its slots are in the plan.
-        batch_dim: The mesh dim over which batches are sharded; the plan notes every other one that shards no weight.
-        across: Whether what all devices and processes hold is compared: an error of the plan names each variable of
-            which processes have different shapes or layouts, and each whose replicas differ in a bit. All values are
-            read once, about a second for each GB; only checksums travel. All processes must ask, with their part of
-            one model.
+        optimizer: Optimizer or its state, if the model does not hold it. The plan then includes its slots.
+        batch_dim: Mesh dim over which batches are sharded. The plan notes every other dim that shards no weight.
+        across: Whether to compare all devices and processes: the plan has an error for each variable whose shapes or
+            layouts differ between processes, or whose replicas differ in any bit. It reads all values once, at about 1
+            GB per second, and sends only checksums. All processes must call it, each with its part of the model.
 
     Returns:
-        The plan. Of a model that a scope of this library has laid out, with the rules, notes and problems of that.
-        Where arrays are on several meshes, it is of the largest, and the others are among its problems.
+        The plan. If a scope of this library sharded the model, it includes the rules, notes, and problems of that
+        scope. If arrays are on several meshes, it covers the largest one, and the others are among its problems.
 
     Raises:
-        ScopeError: It is no model of a supported library, or the mesh has no such dim.
+        ScopeError: It is not a model of a supported library, or the mesh does not have the dim.
 
     Example:
         >>> import jax, layoutmap as lm

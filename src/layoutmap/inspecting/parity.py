@@ -54,15 +54,15 @@ class ParityRow:
 
     Args:
         stage: `"weights"`, `"forward"`, `"loss"`, `"gradient"`, or `"step 1"` and so on.
-        name: A variable's path, or which output.
-        error: The largest absolute difference, divided by the largest value of the plain model. Where rounding changes
-            that value more than the tolerance allows, divided by a larger scale, but by no more than 1 (gradients: the
-            largest gradient of the model). `nan` where the shapes differ or only one side is not a number.
-        tolerance: What is allowed.
+        name: Path of a variable, or name of an output.
+        error: Largest absolute difference, divided by the largest value of the unsharded model. If rounding changes
+            that value by more than the tolerance, it is divided by a larger scale of at most 1 (for gradients: the
+            largest gradient of the model). `nan` if the shapes differ or only one side is not a number.
+        tolerance: Largest error that counts as equal.
         left_out: Number of elements that were not compared, because their gradient is only rounding.
-        factor: By what all values of the plain model are multiplied, where that is all that differs; else `None`.
-        difference: The largest absolute difference.
-        largest_scale: The largest scale that rounding may ask for.
+        factor: Factor between the values of both models, if they differ only by a factor; else `None`.
+        difference: Largest absolute difference.
+        largest_scale: Largest scale that may be used because of rounding.
     """
 
     stage: str
@@ -109,10 +109,10 @@ class ParityReport:
 
     Args:
         rows: The comparisons.
-        losses: The losses of the plain model and of the sharded one, before each step; empty if a step of the model's
-            own logs no `"loss"`.
-        not_compared: What could not be compared, and why.
-        only_rounding: Of each gradient that was compared, by path, which elements are only rounding.
+        losses: Losses of the unsharded and of the sharded model before each step. Empty if the model's own training
+            step logs no `"loss"`.
+        not_compared: Parts that could not be compared, with the reason.
+        only_rounding: For each compared gradient, by path, a mask of the elements that are only rounding.
     """
 
     rows: tuple[ParityRow, ...]
@@ -168,26 +168,26 @@ def check_parity(
 ) -> ParityReport:
     """Compare a model under a layout map with the same model on one device.
 
-    Both are built in this process, one after the other, so the plain model must fit on one device: use a small
-    configuration of a large one. Layers whose random state differs from run to run are seeded alike.
+    Both are built in this process, one after the other, so the unsharded model must fit on one device. For a large
+    model, use a small configuration. Layers whose random state differs from run to run get the same seeds.
 
     Args:
-        make_model: Makes the model and returns it; compiled, if steps are to be compared. Called twice, and again
-            where values are so small beside others that the rounding in them is to be measured.
+        make_model: Function that creates and returns the model, compiled if steps are compared. It is called twice, and
+            more often if rounding must be measured because values are small compared with others.
         layout_map: The rules.
-        batch: What one training step takes: `(x, y)` or `(x, y, sample_weight)`, all of it in each process.
+        batch: Batch of one training step: `(x, y)` or `(x, y, sample_weight)`, with all rows in each process.
         steps: Number of optimizer steps to compare, each on the same batch; 0 for a model that is not compiled.
-        seed: The seed of both builds. Random states are put back afterwards.
-        tolerance: The largest relative difference that counts as equal; first weights must be equal bit for bit.
-        batch_dim: The mesh dim that splits the batch; `None`: none.
+        seed: Seed of both builds. Random states are restored afterwards.
+        tolerance: Largest relative difference that counts as equal. Initial weights must be equal bit for bit.
+        batch_dim: Mesh dim that splits the batch; `None`: none.
         library: See `scope`.
-        raises: Whether to raise when the two differ, or only to report it.
+        raises: Whether to raise if the models differ, instead of only reporting it.
 
     Returns:
-        The comparisons. Print it for a summary.
+        The comparisons. `print` shows a summary.
 
     Raises:
-        ParityError: The two differ; says where first.
+        ParityError: The models differ. The message names the first difference.
         PlanError: The layout map does not fit the model.
 
     Example:

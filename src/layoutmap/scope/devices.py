@@ -23,24 +23,24 @@ def create_mesh(
     engine: str | None = None,
     axis_types: object = None,
 ) -> Mesh:
-    """Make a mesh of the first available devices, of given devices, or of devices chosen later.
+    """Create a mesh of the first available devices, of given devices, or of devices chosen later.
 
-    With only sizes the mesh is abstract: it names no devices, and needs none until something is materialized on it.
-    `device_type`, `engine` or a size of -1 ask for real devices.
+    With sizes alone, the mesh is abstract: it names no devices and needs none until something is materialized on it.
+    `device_type`, `engine`, or a size of -1 select real devices.
 
     Args:
-        mesh_dims: Pairs of name and size, a dict, or text such as `"batch=2,model=4"`. One size may be -1: what the
-            number of devices leaves for it.
-        mesh_name: A name of your choice.
-        devices: The device names, row-major; all are used.
-        device_type: `"CPU"`, `"GPU"` or `"TPU"`: the first devices of that type; `None`: of the default type.
-        engine: Whose devices: `"jax"`, `"tensorflow"` or `"torch"`; `None` means the framework that is in use.
+        mesh_dims: Pairs of name and size, a dict, or text such as `"batch=2,model=4"`. One size may be -1: the number
+            of devices divided by the other sizes.
+        mesh_name: Any name for the mesh.
+        devices: Device names in row-major order. All are used.
+        device_type: `"CPU"`, `"GPU"`, or `"TPU"`: the first devices of that type; `None`: of the default type.
+        engine: Framework of the devices: `"jax"`, `"tensorflow"`, or `"torch"`; `None`: the framework in use.
         axis_types: JAX's types of the dims, `"auto"` or `"explicit"`: one for all, a list, or a dict by name; `None`:
-            `"auto"`. Layouts on an explicit mesh are part of the types of JAX's arrays (see docs/jax.md).
+            `"auto"`. On an explicit mesh, the sharding is part of the types of JAX's arrays (see docs/jax.md).
 
     Raises:
-        MeshError: The mesh cannot be, or there are too few devices, or others than `device_type` were given.
-        EngineError: No engine is in use, or several are; or it has no such devices.
+        MeshError: The dims are invalid, there are too few devices, or given devices are not of `device_type`.
+        EngineError: No framework or several frameworks are in use, or the framework has no such devices.
 
     Example:
         >>> create_mesh("batch=512,model=8")
@@ -81,11 +81,11 @@ def list_device_names(engine: str | None = None, device_type: str | None = None)
     """Return the names of the devices of all processes.
 
     Args:
-        engine: Whose devices: `"jax"`, `"tensorflow"` or `"torch"`; `None` means the framework that is in use.
-        device_type: `"CPU"`, `"GPU"` or `"TPU"`; `None` means the framework's default type.
+        engine: Framework of the devices: `"jax"`, `"tensorflow"`, or `"torch"`; `None`: the framework in use.
+        device_type: `"CPU"`, `"GPU"`, or `"TPU"`; `None`: the framework's default type.
 
     Raises:
-        EngineError: No engine is in use, or several are; or there are no devices of that type.
+        EngineError: No framework or several frameworks are in use, or there are no devices of that type.
 
     Example:
         >>> list_device_names("jax", "CPU")[0]
@@ -95,19 +95,19 @@ def list_device_names(engine: str | None = None, device_type: str | None = None)
 
 
 def simulate_devices(number: int, engine: str | None = None) -> None:
-    """Simulate devices on this machine's CPU in place of its real ones, so that larger meshes fit.
+    """Simulate devices on the CPU of this machine, in place of its real devices, to try larger meshes.
 
-    To be called before the framework starts: right after the imports, or before them. In a program of several
-    processes each one simulates so many; those of torch are devices themselves.
+    Call it before the framework starts: before the imports or right after them. In a program of several processes, each
+    process simulates this number of devices. On torch, processes are devices themselves.
 
     Args:
         number: Number of devices, 1 or more.
-        engine: On which framework: `"jax"`, `"tensorflow"` or `"torch"`, which is imported if it is not; `None` means
-            the one that is in use: Keras's backend, or the one that is imported, or else that is installed.
+        engine: Framework: `"jax"`, `"tensorflow"`, or `"torch"`, which is imported if needed. `None`: the framework in
+            use: Keras's backend, or the only imported one, or else the only installed one.
 
     Raises:
-        EngineError: The framework has started with other devices; or it is open which one is meant.
-        MeshError: It is no number of devices.
+        EngineError: The framework has already started with other devices, or several frameworks could be meant.
+        MeshError: `number` is not a number of devices.
 
     Example:
         >>> simulate_devices(8, engine="jax")
@@ -125,10 +125,10 @@ def simulate_devices(number: int, engine: str | None = None) -> None:
 
 
 def choose_engine_name() -> str:
-    """Return the engine of Keras's backend, or of the framework that alone is imported or installed.
+    """Return the engine of Keras's backend, or of the only framework that is imported or installed.
 
     Raises:
-        EngineError: It is open which one that is; or Keras runs on one that has no engine.
+        EngineError: Several frameworks could be meant, or Keras's backend has no engine.
     """
     fix = f"pass engine={next(iter(ENGINES))!r}"
     keras = sys.modules.get("keras")

@@ -27,24 +27,24 @@ class ImportedMaps(RuleSet):
 
     @classmethod
     def from_plan(cls, plan: PlanTable) -> Self:
-        """Make the map with the fewest rules that give the layouts of a plan.
+        """Return the map with the fewest rules that give the layouts of a plan.
 
-        A plan with these rules is compared with the given one, so a model from elsewhere can be planned on another
-        mesh, searched from, or built here.
+        The rules are planned again and compared with the given plan. With the map, a model of another program can be
+        planned on another mesh, searched, or built here.
 
         Args:
-            plan: A plan that was read off a model (`lm.inspect(model)`) or from a file (`lm.Plan.from_json(text)`).
+            plan: Plan of an existing model (`lm.inspect(model)`) or from a file (`lm.Plan.from_json(text)`).
 
         Returns:
-            The map, on the mesh of the plan. It replicates a variable that no rule matches. It has the rules for
-            activations that the plan uses.
+            The map, on the mesh of the plan, with the activation rules that the plan uses. Variables without a rule are
+            replicated.
 
         Raises:
-            RuleError: No rules give a variable its layout.
+            RuleError: Rules cannot give a variable its layout.
 
         Warns:
-            LayoutMapWarning: The plan has arrays without a layout, or slots in another layout than their weights, and
-                no rule can give those.
+            LayoutMapWarning: The plan has arrays without a layout, or slots with another layout than their weights,
+                which rules cannot give.
 
         Example:
             >>> import layoutmap as lm
@@ -72,15 +72,15 @@ class ImportedMaps(RuleSet):
 
     @classmethod
     def from_model(cls, model: object, optimizer: object = None) -> Self:
-        """Make the map of an existing model, as `lm.inspect(model, optimizer).to_layout_map()` does.
+        """Return the map of an existing model, as `lm.inspect(model, optimizer).to_layout_map()` does.
 
         Args:
-            model: See `layoutmap.inspect`; or a plan, see `from_plan`.
+            model: See `layoutmap.inspect`. Or a plan, see `from_plan`.
             optimizer: See `layoutmap.inspect`.
 
         Raises:
-            RuleError: No rules give a variable its layout.
-            ScopeError: `model` is no model of a supported library.
+            RuleError: Rules cannot give a variable its layout.
+            ScopeError: `model` is not a model of a supported library.
         """
         # By name, because `inspect` is in a higher package.
         plan = model if isinstance(model, PlanTable) else import_module("layoutmap").inspect(model, optimizer)
@@ -98,29 +98,29 @@ class ImportedMaps(RuleSet):
         parameters: Mapping[str, Any] | None = None,
         activations: bool = True,
     ) -> Self:
-        """Make a map from the tensor-parallel plan of a Hugging Face transformers model.
+        """Convert the tensor-parallel plan of a Hugging Face transformers model.
 
         Args:
-            plan: A function that makes the model: a dry run of it shows the plan and the parameters.
-                Or a model, which has both. Or the config of a base model or a plan itself, a dict of styles by path:
-                their paths may need a `prefix`, and what parameters there are is guessed if not given.
+            plan: Function that creates the model, whose dry run shows the plan and the parameters. Or a model. Or the
+                config of a base model, or a plan itself, which is a dict of styles by path: its paths may need a
+                `prefix`, and without `parameters` their names are guessed.
             mesh: The mesh.
-            dim: The mesh dim that weights are sharded over.
-            batch_dim: The mesh dim that batches are sharded over; `None`: they are not.
-            prefix: What stands before the plan's paths in the model, as in `"model."`.
-            parameters: All parameters by path: shapes, or anything with a `shape`, such as a state dict.
-            activations: Whether the styles that say how a layer's output is laid out become `activations`. They are for
-                outputs of shape (batch, sequence, features), and (tokens, features) of experts. Where a model calls
-                other layers with tokens in one axis, the first call says so: give those layers rules of their own.
+            dim: Mesh dim over which weights are sharded.
+            batch_dim: Mesh dim over which batches are sharded; `None`: none.
+            prefix: Prefix of the plan's paths in the model, as in `"model."`.
+            parameters: All parameters by path: shapes, or objects with a `shape`, such as a state dict.
+            activations: Whether to convert styles for layer outputs to `activations`. They assume outputs of shape
+                (batch, sequence, features), and (tokens, features) for experts. If a model calls other layers with all
+                tokens in one axis, the first call raises: write rules for these layers.
 
         Returns:
-            The map. Each rule ends in `$`, and is for one name of parameter.
+            The map. Each rule ends in `$` and matches one name of a parameter.
 
         Raises:
-            RuleError: There is no plan; a style is not known; or the mesh has no such dim.
+            RuleError: There is no plan, a style is unknown, or the mesh does not have the dim.
 
         Warns:
-            LayoutMapWarning: Something of the plan cannot be said in layouts, or is for nothing in the model.
+            LayoutMapWarning: Layouts cannot express a part of the plan, or a part matches nothing in the model.
 
         Example:
             >>> plan = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
@@ -160,22 +160,23 @@ class ImportedMaps(RuleSet):
     def from_keras(cls, keras_map: object, mesh: Mesh | str | None = None) -> Self:
         """Convert a `keras.distribution.LayoutMap`.
 
-        Its keys are regexes over `variable.path`, the names of layers joined by slashes. They are kept as they are,
-        as rules that begin with `keras:`, and mean what they mean to Keras 3.15: an exact name comes first, else the
-        regex that matches all of the name; two that match one name are an error of the plan; and axes that a layout
-        leaves out are unsharded. Where Keras adds a number to a name that nobody gave, it counts from the beginning of
-        the scope, as in a process in which nothing was made before.
+        Its keys, regexes over `variable.path`, become rules with the prefix `keras:` and keep the meaning that they
+        have in Keras 3.15: an exact name wins, and otherwise the regex that matches the whole name. Two matching
+        regexes are an error of the plan. Axes that a layout leaves out are unsharded. If Keras numbers a name that the
+        program did not choose, the count starts at the beginning of the scope, as in a process that created no layer
+        before.
 
-        Rules over object paths can be added. A rule that is exactly a variable's path or name wins, else the first rule
-        that matches it, of either sort.
+        You can add rules over object paths. A rule equal to the path or name of a variable wins, and otherwise the
+        first rule of either kind that matches.
 
         Args:
             keras_map: The map.
-            mesh: The mesh to use instead of the map's, with the dims that its layouts name.
+            mesh: Mesh to use instead of the map's, with the dims of its layouts.
 
         Raises:
-            RuleError: It is no such map, it has no mesh, or a rule of it is not allowed.
-            MeshError: Its mesh is not allowed.
+            RuleError: `keras_map` is not a `keras.distribution.LayoutMap`, has no mesh, or has a rule that is not
+                allowed.
+            MeshError: The mesh is not allowed.
 
         Example:
             >>> import keras
@@ -194,20 +195,20 @@ class ImportedMaps(RuleSet):
 
     @classmethod
     def from_partition_specs(cls, specs: object, mesh: Mesh | str, parameters: object) -> Self:
-        """Make a map from the `PartitionSpec`s or `NamedSharding`s of arrays.
+        """Return a map from the `PartitionSpec`s or `NamedSharding`s of arrays.
 
         Args:
-            specs: They, in a dict by path (`{"d1.kernel": P(None, "model")}`) or in nested dicts. `None` means
+            specs: Specs in a dict by path (`{"d1.kernel": P(None, "model")}`) or in nested dicts. `None` means
                 replicated.
             mesh: The mesh.
-            parameters: The shapes of all arrays by path: a plan, a dict, or nested dicts of shapes or of anything with
-                a shape. An array without a spec gets no rule.
+            parameters: Shapes of all arrays by path: a plan, a dict, or nested dicts of shapes or of objects with a
+                `shape`. An array without a spec gets no rule.
 
         Returns:
-            The map. Its rules match these paths, and those of further blocks that differ from them in numbers only.
+            The map. Its rules match these paths, and paths of other blocks that differ only in numbers.
 
         Raises:
-            RuleError: A spec does not fit its array, has no array, or says what a layout cannot express.
+            RuleError: A spec does not fit its array, has no array, or cannot be expressed as a layout.
 
         Example:
             >>> specs = {"d1": {"kernel": (None, "model"), "bias": ()}}
@@ -222,22 +223,22 @@ class ImportedMaps(RuleSet):
 
     @classmethod
     def from_partition_rules(cls, rules: object, mesh: Mesh | str, parameters: object) -> Self:
-        """Make a map from rules in the form of EasyLM: `[(regex, PartitionSpec), ...]`.
+        """Convert rules in the form of EasyLM: `[(regex, PartitionSpec), ...]`.
 
-        They mean what they mean there: the first regex wins that `re.search` finds in an array's path, its parts joined
-        by slashes; an array of one element is replicated; and each other array must have a rule.
+        They keep their meaning: the first regex that `re.search` finds in an array's path, joined by slashes, wins. An
+        array of one element is replicated. Each other array needs a rule.
 
         Args:
             rules: The pairs, in order.
             mesh: The mesh.
-            parameters: See `from_partition_specs`; every array gets a rule.
+            parameters: See `from_partition_specs`. Every array gets a rule.
 
         Returns:
             The map, with rules over paths joined by dots; see `from_partition_specs`.
 
         Raises:
-            RuleError: There is no rule for an array, or a rule is none, does not fit its array or says what a layout
-                cannot express.
+            RuleError: An array has no rule, or a rule is invalid, does not fit its array, or cannot be expressed as a
+                layout.
 
         Warns:
             LayoutMapWarning: A rule decides nothing.
@@ -274,28 +275,28 @@ class ImportedMaps(RuleSet):
         *,
         semantics: Semantics = "linen",
     ) -> Self:
-        """Make a map from logical axis rules of flax or MaxText and the axis names of each array.
+        """Convert logical axis rules of flax or MaxText and the axis names of each array.
 
         Args:
-            rules: Pairs of the name of an axis and the mesh dims it is sharded over, in order:
-                `[("embed", "fsdp"), ("mlp", ("tensor",)), ("norm", None)]`.
-            axes: The names of the axes of each array, by path or in nested dicts, as `nn.get_partition_spec` returns
-                them: `{"mlp": {"kernel": P("embed", "mlp")}}`.
+            rules: Pairs of an axis name and the mesh dims that shard it, in order: `[("embed", "fsdp"), ("mlp",
+                ("tensor",)), ("norm", None)]`.
+            axes: Axis names of each array, by path or in nested dicts, as `nn.get_partition_spec` returns them:
+                `{"mlp": {"kernel": P("embed", "mlp")}}`.
             mesh: The mesh.
             parameters: See `from_partition_specs`.
-            semantics: What the rules mean where several are for one name, or none is. `"linen"`, that of `flax.linen`
-                and MaxText: in order, each rule is taken whose axis has no dims yet and whose dims shard no other
-                axis of the array; a name without a rule is unsharded. `"nnx"`, that of `flax.nnx`: the last rule for
-                a name wins, and a name without a rule is that of a mesh dim.
+            semantics: Meaning of names with several rules or none. `"linen"`, as in `flax.linen` and MaxText: rules
+                apply in order, to axes that have no dims yet, if the dims shard no other axis of the array; a name
+                without a rule is unsharded. `"nnx"`, as in `flax.nnx`: the last rule for a name wins, and a name
+                without a rule names a mesh dim.
 
         Returns:
             The map; see `from_partition_specs`.
 
         Raises:
-            RuleError: A rule is none, or axes or dims do not fit their array or the mesh.
+            RuleError: A rule is invalid, or axes or dims do not fit their array or the mesh.
 
         Warns:
-            LayoutMapWarning: In linen, a name has no rule.
+            LayoutMapWarning: With `"linen"`, a name has no rule.
 
         Example:
             >>> axes = {"mlp": {"kernel": ("embed", "mlp")}, "norm": {"scale": ("embed",)}}

@@ -23,35 +23,35 @@ from layoutmap.scope.scope import apply, build, scope
 
 # Rules must not import adapters, so methods that need one are in this subclass of `RuleSet` (decisions/0038).
 class LayoutMap(ImportedMaps):
-    """A dict from a regex over variable paths to a layout.
+    """Map regexes over variable paths to layouts.
 
-    Reading (`layout_map[path]`, `layout_map.get(path)`) looks the path up: an exact key first, then `re.match` over the
-    rules in insertion order; the first match wins, and no match gives `None`. All else (`in`, `del`, `pop`, `len`,
-    `items`, ...) is the dict of the rules themselves.
-
-    `activations` is a dict of the same kind, from regex over a layer's path to the layout of the layer's output.
-
-    A rule that begins with `keras:` is one over what Keras calls a variable; see `from_keras`.
+    `layout_map[path]` and `layout_map.get(path)` look a path up: first an exact key, then `re.match` of each rule in
+    insertion order. The first match wins. Without a match the result is `None`. All other operations (`in`, `del`,
+    `pop`, `len`, `items`, ...) are those of a dict of the rules.
 
     `re.match` anchors the start of the path and not its end: `d1\\.kernel` also matches `d1.kernel_scale`. End a
-    pattern with `$` to exclude that.
+    pattern with `$` to exclude that. A rule that begins with `keras:` matches Keras's name of a variable; see
+    `from_keras`.
+
+    `activations` is a second dict of this kind. It maps regexes over layer paths to the layouts of the layers' outputs.
 
     Args:
-        mesh: The mesh to which tuples of specs are bound, and on which variables without a rule are replicated.
-            Text such as `"batch=2,model=4"` means an abstract mesh of these dims; `None`, the mesh of the first layout
-            that is added.
-        rules: Rules to begin with, in order.
-        activations: Rules for layers' outputs, in order; see `Activations`.
-        uneven: What happens to an axis of a variable that does not divide: `"error"`, `"pad"` (its last shards hold
-            fewer elements, or none, and padding that no reader sees), `"replicate"` (it is left unsharded), or
-            `"shrink"` (it is sharded over as many of its mesh dims as divide it). `("pad", "shrink")` names the policy
-            for variables that cannot be padded. A rule of `add` can have its own. The plan shows what is applied.
-        rest: `"replicated"`: variables that no rule matches are replicated on purpose, and `strict`
-            accepts them; `None`: they are, too, and the plan warns of each. An attribute, too.
+        mesh: Mesh for rules that are tuples of specs, and for variables without a rule, which are replicated on it.
+            Text such as `"batch=2,model=4"` means an abstract mesh with these dims. `None`: the mesh of the first
+            layout that is added.
+        rules: Initial rules, in order.
+        activations: Rules for layer outputs, in order; see `Activations`.
+        uneven: Policy for an axis that its mesh dims do not divide. `"error"`: refuse it. `"pad"`: store padding that
+            no reader sees; the last shards hold fewer elements, or none. `"replicate"`: leave the axis unsharded.
+            `"shrink"`: shard it over those of its mesh dims that divide it. `("pad", "shrink")`: pad, and shrink
+            variables that cannot be padded. A rule from `add` can have its own policy. The plan shows which one was
+            applied.
+        rest: `"replicated"`: variables without a rule are replicated on purpose, which `strict` accepts. `None`: they
+            are replicated, and the plan warns about each. Also an attribute.
 
     Raises:
-        RuleError: See `__setitem__`; or `rest` is something else.
-        MeshError: The mesh is none, or the text says none.
+        RuleError: See `__setitem__`. Or `rest` has an invalid value.
+        MeshError: `mesh` is not a mesh, or its text is invalid.
 
     Example:
         >>> layout_map = LayoutMap(Mesh(None, "batch=2,model=4"))
@@ -75,18 +75,18 @@ class LayoutMap(ImportedMaps):
         return self.mesh
 
     def to_partition_specs(self, tree: object) -> Any:
-        """Return a tree of `PartitionSpec`s, for a pytree of arrays or of `jax.ShapeDtypeStruct`s.
+        """Return a tree of `PartitionSpec`s for a pytree of arrays or of `jax.ShapeDtypeStruct`s.
 
-        A leaf's path is its keys joined by dots, as in `blocks.0.kernel`. Rules are checked as in a plan.
+        The path of a leaf is its keys joined by dots, as in `blocks.0.kernel`. Rules are checked as in a plan.
 
         Args:
             tree: The pytree.
 
         Returns:
-            The same tree with an entry for each axis of each array, and `None` in the place of what is no array.
+            The same tree, with a spec for each array that has an entry per axis, and `None` for other leaves.
 
         Raises:
-            PlanError: Something does not fit.
+            PlanError: The rules do not fit the arrays.
 
         Example:
             >>> import jax, layoutmap as lm
@@ -97,10 +97,10 @@ class LayoutMap(ImportedMaps):
         return self._plan_tree(tree).to_partition_specs(tree)
 
     def to_named_shardings(self, tree: object) -> Any:
-        """Return a tree of `NamedSharding`s on this machine's devices. See `to_partition_specs`.
+        """Return a tree of `NamedSharding`s on the devices of this machine. See `to_partition_specs`.
 
         Raises:
-            PlanError: Something does not fit.
+            PlanError: The rules do not fit the arrays.
             MeshError: The machine does not have the mesh's devices.
         """
         return self._plan_tree(tree).to_named_shardings(tree)
@@ -140,24 +140,24 @@ class LayoutMap(ImportedMaps):
         zero_dim: str | None = None,
         memory: str | None = None,
     ) -> Plan:
-        """Plan the layouts of an optimizer's state: the dry run of `build_optimizer`. Computes nothing.
+        """Plan the layouts of an optimizer's state, as a dry run of `build_optimizer`. Computes nothing.
 
         Args:
             tx: See `build_optimizer`.
             params: See `build_optimizer`. Parameters without a layout, such as the `jax.ShapeDtypeStruct`s of
-                `jax.eval_shape`, get that of their rule.
+                `jax.eval_shape`, get the layout of their rule.
             wrt: See `build_optimizer`.
             zero_dim: See `build_optimizer`.
             memory: See `build_optimizer`.
 
         Returns:
-            The plan of the parameters and of all slots, each with its parameter. Slots of several elements that
-            follow no parameter are replicated, and among its problems.
+            The plan of the parameters and of all slots, each with its parameter. Slots of several elements that follow
+            no parameter are replicated and listed among the problems.
 
         Raises:
-            LayoutError: A parameter is no array.
-            MeshError: Parameters are on different meshes, or not on that of the map.
-            ScopeError: There is no such dim, or `tx` is no optimizer.
+            LayoutError: A parameter is not an array.
+            MeshError: Parameters are on different meshes, or not on the map's mesh.
+            ScopeError: The mesh does not have the dim, or `tx` is not an optimizer.
 
         Example:
             >>> import jax, optax
@@ -179,30 +179,30 @@ class LayoutMap(ImportedMaps):
         memory: str | None = None,
         strict: bool = False,
     ) -> Any:
-        """Create the state of an optax optimizer with each leaf in its layout.
+        """Create the state of an optax optimizer, with each leaf sharded like its parameter.
 
-        A leaf belongs to the parameter whose path is in its own, and its axes are laid out as the axes of the parameter
-        that they are made of: moments as the parameter, Adafactor's rows and columns as what is left of it. All else,
-        such as step counts, is replicated.
+        A leaf belongs to the parameter whose path its own path contains. Its axes get the layouts of the parameter's
+        axes to which they correspond: moments are sharded like the parameter, Adafactor's rows and columns like the
+        remaining axes. Other leaves, such as step counts, are replicated.
 
         Args:
-            tx: The optimizer: anything with `init` and `update`, as in `optax.adamw(1e-3)`.
-            params: The parameters, in layouts: a pytree of arrays, a state of `flax.nnx`, or a module of it.
-            wrt: For a module: which of its variables are parameters; `None` means `nnx.Param`.
-            zero_dim: A mesh dim over which slots are sharded further than their parameters, along the first axis that
-                divides, as ZeRO-1 does; mostly that of the batch. `None`: they are not.
-            memory: The kind of memory that stores slots of parameters, as for `Layout`: `"pinned_host"` leaves more of
-                the devices' memory to the model. `None`: that of their parameters.
-            strict: Whether what is only worth a warning, a large slot that follows no parameter, is an error.
+            tx: Optimizer with `init` and `update`, as in `optax.adamw(1e-3)`.
+            params: Sharded parameters: a pytree of arrays, a state of `flax.nnx`, or a module.
+            wrt: For a module: filter for the variables that are parameters; `None` means `nnx.Param`.
+            zero_dim: Mesh dim over which slots are sharded in addition to their parameters, along the first axis that
+                it divides, as in ZeRO-1. Mostly the batch dim. `None`: slots are sharded like their parameters.
+            memory: Kind of memory that stores slots of parameters, as for `Layout`: `"pinned_host"` leaves more device
+                memory to the model. `None`: that of their parameters.
+            strict: Whether to raise on warnings, such as a large slot that follows no parameter.
 
         Returns:
-            The state, as `tx.init(params)` returns it, with the same values. For a module an `nnx.Optimizer`.
+            The state, with the values of `tx.init(params)`. For a module, an `nnx.Optimizer`.
 
         Raises:
-            LayoutError: A parameter is no array, or has no layout.
-            MeshError: Parameters are on different meshes, or not on that of the map.
-            PlanError: `strict`, and there are warnings.
-            ScopeError: There is no such dim, `tx` is no optimizer, or its `init` cannot be traced.
+            LayoutError: A parameter is not an array or has no layout.
+            MeshError: Parameters are on different meshes, or not on the map's mesh.
+            PlanError: With `strict`, there are warnings.
+            ScopeError: The mesh does not have the dim, `tx` is not an optimizer, or its `init` cannot be traced.
 
         Example:
             >>> import jax.numpy as jnp, optax
@@ -234,21 +234,21 @@ class LayoutMap(ImportedMaps):
         """Shard the existing state of an optimizer, with its values.
 
         Args:
-            state: The state, as `tx.init` or a checkpoint gave it; or an `nnx.Optimizer`, which is changed in place.
+            state: State from `tx.init` or from a checkpoint. Or an `nnx.Optimizer`, which is changed in place.
             params: See `build_optimizer`.
             wrt: See `build_optimizer`; `None` means that of an `nnx.Optimizer`.
             zero_dim: See `build_optimizer`.
-            memory: See `build_optimizer`. `None`: that of each slot.
+            memory: See `build_optimizer`. `None`: each slot stays in its memory.
             strict: See `build_optimizer`.
 
         Returns:
-            The state in its layouts, or the `nnx.Optimizer`.
+            The sharded state, or the `nnx.Optimizer`.
 
         Raises:
-            LayoutError: A parameter is no array, or has no layout.
-            MeshError: Parameters are on different meshes, or not on that of the map.
-            PlanError: `strict`, and there are warnings.
-            ScopeError: There is no such dim.
+            LayoutError: A parameter is not an array or has no layout.
+            MeshError: Parameters are on different meshes, or not on the map's mesh.
+            PlanError: With `strict`, there are warnings.
+            ScopeError: The mesh does not have the dim.
 
         Example:
             >>> import jax.numpy as jnp, optax

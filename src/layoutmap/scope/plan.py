@@ -27,24 +27,24 @@ P = ParamSpec("P")
 
 # Plan tables must not import reports, so methods that need one are in this subclass of `PlanTable` (decisions/0038).
 class Plan(PlanTable):
-    """Layouts of all variables of a model: a mapping from path to `Assignment`.
+    """Map the path of each variable of a model to its `Assignment`, the variable and its layout.
 
-    A variable is found under each of its paths, and iteration gives its first one. Where several models have a variable
-    of one path, the keys are `"model: path"`, and the path alone is a `PlanError` that names them.
+    A tied variable is found under each of its paths, and iteration yields the first. If several models have a variable
+    with the same path, the keys are `"model: path"`, and the path alone raises a `PlanError` that names them.
 
     Args:
         mesh: The mesh.
-        assignments: The variables and their layouts, in the order of the model.
-        problems: Everything found, errors first.
-        activations: The layers whose output a rule of `LayoutMap.activations` lays out, in the order of the model;
-            empty too where the library does not report layers.
-        free_activations: Whether a compiler lays out the activations that no rule is for.
-        cost: What a training step costs; `None`: that was not counted.
-        device_memory: The memory of a device in bytes, of a plan without a cost; `None`: nobody has said.
+        assignments: Variables and their layouts, in the order of the model.
+        problems: All problems, errors first.
+        activations: Layers whose outputs have a rule in `LayoutMap.activations`, in the order of the model. Empty if
+            the library does not report layers.
+        free_activations: Whether a compiler chooses the layouts of activations without a rule.
+        cost: Cost of a training step; `None`: it was not counted.
+        device_memory: Memory of a device in bytes, for a plan without a cost; `None`: unknown.
         strict: Whether warnings count as errors in the verdict.
-        gathered_dims: The mesh dims over which torch's `fully_shard` gathers weights before their layers compute.
-        batches: The mesh dims over which batches are sharded, of a model that exists; empty: they are replicated;
-            `None`: not known.
+        gathered_dims: Mesh dims over which torch's `fully_shard` gathers weights before their layers compute.
+        batches: Mesh dims over which batches of an existing model are sharded. Empty: batches are replicated. `None`:
+            unknown.
 
     Example:
         >>> from layoutmap.core.variables import VariableSpec
@@ -96,11 +96,11 @@ class Plan(PlanTable):
         """Explain the layout of a variable, and how you can change it.
 
         Args:
-            path: The variable's path, or another path to it.
-            layout_map: A map to compare with: what its rules say of the variable, and whether that is the same.
+            path: Path of the variable, or another path to it.
+            layout_map: Map to compare with: the explanation adds the layout that its rules give the variable.
 
         Raises:
-            KeyError: The plan has no such variable; names those that come close.
+            KeyError: The plan does not have the variable. The message names similar ones.
 
         Example:
             >>> from layoutmap.core.variables import VariableSpec
@@ -135,14 +135,14 @@ class Plan(PlanTable):
         return diff_plans(self, other)
 
     def lint(self, batch_dim: BatchDim | None = None) -> Findings:
-        """Find layouts that are probably a mistake, each with its evidence and a fix.
+        """Find layouts that are probably mistakes, each with its evidence and a fix.
 
         Args:
-            batch_dim: The mesh dim over which batches are sharded. Without it, the one over which rules shard the first
-                axis of activations, or else one that is called batch, data, dp or fsdp.
+            batch_dim: Mesh dim over which batches are sharded. `None`: the dim over which rules shard the first axis of
+                activations, or else a dim called batch, data, dp, or fsdp.
 
         Raises:
-            PlanError: The mesh has no such dim.
+            PlanError: The mesh does not have the dim.
 
         Example:
             >>> from layoutmap.core.variables import VariableSpec
@@ -165,13 +165,13 @@ class Plan(PlanTable):
         return compute_fingerprint(self)
 
     def to_layout_map(self) -> Any:
-        """Make the map with the fewest rules that give the layouts of this plan. See `LayoutMap.from_plan`.
+        """Return the map with the fewest rules that give the layouts of this plan. See `LayoutMap.from_plan`.
 
         Returns:
             A `LayoutMap`.
 
         Raises:
-            RuleError: No rules give a variable its layout.
+            RuleError: Rules cannot give a variable its layout.
 
         Example:
             >>> import jax, layoutmap as lm
@@ -192,13 +192,13 @@ class Plan(PlanTable):
         """Return the layouts as `PartitionSpec`s of JAX, with an entry for each axis.
 
         Args:
-            tree: A pytree whose arrays are variables of the plan, by their keys joined by dots.
+            tree: Pytree whose arrays are variables of the plan. Their paths are their keys joined by dots.
 
         Returns:
-            The same tree of specs; or, without one, a dict by path.
+            The tree with specs in place of arrays, or without a tree a dict by path.
 
         Raises:
-            KeyError: The plan has no variable of the path of an array; names those that come close.
+            KeyError: The plan does not have the variable of an array. The message names similar ones.
 
         Example:
             >>> from layoutmap.core.variables import VariableSpec
@@ -211,10 +211,10 @@ class Plan(PlanTable):
         return self._convert_to_jax(tree, make_partition_spec)
 
     def to_named_shardings(self, tree: object = None) -> Any:
-        """Return the layouts as `NamedSharding`s of JAX on this machine's devices. See `to_partition_specs`.
+        """Return the layouts as `NamedSharding`s of JAX on the devices of this machine. See `to_partition_specs`.
 
         Raises:
-            KeyError: The plan has no variable of the path of an array.
+            KeyError: The plan does not have the variable of an array.
             MeshError: The machine does not have the mesh's devices.
         """
         from layoutmap.engines.jax.devices import make_named_sharding
@@ -231,19 +231,19 @@ class Plan(PlanTable):
     def to_keras(self, device_mesh: object = None) -> Any:
         """Return the layouts as a `keras.distribution.LayoutMap` for `keras.distribution.ModelParallel`.
 
-        It has a key for each variable of the plan: what Keras calls it in a process in which nothing was made before.
-        Slots of optimizers have none, since Keras gives them the layouts of their weights.
+        It has a key for each variable of the plan: Keras's name for it in a process that created no layer before. Slots
+        of optimizers have no key, because Keras shards them like their weights.
 
         Args:
-            device_mesh: The `keras.distribution.DeviceMesh`, of the plan's dims; `None`: it is made of the devices of
-                the plan's mesh, or of all of this machine.
+            device_mesh: `keras.distribution.DeviceMesh` with the plan's dims. `None`: a new one with the devices of the
+                plan's mesh, or with all devices of this machine.
 
         Returns:
             A `keras.distribution.LayoutMap`.
 
         Raises:
-            PlanError: Keras's map cannot express some of it: an axis that is sharded over several dims, outputs of
-                layers, two variables of one name, slots of another shape than their weight; or the plan is not of a
+            PlanError: Keras's map cannot express the plan: an axis sharded over several dims, outputs of layers, two
+                variables with the same name, or slots with another shape than their weight. Or the plan is not of a
                 Keras model, or was read from a file.
 
         Example:
@@ -258,16 +258,17 @@ class Plan(PlanTable):
         return make_keras_map(self.mesh, collect_keras_layouts(self), device_mesh)
 
     def to_parallelize_plan(self) -> str:
-        """Return Python code for torch programs: a function `parallelize(model, mesh)` of torch's own calls.
+        """Return Python code for torch programs: a function `parallelize(model, mesh)` that calls torch's functions.
 
-        `parallelize_module` lays out the linear layers and embeddings that are sharded by columns or by rows over one
-        dim, and `distribute_module` the rest. A layer sharded by columns gives its shards to one beside it that is
-        sharded by rows, as in attention and gated units: what is computed between them must be one for each feature or
-        head. An output that is to be whole, or a shard of the sequence, is said by `LayoutMap.activations`.
+        `parallelize_module` shards linear layers and embeddings by columns or by rows over one dim, and
+        `distribute_module` shards all other modules. A layer that is sharded by columns passes its shards to the next
+        one that is sharded by rows, as in attention and gated units. The computation between them must treat each
+        feature or head separately. `LayoutMap.activations` tells which outputs must be gathered or sharded along the
+        sequence.
 
         Raises:
-            PlanError: Something has no form there: an axis sharded over dims in another order than the mesh's, a rule
-                for the output of a module that has no style, slots of another layout than their weight.
+            PlanError: torch cannot express the plan: an axis sharded over dims in another order than the mesh's, a rule
+                for the output of a module without a style, or slots with another layout than their weight.
 
         Example:
             >>> from layoutmap.core.variables import Use, VariableSpec
@@ -283,12 +284,12 @@ class Plan(PlanTable):
     def to_tp_plan(self) -> dict[str, str]:
         """Return the layouts as a tensor-parallel plan for the `DistributedConfig` of Hugging Face transformers.
 
-        Which layers pass shards to each other is read as in `to_parallelize_plan`.
+        `to_parallelize_plan` describes which layers pass shards to each other.
 
         Raises:
-            PlanError: transformers has no style for a module: one that is no linear layer or embedding, is sharded
-                over several dims, or in another way than by columns or by rows; tied weights that are sharded; modules
-                of one entry, which differ in a number, with different layouts.
+            PlanError: transformers has no style for a module: it is neither a linear layer nor an embedding, or it is
+                sharded over several dims or in another way than by columns or by rows. Or tied weights are sharded, or
+                modules that share one entry, which differ only in a number, have different layouts.
 
         Example:
             >>> from layoutmap.core.variables import Use, VariableSpec
@@ -307,16 +308,16 @@ class Plan(PlanTable):
         """Return names for the axes of each variable, and logical axis rules of flax and MaxText for them.
 
         Args:
-            axes: The names that the model's code has, by path or in nested dicts, as `nn.get_partition_spec` returns
-                them; `None`: names are made, for axes that are sharded.
+            axes: Axis names from the model's code, by path or in nested dicts, as `nn.get_partition_spec` returns them.
+                `None`: new names for the sharded axes.
 
         Returns:
-            The names by path, and the rules in order: `flax.linen.logical_to_mesh_sharding` gives with them exactly the
-            layouts of the plan. With names that were made, `flax.nnx` does, too.
+            The names by path, and the rules in order. With them, `flax.linen.logical_to_mesh_sharding` gives exactly
+            the layouts of the plan. With new names, `flax.nnx` does so, too.
 
         Raises:
-            PlanError: No rules give these names all layouts; names a variable that differs from the others. Or a slot
-                of an optimizer is not laid out as its weight.
+            PlanError: Rules over these names cannot give all layouts. The message names a variable that conflicts with
+                others. Or a slot of an optimizer has another layout than its weight.
 
         Example:
             >>> from layoutmap.core.variables import VariableSpec
@@ -344,7 +345,7 @@ class Plan(PlanTable):
         """Read the result of `to_json`.
 
         Raises:
-            PlanError: The text is no plan, or of another version; says where.
+            PlanError: The text is not a plan, or has another version. The message gives the place.
         """
         from layoutmap.plan.json import plan_from_json
 
@@ -353,16 +354,16 @@ class Plan(PlanTable):
     def to_html(
         self, batch_dim: BatchDim | None = None, *, explained: Mapping[str, Any] | None = None
     ) -> str:
-        """Return the plan as one HTML page, which loads nothing: mesh, memory, and slices of each variable.
+        """Return the plan as one HTML page that loads no other files: mesh, memory, and slices of each variable.
 
-        What `lint` finds stands beside the problems.
+        The page shows the findings of `lint` next to the problems.
 
         Args:
             batch_dim: See `lint`.
-            explained: A compiled step to show, too: `step.explain(..).to_json()`.
+            explained: A compiled step to include, from `step.explain(..).to_json()`.
 
         Raises:
-            PlanError: These are not the figures of a step.
+            PlanError: `explained` does not hold the figures of a step.
 
         Example:
             >>> from layoutmap.core.variables import VariableSpec
@@ -381,8 +382,8 @@ class Plan(PlanTable):
         """Return the text that `print` shows.
 
         Args:
-            width: Width of a table in characters, as of a terminal: columns are left out and shortened, and
-                the line below says which. `None`: all columns.
+            width: Width of a table in characters, as of a terminal. Columns are left out or shortened, and the line
+                below the table names them. `None`: all columns.
         """
         return format_text(self, width)
 

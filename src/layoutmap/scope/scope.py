@@ -52,29 +52,28 @@ if TYPE_CHECKING:
 def scope(
     layout_map: RuleSet, *, library: str | None = None, **options: Unpack[OptionsByName]
 ) -> Generator[Scope]:
-    """Build models with each variable created in its layout.
+    """Build models in a `with` block, with each variable created in its layout.
 
-    Inside the `with` block, and at the first call of what was built in it, every variable is deferred, matched by
-    its object path, and then materialized in its layout. All rules are checked before anything is made.
+    Inside the block, and in the first call of a model that was built in it, every variable is deferred, matched by its
+    object path, and materialized in its layout. All rules are checked before anything is created.
 
-    The scope works with the rules as they are when it is opened. A change of the map inside the block or after it
-    counts for scopes that are opened later; what these models make afterwards, in `compile` or `fit`, follows the
-    rules as they were.
+    The scope copies the rules when it opens. Later changes of the map apply only to scopes that open later, also for
+    variables that these models create after the block, in `compile` or `fit`.
 
-    The scope belongs to the code between its `with` and its end, in the thread and the task that opened it. A thread or
-    a task of `asyncio` that is started inside builds plain models unless it opens a scope itself; a generator that is
-    closed late ends its own scope and no other one.
+    The scope belongs to the thread and the asyncio task that opened it. Threads and tasks that start inside the block
+    build unsharded models unless they open their own scope. A generator that is closed late ends only its own scope.
 
     Args:
         layout_map: The rules. They are copied.
-        library: The model library, as in `"keras"`; `None` means the one that is imported.
-        **options: By name, as in `batch_dim="batch"`: see `layoutmap.adapters.options.ScopeOptions`.
+        library: Model library, as in `"keras"`; `None`: the imported one.
+        **options: Options by name, as in `batch_dim="batch"`: see `layoutmap.adapters.options.ScopeOptions`.
 
     Yields:
-        The scope; `scope.plan` is what was planned.
+        The scope. `scope.plan` is the plan of its models.
 
     Raises:
-        PlanError: Something does not fit; raised when the block ends, or by the call that makes the weights.
+        PlanError: The rules do not fit the model. Raised at the end of the block, or by the call that creates the
+            weights.
         ScopeError: A scope cannot be opened here.
         MeshError: The machine does not have the mesh's devices.
 
@@ -126,24 +125,24 @@ def build(
     """Build one model in a scope.
 
     Args:
-        make_model: Makes the model and returns it.
+        make_model: Function that creates and returns the model.
         layout_map: The rules.
-        inputs: An example of what the model is called with (arrays, or anything with `shape` and `dtype`), for models
-            that make their weights at their first call. Nothing is computed with it. `None`: they wait for that call.
-            A compiled model that has its weights gets its optimizer's slots here, too.
-        library: The model library: `"keras"`, `"torch"` or `"jax"` (also `"flax"`). `None`: the one that is imported.
-            It is `"jax"` if the function names JAX, flax, or equinox, and neither Keras nor torch. If it names several
-            and returns a model of JAX, it is called a second time. The first call makes unsharded arrays, so pass
-            `"jax"` for a model that does not fit one device.
-        values: Where values are read from instead of initializing them; `layoutmap.load` passes it.
-        **options: By name, as in `batch_dim="batch"`: see `layoutmap.adapters.options.ScopeOptions`.
+        inputs: Example input of the model (arrays, or objects with `shape` and `dtype`), for models that create their
+            weights in their first call. Nothing is computed with it. A compiled model that has its weights also gets
+            its optimizer's slots here. `None`: weights are created in the first call.
+        library: Model library: `"keras"`, `"torch"`, or `"jax"` (also `"flax"`). `None`: the imported one. It is
+            `"jax"` if the function names JAX, flax, or equinox, and neither Keras nor torch. If it names several and
+            returns a model of JAX, it is called a second time. The first call creates unsharded arrays, so pass `"jax"`
+            for a model that does not fit one device.
+        values: Source of values to read instead of initializing weights; `layoutmap.load` passes it.
+        **options: Options by name, as in `batch_dim="batch"`: see `layoutmap.adapters.options.ScopeOptions`.
 
     Returns:
-        The model, its variables in their layouts.
+        The model with sharded variables.
 
     Raises:
-        PlanError: Something does not fit. Nothing has been made then.
-        ScopeError: The function returned no model, the layout map has no mesh, or a scope cannot be opened here.
+        PlanError: The rules do not fit the model. Nothing was created.
+        ScopeError: The function did not return a model, the layout map has no mesh, or a scope cannot be opened here.
 
     Example:
         >>> import keras, layoutmap as lm
@@ -179,52 +178,49 @@ def plan(
     device_memory: int | None = None,
     advise: bool = True,
 ) -> Plan:
-    """Return the layout of each variable of a model: the dry run of `build`, which creates no values.
+    """Return the layout of each variable of a model, as a dry run of `build` that creates no values.
 
-    No array is allocated and no device is needed: the mesh may be any size. The model that the function makes has
-    shapes and no values, and is thrown away. Random states are put back, so that planning a model changes no number
-    of the model that is built next.
+    The dry run allocates no array and needs no device, so the mesh may have any size. The function's model has only
+    shapes, and is discarded. Random states are restored, so the plan does not change the values of the next model.
 
     Args:
-        make_model: Makes the model and returns it.
+        make_model: Function that creates and returns the model.
         layout_map: The rules.
-        inputs: See `build`. Without it, what a model would make at its first call is not known, and the plan says so.
+        inputs: See `build`. Without it, the plan reports variables that the model would create in its first call as
+            unknown.
         strict: Whether to raise on warnings, too.
-        library: The model library: `"keras"`, `"torch"` or `"jax"` (also `"flax"`). `None`: the one that is imported.
-            It is `"jax"` if the function names JAX, flax, or equinox, and neither Keras nor torch. If it names several
-            and returns a model of JAX, it is called a second time. The first call makes unsharded arrays, so pass
-            `"jax"` for a model that does not fit one device.
-        optimizer: What updates the weights, so that its slots are planned: for Keras the name of one, as in `"adamw"`,
-            or a function that makes one; `None`: that of the model. For flax.nnx and pytrees an optimizer of optax, and
-            for torch the name of one, or a function that makes one of parameters: their slots are in the cost only.
-        on: The machine, as in `"h100:64"` (see `layoutmap.cost.machines`): `plan.cost` is what a training step sends,
-            computes and holds, and how long it takes there. `None`: that is not worked out.
-        batch_dim: The mesh dim over which batches are sharded, for `on`; `None`: that over which rules shard the first
-            axis of activations, or else one that is called batch, data, dp or fsdp.
-        later: Functions that make the arrays which appear after the model, by name, as for `build`.
-        loss: Called with what the model returns, returns a number, for `on`; `None`: the loss of the model, or else
-            the mean of its squared outputs.
-        verify: Whether XLA compiles all of the step as well, for the devices of `on`, which need not be there, so that
-            `plan.cost.verified` has its figures beside those of the cost. A text is another device to compile for;
-            `"cpu"` needs nothing, GPUs need the extra `xla-gpu`, TPUs `xla-tpu`. It takes from seconds to minutes, and
-            is for models on JAX. `None`: not all of it; where the compiler for the GPUs of `on` is installed, the
-            cost's collectives and memory are those of XLA with two and three of equal blocks, which takes seconds.
-            `False`: nothing is compiled.
-        remat: Whose activations `on` counts as computed again in the backward pass, rather than kept, although the
-            model's code does not say so; see `lower_step`.
-        fuse_attention: Whether `on` counts attention as one fused kernel (flash attention), which keeps no scores in
-            memory, although the model calls none; see `lower_step`.
-        device_memory: What a device has of memory in bytes, for the verdict; `None`: what the machine of `on` has.
-        advise: Whether other ways are counted where a step does not fit the machine of `on`, for 20 seconds of CPU time
-            at most: the verdict says what fits.
+        library: See `build`.
+        optimizer: Optimizer, so that its slots are planned. For Keras: a name, as in `"adamw"`, or a function that
+            creates one; `None`: that of the model. For flax.nnx and pytrees an optax optimizer, and for torch a name,
+            or a function that creates one from parameters: their slots are only in the cost.
+        on: Machine, as in `"h100:64"` (see `layoutmap.cost.machines`): `plan.cost` then holds the bytes sent, the
+            computation, the memory, and the time of a training step. `None`: no cost.
+        batch_dim: Mesh dim over which batches are sharded, for `on`. `None`: the dim over which rules shard the first
+            axis of activations, or else a dim called batch, data, dp, or fsdp.
+        later: Functions that create the arrays which appear after the model, by name, as for `build`.
+        loss: Function from the model's output to a number, for `on`. `None`: the loss of the model, or else the mean of
+            the squared outputs.
+        verify: Whether XLA also compiles the whole step for the devices of `on`, which need not exist.
+            `plan.cost.verified` then holds its figures next to the estimate. A text names another device to compile
+            for; `"cpu"` needs nothing, GPUs need the extra `xla-gpu`, TPUs `xla-tpu`. It takes seconds to minutes, and
+            supports models on JAX. `None`: if the compiler for the GPUs of `on` is installed, XLA compiles the step
+            with two and three of its equal blocks, which takes seconds, and the cost's collectives and memory come from
+            that. `False`: nothing is compiled.
+        remat: Layers whose activations `on` counts as recomputed in the backward pass, although the model's code keeps
+            them; see `lower_step`.
+        fuse_attention: Whether `on` counts attention as one fused kernel (flash attention) that stores no scores,
+            although the model calls none; see `lower_step`.
+        device_memory: Memory of a device in bytes, for the verdict; `None`: that of the machine of `on`.
+        advise: Whether to count alternatives if a step does not fit the machine of `on`, for at most 20 seconds of CPU
+            time. The verdict names one that fits.
 
     Returns:
-        The plan, with its problems. Without `strict` problems do not raise: they are what one reads a plan for.
+        The plan, with its problems. Without `strict`, problems do not raise.
 
     Raises:
-        PlanError: `strict`, and there are problems.
-        ScopeError: The layout map has no mesh, or the function returned no model.
-        LayoutMapError: There is no such machine, or it has another number of devices than the mesh.
+        PlanError: With `strict`, there are problems.
+        ScopeError: The layout map has no mesh, or the function did not return a model.
+        LayoutMapError: The machine is unknown, or its number of devices differs from the mesh's.
         EngineError: XLA has no compiler for the devices here, or cannot compile the step.
 
     Example:
@@ -284,13 +280,13 @@ def apply(model: object, layout_map: RuleSet, **options: Unpack[OptionsByName]) 
     Args:
         model: The model. It is changed in place.
         layout_map: The rules.
-        **options: By name, as in `batch_dim="batch"`: see `layoutmap.adapters.options.ScopeOptions`.
+        **options: Options by name, as in `batch_dim="batch"`: see `layoutmap.adapters.options.ScopeOptions`.
 
     Returns:
         The model.
 
     Raises:
-        PlanError: Something does not fit. Nothing has been redistributed then.
+        PlanError: The rules do not fit the model. Nothing was redistributed.
 
     Example:
         >>> import keras, layoutmap as lm

@@ -25,25 +25,26 @@ def suggest(
 ) -> LayoutMap:
     """Return a first layout map for a model, with the reason for each rule.
 
-    A model of a known family gets the rules of its preset. For any other model they follow from what its layers do with
-    their weights: the first of two products is sharded by columns and the second by rows, attention by whole heads, a
-    table by its rows, a bank of experts by experts. A weight that the mesh does not divide is replicated. Nothing is
-    compiled or allocated, and no step is timed: `layoutmap.search` compares maps by their time.
+    A model of a known family gets the rules of its preset. For other models, the rules follow from the roles of the
+    layers: the first of two products is sharded by columns and the second by rows, attention by heads, an embedding by
+    its rows, and expert weights by experts. A weight that the mesh does not divide is replicated. Nothing is compiled,
+    allocated, or timed. `layoutmap.search` compares maps by the time of a step.
 
     Args:
-        make_model: Makes the model and returns it.
-        mesh: The mesh, or its dims as in `"batch=2,model=4"`. Weights are sharded over one dim: the largest one over
-            which batches are not sharded.
+        make_model: Function that creates and returns the model.
+        mesh: Mesh, or its dims as in `"batch=2,model=4"`. Weights are sharded over one dim: the largest one over which
+            batches are not sharded.
         inputs: See `layoutmap.build`.
-        batch_dim: The mesh dims over which batches are sharded; `None`: those called batch, data, dp, or fsdp.
+        batch_dim: Mesh dims over which batches are sharded; `None`: those called batch, data, dp, or fsdp.
         library: See `layoutmap.build`.
 
     Returns:
-        The map. `str` shows the reasons, and `to_yaml` writes them as comments. What has no rule is replicated.
+        The map. `str` shows the reasons, and `to_yaml` writes them as comments. Variables without a rule are
+        replicated.
 
     Raises:
-        PlanError: A layer has no weights yet, so that `inputs` are needed; or the mesh has no such dim.
-        ScopeError: The function returned no model.
+        PlanError: A layer has no weights yet, so `inputs` are needed. Or the mesh does not have the dim.
+        ScopeError: The function did not return a model.
 
     Example:
         >>> import keras, layoutmap as lm

@@ -20,20 +20,20 @@ _KEEPS_ROWS = ("convert_element_type", "copy", "copy_p", "sharding_constraint", 
 def microbatches(batch: T, num: int) -> T:
     """Split each array of a batch into microbatches, along a new first axis to scan over.
 
-    Microbatch `i` has the rows `i`, `i + num`, `i + 2 * num`, ...: some of each device, so that each device computes
-    with its own rows. `x.reshape(num, -1, ..)` takes rows in a row instead, which are on one device, or on few: in a
-    scan over them every device computes with all rows of a microbatch. Results are the same, except that losses that
-    depend on the order of rows see another one.
+    Microbatch `i` has the rows `i`, `i + num`, `i + 2 * num`, and so on, which come from all devices, so each device
+    computes with its own rows. In contrast, `x.reshape(num, -1, ..)` takes consecutive rows, which are on one device or
+    few: in a scan over them, every device computes with all rows of a microbatch. The results are the same, unless the
+    loss depends on the order of rows.
 
     Args:
-        batch: A pytree of arrays, of shape `(rows, ...)`. In a step their rows may be sharded.
-        num: The number of microbatches, which divides the number of rows.
+        batch: Pytree of arrays of shape `(rows, ...)`. In a step, their rows may be sharded.
+        num: Number of microbatches. It must divide the number of rows.
 
     Returns:
-        The same tree, of arrays of shape `(num, rows // num, ...)`.
+        The same tree, with arrays of shape `(num, rows // num, ...)`.
 
     Raises:
-        LayoutError: An array has no first axis, or its rows do not divide.
+        LayoutError: An array has no first axis, or `num` does not divide its rows.
 
     Example:
         >>> lm.microbatches(np.arange(6), 2)

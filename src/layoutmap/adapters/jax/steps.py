@@ -77,41 +77,42 @@ def jit_step(
 ) -> JitStep | Callable[[Callable[..., object]], JitStep]:
     """Compile a training step that keeps the layouts of its arguments in its results.
 
-    Under plain `jax.jit` the compiler chooses the layouts of results, and weights drift: a step later some are
-    replicated. Here a result has an argument's layouts if it replaces it: the first result the first argument, the
-    second result the second, if it has the same structure and shapes and is an update of it, and a donated argument
-    wherever it is returned. All other results, as a loss, are where XLA leaves them. Modules and optimizers of flax.nnx
-    among the arguments are changed in place, each Variable in the layout that it has; neither they nor static arguments
-    are counted in that order.
+    Under `jax.jit`, the compiler chooses the layouts of results, so weights can become replicated after a step. Here, a
+    result that replaces an argument gets its layouts: the first result those of the first argument, the second result
+    those of the second, if structure and shapes are equal and it is an update of the argument. A donated argument keeps
+    its layouts wherever it is returned. XLA places other results, such as a loss. Modules and optimizers of flax.nnx
+    among the arguments are updated in place, and each Variable keeps its layout. They and static arguments do not count
+    in that order.
 
-    A step is compiled once for each structure, shapes and layouts of its arguments, and each value of those that are
-    static. Functions and texts in a pytree, and all but the arrays of a module of Equinox, count as static, too.
+    A step is compiled once for each structure, shapes, and layouts of its arguments, and for each value of its static
+    arguments. Functions and texts in a pytree, and the fields of an Equinox module that are not arrays, are static,
+    too.
 
     Args:
-        function: The step: a function of arrays, pytrees of them, and objects of nnx. `None`: returns a decorator.
-        donate_argnums: The positional arguments whose memory the results may take, as for `jax.jit`.
-        static_argnums: The positional arguments that are constants of the compiled step, as for `jax.jit`.
-        static_argnames: The same, by name.
-        batch_dim: The mesh dim over which the first axis of batches is sharded, or a tuple of several, as in
-            `("replica", "fsdp")`; `None`: they are replicated.
-        batch_argnums: The positional arguments that are batches; `None`: every numpy array is one, and so are random
-            keys of which there is one for each row. Of several processes each passes its own rows.
-        layout_map: Rules for arrays that appear after the model was built, as a KV cache. An argument without a layout
-            gets that of the rule for its parameter's name and its path, as in `cache.0.k`, and so does a result that
-            replaces no argument. `None`: an array that a module of nnx got after `build` has the rules of its map.
-        out_names: The names of results, as a tuple of them or a tree: `(None, "cache")`. `None`: keys of a dict are
-            names, and other results have none.
+        function: Step function of arrays, pytrees of arrays, and nnx objects. `None`: return a decorator.
+        donate_argnums: Positional arguments whose memory the results may reuse, as for `jax.jit`.
+        static_argnums: Positional arguments that are constants of the compiled step, as for `jax.jit`.
+        static_argnames: Static arguments by name.
+        batch_dim: Mesh dim over which the first axis of batches is sharded, or a tuple of several, as in `("replica",
+            "fsdp")`. `None`: batches are replicated.
+        batch_argnums: Positional arguments that are batches. `None`: all numpy arrays, and arrays with one random key
+            per row. Each of several processes passes its own rows.
+        layout_map: Rules for arrays that appear after the model was built, such as a KV cache. An argument without a
+            layout gets that of the rule for its parameter's name and its path, as in `cache.0.k`, and so does a result
+            that replaces no argument. `None`: arrays that an nnx module got after `build` use the rules of its map.
+        out_names: Names of results, as a tuple or a tree: `(None, "cache")`. `None`: the keys of a dict are names, and
+            other results have none.
 
     Returns:
-        The compiled step, called as the function is. Its `lower` takes the same arguments and returns what `lower` of
-        `jax.jit` does.
+        The compiled step, which is called like the function. Its `lower` takes the same arguments and returns the same
+        object as `lower` of `jax.jit`.
 
     Raises:
-        LayoutError: An argument is no array, none has a layout, a batch cannot be split evenly, or a donated argument
-            is returned with another shape, or passed again. From the call, as all that follow.
+        LayoutError: An argument is not an array, none has a layout, a batch does not split evenly, or a donated
+            argument is returned with another shape or passed again. The call raises this and the following.
         MeshError: Arguments are on different meshes.
-        ScopeError: There is no such dim or argument, an object of nnx is inside of another argument or is returned, the
-            step changes more of it than arrays, or several processes would run different steps.
+        ScopeError: A dim or argument does not exist, an nnx object is inside another argument or is returned, the step
+            changes more than arrays of an nnx object, or several processes would run different steps.
 
     Example:
         >>> import jax, optax
@@ -174,11 +175,11 @@ class JitStep:
     def lower(self, *args: object, **kwargs: object) -> jax.stages.Lowered:
         """Return the step lowered for these arguments without running it, as `jax.jit(..).lower` does.
 
-        Objects of nnx are lists of their arrays in what it returns, and leaves that are no arrays are `None`.
+        In the result, nnx objects are lists of their arrays, and leaves that are not arrays are `None`.
 
         Args:
-            args: The arguments of the step; shapes may stand for arrays: `jax.ShapeDtypeStruct`.
-            kwargs: Those by name.
+            args: Arguments of the step. `jax.ShapeDtypeStruct` may stand for arrays.
+            kwargs: Arguments by name.
         """
         call = find_variant(self._reader.read(args, kwargs))
         program, _ = self._programs.find(call, (*ARRAYS, jax.ShapeDtypeStruct))
@@ -211,11 +212,11 @@ class JitStep:
 
         Args:
             args: Arguments of the step, as for `lower`.
-            kwargs: Those by name.
+            kwargs: Arguments by name.
 
         Returns:
-            The collectives with their bytes, lines of the program, and causes, the work of each device next to its
-            share, and why the step was compiled again. `print` shows tables, `to_json` returns the figures.
+            The collectives with their bytes, source lines, and causes, the work of each device next to its equal share,
+            and the reasons for recompilations. `print` shows tables, and `to_json` returns the figures.
 
         Example:
             >>> layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"))

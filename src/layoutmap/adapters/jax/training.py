@@ -30,11 +30,11 @@ Arrays = dict[str, jax.Array]
 
 
 class TrainState:
-    """A model, how it is called and trained, and the state of its optimizer. `train_with` makes it.
+    """A model with its forward function, loss, and optimizer state. `train_with` creates it.
 
     Attributes:
-        model: The model: a module of flax.nnx, or any pytree. Each step replaces a pytree by another one.
-        opt_state: The optimizer's state; `None` before the first step.
+        model: The model: a module of flax.nnx, or any pytree. Each step replaces a pytree by a new one.
+        opt_state: State of the optimizer; `None` before the first step.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ def train_with(
     """Describe how a model is trained, for `layoutmap.check_parity`. Your own training step does not need it.
 
     Args:
-        model: A module of flax.nnx, or any pytree of arrays.
-        loss: Called with what the model returns and the targets of a batch, returns a number.
-        optimizer: An optimizer of optax; `None`: no steps are taken.
-        forward: Called with the model and its inputs, returns its output; `None`: the model is called itself.
+        model: Module of flax.nnx, or any pytree of arrays.
+        loss: Function from the model's output and the targets of a batch to a number.
+        optimizer: Optimizer of optax; `None`: take no steps.
+        forward: Function from the model and its inputs to its output; `None`: call the model.
 
     Returns:
-        The model with what was said of it: what `make_model` of `check_parity` returns.
+        The training state, which `make_model` of `check_parity` can return.
 
     Example:
         >>> from flax import nnx

@@ -16,24 +16,24 @@ _DECIDED = ("mesh", "dp_mesh_dims", "shard_placement_fn", "ignored_params")
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
-    """Options of a scope for torch modules, beside those of every scope.
+    """Hold the scope options that only torch modules have.
 
     Args:
-        draws: `"exact"`: first values are those of the plain model, bit for bit, and dropout drops what it drops there.
-            `"tiles"`: a device draws just what it holds, the same numbers on every mesh, and not those of the plain
-            model: first values from a seed for each tile of 256 by 256, what dropout drops from a hash of each
-            element's place. For models so large that to draw one stream of numbers takes too long, and for so many
-            devices that to draw the masks of the global batch does.
-        gather: How several processes gather weights that are sharded over `batch_dim`, while their block computes.
-            `"fully_shard"`: by torch's function of that name, which gathers the next block's ahead, where it can;
-            `scope.plan` says which weights it cannot. `"own"`: by this library, which allows `torch.autograd.grad` by
-            weights and gradients of gradients.
-        rows: Which rows each process passes to a model. `"global"`: all rows of the batch, the same in all processes.
-            `"own"`: its own rows, equally many in each process, as a `DistributedSampler` gives them. A loss that
-            `forward` returns covers the rows of all processes. Outputs with rows are those of the process.
-        fully_shard: What torch's `fully_shard` is called with, by name: `mp_policy`, `offload_policy` and
-            `reshard_after_forward`, as in `{"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}`. For
-            several processes only.
+        draws: `"exact"`: initial values and dropout masks equal those of the unsharded model, bit for bit. `"tiles"`: a
+            device draws only its own part. The numbers are the same on every mesh, but differ from those of the
+            unsharded model: initial values come from a seed for each tile of 256 by 256, and dropout masks from a hash
+            of each element's index. Use it if a model is so large that drawing one stream of numbers takes too long, or
+            if there are so many devices that drawing the masks of the global batch takes too long.
+        gather: How several processes gather weights that are sharded over `batch_dim` while their block computes.
+            `"fully_shard"`: with torch's function, which prefetches the next block where it can; `scope.plan` names the
+            weights for which it cannot be used. `"own"`: by this library, which supports `torch.autograd.grad` with
+            respect to weights and gradients of gradients.
+        rows: Rows that each process passes to a model. `"global"`: all rows of the batch, the same in all processes.
+            `"own"`: its own rows, the same number in each process, as from a `DistributedSampler`. A loss that
+            `forward` returns then covers the rows of all processes, and outputs with rows are those of the process.
+        fully_shard: Arguments of torch's `fully_shard` by name: `mp_policy`, `offload_policy`, and
+            `reshard_after_forward`, as in `{"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}`. Only for
+            several processes.
     """
 
     draws: Draws = "exact"
@@ -43,15 +43,15 @@ class TorchOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> TorchOptions:
-        """Return checked options, given by name.
+        """Return checked options from their names and values.
 
         Args:
             given: Values by name.
-            options: The options of every scope.
+            options: Options that every library has.
             across: Whether the mesh has devices of other processes.
 
         Raises:
-            ScopeError: There is no such option, a value is none of its choices, or it would have no effect.
+            ScopeError: An option is unknown, has an invalid value, or would have no effect.
         """
         check_names(given, "torch", cls.__slots__)
         # `fully_shard=None` means no options.
