@@ -51,17 +51,17 @@ class SearchResult:
     """Result of `search`. When printed, it shows the rules and compares them with expert maps.
 
     Attributes:
-        layout_map: The rules: a map as any other, which `to_yaml` writes to a file.
-        batch_dim: The mesh dim over which batches are sharded: `scope(batch_dim=..)`; `None`: they are not.
-        plan: Its plan, with `plan.cost`.
-        verdict: How it compares with the best map of an expert that fits, in a sentence.
-        rows: What was found and experts' maps: name, mesh, time of a step, memory, and why one cannot be used.
-        num_tried: For how many maps the cost was counted.
-        is_complete: Whether the search came to its end; `False`: it was interrupted.
-        recompute: Whose activations must be recomputed in the backward pass for it to fit or to be as fast, why, and
-            how to have the model's library do that; empty: nothing is needed beyond the model's own code.
-        compiled: What XLA's compiler makes of a step with it, with `peak_bytes` and `sent_bytes`; `None` without
-            `verify`, or if an interrupt came before.
+        layout_map: The rules. `to_yaml` writes them to a file.
+        batch_dim: Mesh dim over which batches are sharded, for `scope(batch_dim=..)`; `None`: they are not sharded.
+        plan: Plan of the map, with `plan.cost`.
+        verdict: Comparison with the best expert map that fits, in a sentence.
+        rows: The result and the expert maps: name, mesh, time of a step, memory, and why one cannot be used.
+        num_tried: Number of maps whose cost was counted.
+        is_complete: Whether the search finished; `False`: it was interrupted.
+        recompute: Layers whose activations must be recomputed in the backward pass so that the map fits or is as fast,
+            why, and how the model's library does that. Empty: the model's code suffices.
+        compiled: Step with the map as XLA compiles it, with `peak_bytes` and `sent_bytes`; `None` without `verify`, or
+            after an earlier interrupt.
     """
 
     def __init__(
@@ -150,47 +150,47 @@ def search(
     progress: bool | None = None,
     library: str | None = None,
 ) -> SearchResult:
-    """Find the fastest layout map of a model for a machine, among those that fit its memory.
+    """Find the fastest layout map of a model for a machine, among maps that fit its memory.
 
-    Each map is counted as `lower_step(..).count` does it; no array is allocated and no device is needed. It begins with
-    the maps that an expert would try: data parallel, fully sharded, Megatron's split, both, by the preset that fits the
-    model if there is one. An interrupt (Ctrl-C) ends it with the best map so far.
+    Each map is counted as in `lower_step(..).count`. No array is allocated and no device is needed. The search starts
+    with the maps that an expert would try: data parallel, fully sharded, Megatron's tensor parallelism, both, and the
+    preset of the model's family. An interrupt (Ctrl-C) ends the search with the best map so far.
 
     Args:
-        make_model: Makes the model and returns it.
-        inputs: What the model is called with in a step, or like: arrays, or anything with `shape` and `dtype`. The
-            first axis is that of the global batch.
-        on: The machine, as in `"h100:64"`; see `layoutmap.cost.machines`.
+        make_model: Function that creates and returns the model.
+        inputs: Example input of the model in a step: arrays, or objects with `shape` and `dtype`. The first axis is the
+            global batch.
+        on: Machine, as in `"h100:64"`; see `layoutmap.cost.machines`.
         optimizer: See `lower_step`.
         loss: See `lower_step`.
-        memory: The memory of a device in bytes; `None`: all that the machine's devices have. A map fits if what is
-            counted, and 20 % of that, is not more.
-        mesh: The mesh; `None`: that of `start`, or else its shape is searched as well, with dims data and model.
-        batch_dim: The dim of the mesh over which batches are sharded; `None`: one with a usual name.
-        start: Rules to start from; they count as an expert's map.
-        keep: Patterns of rules of `start`, for variables or activations, that every map has.
-        tries: For how many maps the cost is counted at most; for as many again where activations are recomputed.
-        seed: Decides the order in which layouts are tried. The same arguments give the same map.
-        cache: A file in which figures are kept beside a fingerprint of the step, so that a search begun again is quick.
-        verify: Whether XLA compiles all of the step with what is found for the machine, which need not be there, and
-            the next best map is taken where that needs more than the memory: seconds to minutes, with JAX's plugin for
-            such devices. Or the name of another device to compile for, as for `plan`. An interrupt leaves it at what is
-            counted. `None`: where the compiler for the GPUs of `on` is installed, the best maps and those of experts
-            are compared as XLA compiles them, with two and three of equal blocks. `False`: nothing is compiled.
-        remat: Whose activations are recomputed in the backward pass, see `lower_step`. `None`: as the model's code
-            says, and those of blocks as well where nothing fits without that, or where maps that do not fit would be
-            faster. The result says if it needs that. `False`: only as the model's code says.
-        fuse_attention: Whether attention is counted as one fused kernel, see `lower_step`.
-        progress: Whether to show the best so far on stderr, and for how long XLA compiles; `None`: if it takes long,
-            on one line of a terminal, and in a log a line every five seconds.
+        memory: Memory of a device in bytes; `None`: that of the machine. A map fits if its counted memory and 20 % of
+            it are at most this.
+        mesh: The mesh; `None`: that of `start`, or else the search also chooses a shape, with the dims data and model.
+        batch_dim: Mesh dim over which batches are sharded; `None`: a dim with a usual name.
+        start: Rules to start from, which are compared like an expert map.
+        keep: Patterns of rules of `start`, for variables or activations, that every map must contain.
+        tries: Largest number of maps to count, and as many again with recomputed activations.
+        seed: Seed for the order in which layouts are tried. The same arguments give the same map.
+        cache: File that stores the figures with a fingerprint of the step, so that a repeated search is quick.
+        verify: Whether XLA compiles the whole step with the result for the machine, which need not exist. If it needs
+            more than the memory, the next best map is taken. This takes seconds to minutes and needs JAX's plugin for
+            the devices. Or the name of another device to compile for, as for `plan`. An interrupt keeps the counted
+            result. `None`: if the compiler for the GPUs of `on` is installed, the best maps and the expert maps are
+            compared as XLA compiles them, with two and three of equal blocks. `False`: nothing is compiled.
+        remat: Layers whose activations are recomputed in the backward pass, see `lower_step`. `None`: those that the
+            model's code recomputes, and those of blocks if nothing else fits or if that is faster, which the result
+            then says. `False`: only those that the model's code recomputes.
+        fuse_attention: Whether to count attention as one fused kernel, see `lower_step`.
+        progress: Whether to show the best map so far and XLA's compile time on stderr. `None`: only if it takes long,
+            as one line on a terminal, and as a line every five seconds elsewhere.
         library: See `plan`.
 
     Raises:
-        PlanError: No map that was tried fits the memory; says which came nearest and what is missing.
-        LayoutMapError: There is no such machine, or it has another number of devices than the mesh.
-        RuleError: `start` has no such rule to keep.
-        ScopeError: The model fails when it is traced, or is of a library that does not run on JAX.
-        EngineError: `verify`, and the plugin for the machine's devices is not installed.
+        PlanError: No counted map fits the memory. The message names the nearest one and the missing memory.
+        LayoutMapError: The machine is unknown, or its number of devices differs from the mesh's.
+        RuleError: `start` does not have a rule in `keep`.
+        ScopeError: The model cannot be traced, or its library does not run on JAX.
+        EngineError: With `verify`, the plugin for the machine's devices is not installed.
 
     Example:
         >>> import keras, layoutmap as lm

@@ -31,13 +31,13 @@ from layoutmap.scope.scope import make_model_in_scope
 
 
 class LoweredStep:
-    """Training step without layouts, which can be counted in any layouts on any mesh.
+    """Training step without layouts, whose cost can be counted in any layouts on any mesh.
 
     Args:
         step: The step.
-        batch_dim: The mesh dim over which batches are sharded, or several, where `count` is told no other one.
+        batch_dim: Default mesh dim, or dims, over which batches are sharded.
         remat: See `lower_step`.
-        missing: What the model was found to lack; `None`: all its layers have weights.
+        missing: Parts that the model lacks; `None`: all layers have weights.
         fuse_attention: See `lower_step`.
 
     Attributes:
@@ -79,21 +79,22 @@ class LoweredStep:
         target: str | None = None,
         progress: Shown = None,
     ) -> StepCost:
-        """Count a step under rules in about a second, from the module that XLA's partitioner makes.
+        """Count a step under rules in about a second, from the output of XLA's partitioner.
 
         Args:
-            layout_map: The rules, those for activations too, on any mesh.
-            batch_dim: The mesh dim over which batches are sharded, or several; `None`: that of `lower_step`, if
-                the mesh has it.
-            target: A target of `compile`, but no TPU: collectives and memory are those of what XLA compiles for it, of
-                equal blocks two and three, some seconds. `None`: what its partitioner says, with buffers estimated.
+            layout_map: Rules, also for activations, on any mesh.
+            batch_dim: Mesh dim, or dims, over which batches are sharded; `None`: that of `lower_step`, if the mesh has
+                it.
+            target: Target of `compile` other than a TPU: XLA compiles the step with two and three of its equal blocks
+                for it, in some seconds, and collectives and memory come from that. `None`: the collectives come from
+                the partitioner, and memory is estimated.
             progress: See `verify`.
 
         Raises:
             EngineError: `target` is a TPU, or see `compile`.
-            PlanError: Rules do not fit the model.
-            LayoutError: A rule for activations does not fit what a layer returns.
-            ScopeError: The mesh has no such `batch_dim`.
+            PlanError: The rules do not fit the model.
+            LayoutError: A rule for activations does not fit the output of a layer.
+            ScopeError: The mesh does not have `batch_dim`.
         """
         with ElapsedTime(
             f"XLA compiles the step for {target}", enabled=progress if target else False
@@ -103,20 +104,20 @@ class LoweredStep:
             )
 
     def compile(self, layout_map: RuleSet, *, batch_dim: BatchDim | None = None, target: str = "cpu") -> Any:
-        """Have XLA compile the step under rules for devices that need not exist. This may take minutes.
+        """Compile the step under rules with XLA, for devices that need not exist. This may take minutes.
 
         Args:
             layout_map: See `count`.
             batch_dim: See `count`.
-            target: `"cpu"`; with the CUDA plugin of JAX `"h100"`, `"h200"`, `"b200"`, `"a100"`; with libtpu `"v5e"`,
-                `"v5p"`, `"v6e"`. The extras `xla-gpu` and `xla-tpu` install these; they need no GPU and no TPU.
+            target: `"cpu"`. With the CUDA plugin of JAX `"h100"`, `"h200"`, `"b200"`, or `"a100"`. With libtpu `"v5e"`,
+                `"v5p"`, or `"v6e"`. The extras `xla-gpu` and `xla-tpu` install these, and need no GPU or TPU.
 
         Returns:
-            A value with `collectives`, `sent_by_kind`, `argument_bytes` and `peak_bytes`, as XLA has them.
+            A value with XLA's `collectives`, `sent_by_kind`, `argument_bytes`, and `peak_bytes`.
 
         Raises:
-            EngineError: The plugin for the target is not installed, or XLA cannot compile the step. XLA for TPUs
-                compiles no step that does not fit their memory.
+            EngineError: The plugin for the target is not installed, or XLA cannot compile the step. For TPUs, it
+                compiles only steps that fit their memory.
         """
         return self._lowered.compile(*self._assign_layouts(layout_map, batch_dim), target)
 
@@ -134,7 +135,7 @@ class LoweredStep:
             layout_map: See `count`.
             batch_dim: See `count`.
             target: See `compile`.
-            progress: Whether to show on stderr for how long XLA has compiled; `None`: if it takes long, on a terminal;
+            progress: Whether to show XLA's compile time on stderr; `None`: only on a terminal and if it takes long;
                 `"log"`: if it takes long, anywhere.
 
         Raises:
@@ -181,28 +182,28 @@ def lower_step(
     fuse_attention: bool = False,
     library: str | None = None,
 ) -> LoweredStep:
-    """Trace and lower a training step once, so that it can be counted under many layout maps.
+    """Trace and lower a training step once, to count its cost under many layout maps.
 
     Args:
-        make_model: Makes the model and returns it.
+        make_model: Function that creates and returns the model.
         layout_map: Rules with a mesh, as for `plan`. The step does not depend on them.
-        inputs: What the model is called with in a step, or like: arrays, or anything with `shape` and `dtype`, nested
-            as the model takes it. The first axis is that of the global batch.
-        batch_dim: The mesh dim over which batches are sharded, or several; `None`: they are replicated.
-        optimizer: For Keras the name of one, as in `"adamw"`, or a function that makes one; for flax.nnx and pytrees
-            an optimizer of optax. `None`: that of the model, or none.
-        loss: Called with what the model returns, returns a number. `None`: the loss that a Keras model was compiled
-            with, or that of `train_with`, or else the mean of squared outputs.
-        remat: Whose activations are counted as computed again in the backward pass, rather than kept, although the
-            model's code does not say so: `"blocks"`, those of the layers that it has several of, or a regex for the
-            paths of layers. `None`: as the model's code says (`keras.RematScope`, `nnx.remat`, `jax.checkpoint`).
-        fuse_attention: Whether each call of `jax.nn.dot_product_attention` is counted as one fused kernel (flash
-            attention), which keeps no scores in memory, as on GPUs Keras may use; `False`: as the model calls it.
+        inputs: Example input of the model in a step: arrays, or objects with `shape` and `dtype`, nested as the model
+            takes them. The first axis is the global batch.
+        batch_dim: Mesh dim, or dims, over which batches are sharded; `None`: they are replicated.
+        optimizer: For Keras a name, as in `"adamw"`, or a function that creates an optimizer. For flax.nnx and pytrees
+            an optax optimizer. `None`: that of the model, or none.
+        loss: Function from the model's output to a number. `None`: the loss of a compiled Keras model or of
+            `train_with`, or else the mean of the squared outputs.
+        remat: Layers whose activations are counted as recomputed in the backward pass, although the model's code keeps
+            them: `"blocks"` for those of repeated layers, or a regex for the paths of layers. `None`: only those that
+            the model's code recomputes (`keras.RematScope`, `nnx.remat`, `jax.checkpoint`).
+        fuse_attention: Whether to count each call of `jax.nn.dot_product_attention` as one fused kernel (flash
+            attention) that stores no scores, as Keras may use on GPUs.
         library: See `layoutmap.plan`.
 
     Raises:
-        ScopeError: The model fails when it is traced, is of a library that does not run on JAX, `remat` is no regex,
-            `fuse_attention` finds no call, or the mesh has no such `batch_dim`.
+        ScopeError: The model cannot be traced, its library does not run on JAX, `remat` is not a regex,
+            `fuse_attention` finds no call, or the mesh does not have `batch_dim`.
     """
     check_maker(make_model, layout_map, "lower_step")
     check_remat(remat)
@@ -242,11 +243,11 @@ def step_cost(
 ) -> StepCost:
     """Count the collectives, operations, and memory of a training step on each device.
 
-    No array is allocated and no device is needed: the mesh may be any size. See `lower_step` for the arguments.
+    No array is allocated and no device is needed, so the mesh may have any size. See `lower_step` for the arguments.
 
     Raises:
-        PlanError: Rules do not fit the model.
-        LayoutError: A rule for activations does not fit what a layer returns.
+        PlanError: The rules do not fit the model.
+        LayoutError: A rule for activations does not fit the output of a layer.
         ScopeError: See `lower_step`.
 
     Example:

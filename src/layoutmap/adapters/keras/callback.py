@@ -11,27 +11,27 @@ from layoutmap.adapters.data_states import read_state, restore_state
 
 
 class CheckpointCallback(keras.callbacks.Callback):
-    """Saves the steps of `fit` through a `layoutmap.CheckpointManager`.
+    """Save the steps of `fit` through a `layoutmap.CheckpointManager`.
 
-    A step is a batch that was trained on; they are counted from the beginning of the run, over all epochs. What is
-    saved after the last batch of an epoch has the logs of that epoch as metrics, `val_loss` and the like; a step inside
-    of an epoch has none.
+    A step is a trained batch. Steps are counted from the beginning of the run, over all epochs. A step that is saved
+    after the last batch of an epoch has the logs of that epoch as metrics, such as `val_loss`. A step inside an epoch
+    has none.
 
-    With `preemption_seconds` of the manager, and without `every_epochs`, SIGTERM ends `fit` once a last step is saved.
+    With `preemption_seconds` of the manager, and without `every_epochs`, SIGTERM makes `fit` save a last step and stop.
 
-    Where a run stood is saved as the state of its data, of which the callback is a part: pass it as `data` to `load`.
+    The callback stores the position of the run as the state of its data: pass the callback as `data` to `load`.
 
     Args:
-        manager: The `CheckpointManager`, which knows the directory, when steps are due and which are kept.
-        every_epochs: Save at the end of each epoch whose number is a multiple of it, and at no other time; `None`:
-            save when the manager says that a step is due, inside of epochs, too.
-        data: An iterator over the data, whose state is saved and restored along: anything with `state_dict()` and
-            `load_state_dict()`, or `get_state()` and `set_state()` as those of grain. Pass `batches()` to `fit`.
+        manager: The `CheckpointManager`, which decides the directory, the due steps, and the steps to keep.
+        every_epochs: Save only at the end of each epoch whose number is a multiple of it. `None`: save whenever the
+            manager says that a step is due, also inside epochs.
+        data: Data iterator whose state is saved and restored with the model, with `state_dict()` and
+            `load_state_dict()`, or `get_state()` and `set_state()` as in grain. Pass `batches()` to `fit`.
 
     Attributes:
-        epoch: The epoch in which `fit` is to go on: its `initial_epoch`.
-        batch: Number of batches of that epoch that were trained on: the data continues with the next one.
-        step: Number of steps.
+        epoch: Epoch in which `fit` continues: pass it as `initial_epoch`.
+        batch: Number of trained batches of that epoch. The data continues with the next one.
+        step: Number of trained steps.
 
     Example:
         >>> import keras, layoutmap as lm, numpy as np, tempfile
@@ -62,10 +62,10 @@ class CheckpointCallback(keras.callbacks.Callback):
 
     # Keras reads ahead of training, so the data state is recorded after each batch (decisions/0081).
     def batches(self) -> Iterator[object]:
-        """Yield batches for `fit`, starting after the last batch that was trained on.
+        """Yield batches for `fit`, starting after the last trained batch.
 
-        Keras reads some batches before it trains on them. So the state of the data is noted after each batch, and
-        saved with the step that trains on it.
+        Keras reads some batches ahead. So the state of the data is recorded after each batch, and saved with the step
+        that trains on it.
 
         Example:
             >>> import grain, keras, layoutmap as lm, numpy as np, tempfile
