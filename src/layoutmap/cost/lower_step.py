@@ -31,7 +31,7 @@ from layoutmap.scope.scope import make_model_in_scope
 
 
 class LoweredStep:
-    """Training step without layouts, whose cost can be counted in any layouts on any mesh.
+    """Training step without layouts, to be counted in any layouts on any mesh.
 
     Args:
         step: The step.
