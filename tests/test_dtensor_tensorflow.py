@@ -251,7 +251,7 @@ def test_an_axis_over_several_dims_is_refused_by_name():
     with pytest.raises(EngineError, match="axis 0 over x, y") as caught:
         relayout(np.zeros((6, 4)), Layout([("x", "y"), None], GRID), engine="tensorflow")
 
-    assert "make a mesh with one dim of size 6" in caught.value.fix
+    assert "use a mesh with one dim of size 6" in caught.value.fix
 
 
 def test_layouts_and_meshes_become_tensorflows_and_come_back():

@@ -31,7 +31,7 @@ class Variable:
     def read(self):
         if isinstance(self.array, (jax.core.Tracer, jax.ShapeDtypeStruct)):
             raise PlanError(
-                f"{self.path}: only a plan, it has no values", fix="use what layout_map.build returns"
+                f"{self.path}: only a plan, it has no values", fix="use the result of layout_map.build"
             )
         return get_engine("jax").to_numpy(self.array)
 

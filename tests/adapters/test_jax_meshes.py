@@ -99,7 +99,9 @@ def make_map(axis_types):
 def ambient(name):
     """Set a mesh of the same devices with axes of this type, or none, and ignore the warning about other types."""
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
-        warnings.filterwarnings("ignore", "jax.set_mesh has set the layout map's mesh", lm.LayoutMapWarning)
+        warnings.filterwarnings(
+            "ignore", "jax.set_mesh is active with the layout map's mesh", lm.LayoutMapWarning
+        )
         if name is not None:
             types = (getattr(AxisType, name.title()),) * 2
             stack.enter_context(jax.set_mesh(jax.make_mesh((2, 4), ("batch", "model"), axis_types=types)))

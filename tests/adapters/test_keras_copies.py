@@ -80,7 +80,7 @@ def test_a_pickle_has_no_layouts_and_says_so(model, layout_map):
 
 def test_a_clone_is_laid_out_in_a_scope_and_warned_of_outside(model, layout_map):
     """One warning at the user's line, whose fix gives the clone the same layouts."""
-    with pytest.warns(lm.LayoutMapWarning, match="a model in layouts is cloned outside of a scope") as caught:
+    with pytest.warns(lm.LayoutMapWarning, match="a sharded model is cloned outside of a scope") as caught:
         plain = keras.models.clone_model(model)
     assert {(__file__, caught[0].lineno)} == {(w.filename, w.lineno) for w in caught}
     assert {} == layouts(plain)
@@ -101,7 +101,7 @@ def test_a_file_that_is_loaded_outside_is_warned_of(save, layout_map, tmp_path):
     path.rename(moved)
     with pytest.warns(lm.LayoutMapWarning) as caught:
         plain = keras.models.load_model(moved)
-    assert [f"{moved}: a model in layouts was saved to it, and is loaded outside of a scope"] == [
+    assert [f"{moved}: it contains a sharded model, and is loaded outside of a scope"] == [
         str(w.message).splitlines()[0] for w in caught
     ]
     assert [__file__] == [w.filename for w in caught]
@@ -153,10 +153,10 @@ def test_a_head_made_outside_is_warned_of_once(outer, layout_map):
         make_and_call()
     assert [
         """\
-outer: layers of it have layouts, and it was made outside of their scope
+outer: it has sharded layers, but was created outside of their scope
   without layouts  head
-  why              weights that are made outside are plain arrays, and its batches are not sharded over batch_dim
-  fix              make it in the scope, too: with layout_map.scope(): ...; or lay it out: layout_map.apply(model)"""
+  why              weights that are created outside are unsharded, and its batches are not sharded over batch_dim
+  fix              create it in the scope, too: with layout_map.scope(): ...; or shard it: layout_map.apply(model)"""
     ] == [str(w.message) for w in caught]
 
     rules = {r"(.*\.)?d\d\.kernel$": (None, "model")}

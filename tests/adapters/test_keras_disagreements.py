@@ -14,7 +14,7 @@ pytestmark = pytest.mark.one_backend  # on torch, the laws of its own adapter
 WORKER = Path(__file__).with_name("keras_disagreement_process.py")
 
 INITIALIZED = "up.kernel: the processes initialize it in different ways"
-VALUES = "up.kernel: the processes have different values of it"
+VALUES = "up.kernel: its values differ between processes"
 OPTIONS = "the processes open this scope with different options"
 PROBLEMS = "the processes find different problems in one plan"
 BATCHES = "the processes pass different batches"
@@ -48,7 +48,7 @@ SCOPE = {
     "constant array": INITIALIZED,
     "own initializer": "up.kernel: the processes have different values",
     "global init": INITIALIZED,
-    "existing": "own.held: the processes have different values of it",
+    "existing": "own.held: its values differ between processes",
     "strict": OPTIONS,
     "batch_dim": OPTIONS,
     "wrong batch_dim": OPTIONS,

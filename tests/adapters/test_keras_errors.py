@@ -111,7 +111,7 @@ def test_a_scope_inside_a_compiled_function():
     function = symbolic_function if ON_TORCH else compiled_function
     assert raised(lm.ScopeError, lambda: function(traced)()) == text("""
         a scope was opened inside a compiled function
-          why   variables are real arrays on real devices, and inside a trace there are none
+          why   a trace has no real arrays on real devices, which variables need
           fix   build the model outside, and call it inside
         """)
 
@@ -225,7 +225,7 @@ def test_a_map_without_a_mesh(verb):
 
     assert str(caught.value) == text("""
         the layout map has no mesh
-          why   it was made without one and has no rule
+          why   it was created without a mesh and without rules
           fix   give it one: LayoutMap(create_mesh("batch=2,model=4"))
         """)
 
@@ -327,7 +327,7 @@ def test_a_keras_that_makes_global_variables():
     """KERAS_NNX_ENABLED is refused by name: in that mode each global value is first made on one device."""
     assert said("keras.config.is_nnx_enabled = lambda: True") == text("""
         Keras runs with KERAS_NNX_ENABLED
-          why   in that mode the global value of each variable is first made on one device, which a layout map avoids
+          why   in that mode, each variable is first created in full on one device, which a layout map avoids
           fix   unset KERAS_NNX_ENABLED and start again
         """)
 

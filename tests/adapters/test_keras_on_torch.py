@@ -255,14 +255,14 @@ def test_compiled_steps_are_refused():
     """`jit_compile=True` is refused by name."""
     _, model = both(mlp)
     model.compile("sgd", "mse", jit_compile=True)
-    with pytest.raises(lm.ScopeError, match="jit_compile=True does not work in layouts on torch"):
+    with pytest.raises(lm.ScopeError, match="jit_compile=True does not work for sharded models on torch"):
         model.train_on_batch(X, np.zeros((8, 64), "float32"))
 
 
 def test_an_export_is_refused(tmp_path):
     """A model in layouts says how to export it; what is loaded from its file is plain."""
     _, model = both(mlp)
-    with pytest.raises(lm.ScopeError, match="a model in layouts cannot be exported on torch"):
+    with pytest.raises(lm.ScopeError, match="a sharded model cannot be exported on torch"):
         model.export(tmp_path / "m.onnx", format="onnx")
     model.save(tmp_path / "m.keras")
     with pytest.warns(lm.LayoutMapWarning, match="is loaded outside of a scope"):
@@ -281,7 +281,7 @@ def test_modules_of_torch_are_refused():
         return keras.Sequential([keras.Input((8,)), *layers])
 
     layout_map = lm.LayoutMap(lm.create_mesh(MESH), {r"d1\.kernel": (None, "model")})
-    said = "module: a torch module inside a Keras layer is not laid out"
+    said = "module: a torch module inside a Keras layer is not sharded"
 
     assert [said] == [p.what for p in lm.plan(make_model, layout_map).problems if p.kind == "unsupported"]
     with pytest.raises(lm.PlanError, match=said):

@@ -115,14 +115,14 @@ def test_one_process_writes_a_file_and_all_read_it(told):
 SAID = {
     "plan": "process 1 has a different plan from process 0\n"
     "  from 0 to it  up.bias  layout  (unsharded,) -> (model,)",
-    "sizes": "fit: the processes pass batches that do not fit together\n"
+    "sizes": "fit: the processes call different methods or pass different numbers of rows\n"
     "  process 0  fit: float32[4, 6], int32[4]\n  process 1  fit: float32[3, 6], int32[3]",
-    "verbs": "the processes pass batches that do not fit together\n  process 0  evaluate: float32[4, 6]",
+    "verbs": "the processes call different methods or pass different numbers of rows\n  process 0  evaluate: float32[4, 6]",
     "contents": "fit: processes whose devices hold the same rows pass different ones\n"
     "  mesh       model=2, batch=4\n  parts      1\n",
     "divided": "the rows of a batch cannot be divided between the processes\n  mesh       batch=3, model=2\n"
     "  process 0  holds the parts [0, 1]\n  process 1  holds the parts [1, 2]",
-    "values": "up.kernel: the processes have different values of it",
+    "values": "up.kernel: its values differ between processes",
 }
 
 

@@ -264,10 +264,10 @@ class TestWhatElseRefersToATensor:
             step(model, old)
 
         assert (
-            "SGD was made before its weights were laid out\n"
+            "SGD was created before its weights were sharded\n"
             "  weight  weight\n"
-            "  why     the model holds another tensor now, in its layout, and this step would not train it\n"
-            "  fix     make the optimizer after apply, and take its state along: "
+            "  why     the model now holds another, sharded tensor, which this step would not train\n"
+            "  fix     create the optimizer after apply, and copy its state: "
             "new = SGD(model.parameters(), ...); new.load_state_dict(old.state_dict())"
         ) == str(caught.value)
         assert (before == get_engine("torch").to_numpy(model.weight)).all()

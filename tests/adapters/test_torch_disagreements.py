@@ -20,7 +20,7 @@ def initialized(path):
 
 
 def values(path):
-    return f"{path}: the processes have different values of it"
+    return f"{path}: its values differ between processes"
 
 
 SCOPE = {

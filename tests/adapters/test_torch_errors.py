@@ -208,7 +208,7 @@ def test_a_transform_of_a_function(name):
     with pytest.raises(lm.EngineError) as caught:
         TRANSFORMS[name](model, x)
     assert str(caught.value).splitlines() == [
-        "Sequential: a module in layouts is called by torch.func",
+        "Sequential: torch.func is applied to a sharded module",
         f"  transform  {name}",
         "  why        its collectives have custom gradients, which torch.func cannot transform",
         "  fix        call it with the whole batch, and use torch.autograd.grad or torch.autograd.functional",
@@ -233,7 +233,7 @@ def test_a_graph_for_one_device(name):
     """A module in layouts that is exported is refused, and the plain one that the error advises has its values."""
     plain, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
     model = make_map({r"0\.weight": ("model", None)}).apply(copy.deepcopy(plain))
-    with pytest.raises(lm.ScopeError, match=f"Sequential: a module in layouts, in {name}") as caught:
+    with pytest.raises(lm.ScopeError, match=f"Sequential: {name} of a sharded module") as caught:
         EXPORTS[name](model, x)
     assert not hasattr(model.forward, "__code__")
 

@@ -261,20 +261,20 @@ def test_options_that_cannot_be_passed_on(few):
 
     assert [
         [
-            "fully_shard: 'mesh' is no option that a scope passes on",
+            "fully_shard: 'mesh' is not an option that a scope passes on",
             names,
             "  why      rules and batch_dim decide which weights are sharded, and over which dim",
             "  fix      leave it out",
         ],
         [
-            "fully_shard: 'shard' is no option that a scope passes on",
+            "fully_shard: 'shard' is not an option that a scope passes on",
             names,
             "  why      torch's fully_shard takes these",
             "  fix      use one of these",
         ],
         [
-            "fully_shard: reshard_after_forward=2: a number of devices cannot be chosen",
-            "  why   torch's fully_shard shards DTensors over all devices of the batch's dim again, or over none",
+            "fully_shard: reshard_after_forward=2: a number of devices is not supported",
+            "  why   torch's fully_shard reshards DTensors over all devices of the batch dim, or over none",
             "  fix   pass True or False",
         ],
         [
@@ -286,7 +286,7 @@ def test_options_that_cannot_be_passed_on(few):
         [
             "fully_shard: weights cannot be moved to pinned memory",
             "  offload_policy  CPUOffloadPolicy(pin_memory=True)",
-            "  why             memory is pinned for an accelerator, and torch finds none here",
+            "  why             pinned memory needs an accelerator, and torch finds none here",
             f"  fix             {fix}",
         ],
         [

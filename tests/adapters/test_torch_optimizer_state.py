@@ -227,7 +227,7 @@ def test_a_group_that_is_added_later_is_compared():
     optimizer.step()
     optimizer.add_param_group({"params": [second]})
 
-    with pytest.raises(lm.ScopeError, match="Momentum: momentum of a sharded weight"):
+    with pytest.raises(lm.ScopeError, match="Momentum: its state momentum for a sharded weight"):
         optimizer.step()
 
 
@@ -242,10 +242,13 @@ def test_the_error_names_optimizer_weight_and_both_kinds_of_state():
         optimizer.step()
 
     assert str(caught.value).splitlines() == [
-        "Momentum: momentum of a sharded weight is not the one that it keeps on one device",
+        "Momentum: its state momentum for a sharded weight has another form than on one device",
         "  weight      (16, 16)  (model, unsharded)",
         "  one device  Tensor of float16, (16, 16)",
         "  sharded     Tensor of float32, (16, 16)",
-        "  why         it chooses its state by the shard that it sees, so its steps would differ from one device's",
+        (
+            "  why         it chooses its state from the shape of the shard, so its steps would differ from those "
+            "on one device"
+        ),
         "  fix         leave this weight unsharded; or " + FIX,
     ]

@@ -84,7 +84,7 @@ def test_data_of_another_shape():
         "tensor.data = value: a tensor on a mesh would change its shape",
         "  from  (128, 64)",
         "  to    (4,)",
-        "  why   its layout was made for the shape that it has",
+        "  why   its layout belongs to its present shape",
         "  fix   give the module another parameter: module.weight = torch.nn.Parameter(value)",
     ]
 
@@ -171,7 +171,7 @@ def test_a_plain_tensor_that_weights_change(change):
     with torch.no_grad():
         assert torch.equal(weight(plain), torch.zeros(128, 64).copy_(weight(model)))
         with pytest.raises(
-            lm.EngineError, match="a plain tensor would be changed by tensors on a mesh"
+            lm.EngineError, match="an unsharded tensor would be changed by tensors on a mesh"
         ) as caught:
             change(torch.zeros(128, 64), weight(model))
         changed = torch.zeros(128, 64)

@@ -13,11 +13,11 @@ from layoutmap.adapters.torch import slow_calls
 PROCESSES = ("torch",)
 RULES = {r".*\.weight": ("model", None), r".*bias": (None,)}
 REPLACED = """\
-0.weight: the parameter was replaced by one that has no layout
+0.weight: the parameter was replaced by an unsharded one
   shape       (8, 4)
   layout was  (model, unsharded)
-  why         each device holds all of it, and an optimizer that was made before trains the former parameter
-  fix         assign values in place: module.weight.data.copy_(values); or lay it out: layout_map.apply(model)"""
+  why         every device holds all of it, and an existing optimizer still trains the former parameter
+  fix         assign values in place: module.weight.data.copy_(values); or shard it: layout_map.apply(model)"""
 UNEVEN = """\
 Sequential: no batch was sharded over mesh dim 'batch'
   rows  7

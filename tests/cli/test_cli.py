@@ -479,7 +479,7 @@ CANNOT = {
     ("plan", "cli_models:make", "--mesh", "x=2", "--on", "h10"): "did you mean 'h100'?",
     ("diff", "cli_models.json", "cli_models:make"): "cli_models.json cannot be read",
     ("plan", "keras_hub:llama3_405", "--mesh", "x=2"): "did you mean 'llama3_405b'?",
-    ("plan", "keras_hub:llama3_8b"): "preset 'llama': there is no mesh",
+    ("plan", "keras_hub:llama3_8b"): "preset 'llama': the mesh is missing",
     ("plan", "keras_hub:llama3_8b", "--mesh", "x=2"): "model_dim 'model' is not a dim of the mesh",
     ("plan", "keras_hub:llama3_8b", "--mesh", "model=2", "--dtype", "bfloat15"): "--dtype bfloat15",
     ("plan", "cli_models:make", "--mesh", "x=2", "--dtype", "bfloat16"): "is for published models",

@@ -73,7 +73,7 @@ def test_a_process_with_a_process_group_is_refused():
     ) as caught:
         lm.plan(make, layout_map, inputs=Given(), on="h100", library="torch")
 
-    assert "plan in a process that has opened no scope" in caught.value.fix
+    assert "plan in a process without a scope" in caught.value.fix
     assert simulation.has_process_group()
 
 

@@ -371,5 +371,5 @@ def test_tensors_that_tensorflow_laid_out_have_a_layout():
 
 def test_a_variable_is_refused_text():
     """Element types that are no numbers are refused by the variable's path."""
-    with pytest.raises(EngineError, match="w: TensorFlow has no element type 'string'"):
+    with pytest.raises(EngineError, match="w: TensorFlow cannot shard element type 'string'"):
         created(Initializer(global_value=lambda: np.zeros(4)), layout_on("x=2", "x"), (4,), "string")

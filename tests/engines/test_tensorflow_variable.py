@@ -104,7 +104,7 @@ def test_a_variable_without_a_layout_that_fits_is_refused(words, make):
 @pytest.mark.parametrize("value", ["text", [["a"], ["b"]], None, tf.constant("text")])
 def test_what_is_no_number_is_refused(value):
     """Texts and objects cannot lie in a layout."""
-    with pytest.raises(EngineError, match="cannot hold an array of"):
+    with pytest.raises(EngineError, match="cannot shard an array of"):
         lm.DVariable(value, layout=Layout([], GRID))
 
 

@@ -52,8 +52,8 @@ def test_values_are_compared_bit_for_bit(dtype):
     errors = everywhere(2, lambda i, gather: check_values(values[i], gather))
     more = everywhere(2, lambda i, gather: check_values(values[0] if i else values[0][1:], gather))
 
-    assert ["other: the processes have different values of it"] * 2 == [error.what for error in errors]
-    assert ["same: the processes have different values of it"] * 2 == [error.what for error in more]
+    assert ["other: its values differ between processes"] * 2 == [error.what for error in errors]
+    assert ["same: its values differ between processes"] * 2 == [error.what for error in more]
     assert [None] * 2 == everywhere(2, lambda i, gather: check_values([("same", 1)], gather))
     assert [None] * 2 == everywhere(2, lambda i, gather: check_values([], gather))
 

@@ -67,7 +67,7 @@ def test_a_file_with_one_device_needs_no_name(tmp_path):
 
     assert "here:8" == str(find_machine(str(path), Mesh(None, "x=2,model=4")))
     path.write_text(f"{text}  there:{text.partition('here:')[2]}")
-    with pytest.raises(lm.LayoutMapError, match="which of its devices is not said") as caught:
+    with pytest.raises(lm.LayoutMapError, match="it does not say which device of the file") as caught:
         machine_named(str(path))
 
     assert "has several" in caught.value.why

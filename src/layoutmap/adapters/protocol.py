@@ -334,7 +334,7 @@ class Keeping(Building, Protocol):
         """
         raise CheckpointError(
             f'names="checkpoint": {type(model).__name__} has no checkpoint format',
-            why="only models of transformers and peft tell the names in their checkpoints",
+            why="only models of transformers and peft provide the names in their checkpoints",
             fix='pass a table, such as names="llama", or leave names out',
         )
 

@@ -303,5 +303,5 @@ def _choose_step(storage: Storage, step: int | None) -> int:
         f"{storage.where}: there is no {'checkpoint' if step is None else f'step {step}'}",
         facts={"steps": join_names([str(each) for each in steps]) or "none"},
         why="a step is a folder step-<number>, which exists once it is complete",
-        fix="name the directory that was saved to" if not steps else "load one of these",
+        fix="name the directory of a checkpoint" if not steps else "load one of these",
     )

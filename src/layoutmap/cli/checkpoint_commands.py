@@ -101,7 +101,7 @@ def run_history(options: Any) -> int:
             f"{storage.where}: there is no checkpoint",
             facts={"damaged": join_names(list(map(str, found.damaged)))},
             why="a step is a folder step-<number>, whose manifest says which step it came from",
-            fix="name the directory that was saved to",
+            fix="name the directory of a checkpoint",
         )
     print_text(format_history(storage.where, steps.values()), sys.stdout)
     for step in found.damaged:

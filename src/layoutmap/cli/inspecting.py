@@ -60,8 +60,8 @@ def inspect_model(options: Any) -> Plan:
     if (missing := find_missing_weights(plan)) is not None:
         raise LayoutMapError(
             f"{name}: {missing.what}",
-            why="a model makes its weights at its first call, and what has none agrees with everything",
-            fix="call it in the function, as in model(inputs), and return it then",
+            why="a model creates its weights in its first call, and has none to compare before",
+            fix="call it in the function, as in model(inputs), before you return it",
         )
     return plan
 

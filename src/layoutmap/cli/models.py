@@ -98,7 +98,7 @@ def choose_preset(options: Any, mesh: Mesh | None, model: PublishedModel | None)
         return None
     if mesh is None:
         raise LayoutMapError(
-            f"preset {name!r}: there is no mesh",
+            f"preset {name!r}: the mesh is missing",
             why="the rules of a preset fit any mesh, so they do not name one",
             fix="add one, as in --mesh batch=2,model=4",
         )

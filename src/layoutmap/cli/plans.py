@@ -247,7 +247,7 @@ def read_step(name: str) -> Any:
         found: Any = json.loads(_read_text(name))
     except ValueError as error:
         raise LayoutMapError(
-            f"{name} is no JSON",
+            f"{name} is not JSON",
             why=str(error),
             fix="write it by json.dump(step.explain(..).to_json(), file)",
         ) from error
@@ -333,7 +333,7 @@ def _error_names_file(path: str) -> Generator[None]:
         yield
     except RecursionError as error:
         raise LayoutMapError(
-            f"{path}: it is nested too deeply", why="files of this library are not", fix="write it anew"
+            f"{path}: it is nested too deeply", why="the library writes no such files", fix="write it anew"
         ) from error
     except LayoutMapError as error:
         raise LayoutMapError(

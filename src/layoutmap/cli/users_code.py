@@ -34,7 +34,7 @@ class UsersCodeError(LayoutMapError):
         self.trace = "".join(traceback.TracebackException(type(error), error, trace).format()).rstrip()
         super().__init__(
             f"{name} raised {type(error).__name__}",
-            why="the model could not be made, so there is no plan",
+            why="the model could not be created, so there is no plan",
             fix="fix the error that is shown above, and run the command again",
         )
 
@@ -64,8 +64,8 @@ def users_code(name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap
     except SystemExit as error:
         raise LayoutMapError(
             f"{name} called sys.exit({'' if error.code is None else repr(error.code)})",
-            why="it ended before there was a plan",
-            fix='move what runs the program under: if __name__ == "__main__":',
+            why="it ended before the plan was made",
+            fix='move the code that runs the program under: if __name__ == "__main__":',
         ) from error
     except BaseException as error:
         raise UsersCodeError(name, error) from error
@@ -85,7 +85,7 @@ def parse_function_name(name: str) -> tuple[str, str]:
     if sign and dotted == module and in_folder and function.isidentifier():
         return module, function
     raise LayoutMapError(
-        f"{name!r} names no function that makes a model",
+        f"{name!r} names no function that creates a model",
         why="a model is named as package.module:function, from the current folder, and a plan's file ends in .json",
         fix=f"layoutmap plan {dotted if in_folder else 'my_models'}:{function or 'make_model'}",
     )
@@ -101,7 +101,7 @@ def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
         raise LayoutMapError(
             f"{module_name} cannot be imported",
             why=str(error),
-            fix="run the command in the folder that has it, or install it",
+            fix="run the command in the folder with this module, or install it",
         ) from error
     made = getattr(module, function_name, None)
     if not callable(made):
@@ -110,7 +110,7 @@ def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
         raise LayoutMapError(
             f"{module_name} has no function {function_name!r}",
             facts={"functions": ", ".join(near[:10])},
-            fix="name one that makes a model and returns it",
+            fix="name one that creates and returns a model",
         )
     try:
         inspect.signature(made).bind()

@@ -204,21 +204,22 @@ def search(
     if (as_int(tries) or 0) < 1:
         raise ScopeError(
             f"search: tries={shorten_repr(tries)} is not a number of maps",
-            why="it is for how many maps the cost is counted at most",
-            fix="pass a whole number from 1 on, as in tries=32",
+            why="tries is the largest number of maps to count",
+            fix="pass a whole number of 1 or more, as in tries=32",
         )
     if inputs is None:
         raise ScopeError(
             "search: there are no inputs",
-            why="what a step costs depends on the shape of the batch, which is not given",
-            fix='pass inputs: anything with shape and dtype; on the command line --inputs "int32[64,4096]"',
+            why="the cost of a step depends on the shape of the batch, which is not given",
+            fix='pass inputs: objects with shape and dtype; on the command line --inputs "int32[64,4096]"',
         )
     shown_as = "log" if progress is None else progress
     given = _read_mesh(mesh, start)
     if given is None and batch_dim not in (None, "data"):
         raise ScopeError(
             f"search: batch_dim={batch_dim!r} has no effect without mesh=",
-            why="then meshes with dims data and model are tried, and the batch is sharded over data",
+            why="without mesh=, the search tries meshes with the dims data and model, and shards the "
+            "batch over data",
             fix="leave batch_dim out, or pass a mesh that has it",
         )
     machine = find_machine(on, given, "search: ")
@@ -335,10 +336,10 @@ def _read_mesh(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
     found = read_mesh(mesh)
     if found is not None and start is not None and start.mesh not in (None, found):
         raise MeshError(
-            "search: mesh is not that of start",
+            "search: mesh differs from the mesh of start",
             facts={"mesh": str(found), "start": str(start.mesh)},
-            why="the rules of start are for their own mesh",
-            fix="leave mesh out, or read the rules on it: LayoutMap.from_yaml(text, mesh)",
+            why="the rules of start belong to their own mesh",
+            fix="leave mesh out, or read the rules for it: LayoutMap.from_yaml(text, mesh)",
         )
     return found if found is not None else start.mesh if start is not None else None
 
@@ -393,7 +394,7 @@ def _make_mesh_error(machine: Machine, batch: int | None, widest: int) -> PlanEr
     return PlanError(
         f"search: a batch of {batch} cannot be sharded evenly on {machine}",
         facts={"devices": machine.num_devices, "largest model dim": widest},
-        why="each mesh that is tried shards the batch over all devices that do not share a layer",
+        why="each mesh in the search shards the batch over all devices that do not share a layer",
         fix=f"use a batch that is a multiple of {machine.num_devices // widest or 1}, or say mesh='data=..,model=..'",
     )
 

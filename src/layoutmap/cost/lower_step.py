@@ -212,7 +212,7 @@ def lower_step(
     if adapter.engine_name != "jax":
         raise ScopeError(
             f"the step of a model of {adapter.name} on {adapter.engine_name} cannot be counted",
-            why="steps are counted after the partitioner of XLA",
+            why="costs come from XLA's partitioner, which needs a model on JAX",
             fix="plan the same rules with the model on JAX: KERAS_BACKEND=jax"
             if adapter.name == "keras"
             else "plan the same rules with the model of keras-hub or flax.nnx, on JAX",

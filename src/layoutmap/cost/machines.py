@@ -44,8 +44,8 @@ def machine_named(name: str) -> Machine:
     if found is None or (found["count"] and not int(found["count"])):
         raise LayoutMapError(
             f"on={name!r} names no machine",
-            why="a machine is a device and how many of it there are",
-            fix="write it as in h100:64, or mine.yaml:my_device:64 with a file of your own",
+            why="a machine is a kind of device and the number of devices",
+            fix="write it as in h100:64, or mine.yaml:my_device:64 with your own file",
         )
     file, wanted = found["one"] or found["file"], found["device"]
     devices = _read_devices(file) if file else load_devices()
@@ -55,7 +55,8 @@ def machine_named(name: str) -> Machine:
     if device is None:
         near = difflib.get_close_matches(wanted.lower(), devices, 1)
         raise LayoutMapError(
-            f"on={name!r}: {'which of its devices is not said' if found['one'] else f'there is no device {wanted!r}'}",
+            f"on={name!r}: "
+            f"{'it does not say which device of the file' if found['one'] else f'there is no device {wanted!r}'}",
             facts={"devices": ", ".join(devices)},
             why=f"{file} has several" if found["one"] else f"{file or 'layoutmap'} has no figures of it",
             fix=f"name one of them, as in on={f'{name}:{next(iter(devices))}'!r}"
@@ -83,9 +84,9 @@ def find_machine(on: Any, mesh: Mesh | None, caller: str = "") -> Machine:
     if isinstance(on, str) and not re.search(r":[0-9]+$", on):
         if mesh is None:
             raise ScopeError(
-                f"{caller}on={on!r} says of no number of devices",
-                why="without mesh= the shapes of meshes of so many devices are tried",
-                fix=f"write how many there are, as in on='{on}:8', or pass a mesh",
+                f"{caller}on={on!r} has no number of devices",
+                why="without mesh=, the search tries mesh shapes for that number of devices",
+                fix=f"add the number, as in on='{on}:8', or pass a mesh",
             )
         return Machine(machine.device, mesh.size)
     if mesh is not None and machine.num_devices != mesh.size:
@@ -115,7 +116,7 @@ def _read_devices(path: str) -> Mapping[str, Device]:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise LayoutMapError(
-            f"{path} cannot be read", why=str(error), fix="name a file of devices, written as UTF-8"
+            f"{path} cannot be read", why=str(error), fix="name a UTF-8 file of devices"
         ) from error
     return parse_devices(text, path)
 

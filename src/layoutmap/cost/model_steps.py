@@ -39,7 +39,7 @@ def load_step_counter(name: str) -> Any:
         raise EngineError(
             f"the cost of a step cannot be counted on {name}",
             facts={"counted on": ", ".join(_STEP_COUNTERS)},
-            why=f"what {name} sends between devices is decided by a compiler that needs the devices",
+            why=f"a compiler that needs the devices decides what {name} sends between them",
             fix="plan the same rules with the model on JAX: the layouts are the same (KERAS_BACKEND=jax)",
         )
     return import_module(_STEP_COUNTERS[name]).LoweredStep

@@ -59,8 +59,9 @@ def request_cost(on: Any, mesh: Mesh, inputs: object, engine: str, options: Mapp
     if inputs is None:
         raise ScopeError(
             f"plan: on={str(on)!r} needs inputs",
-            why="what a step sends and computes depends on the shape of the batch, which is not given",
-            fix='pass inputs=: anything with shape and dtype; for the command line --inputs "int32[64,4096]"',
+            why="the communication and computation of a step depend on the shape of the batch, which is "
+            "not given",
+            fix='pass inputs=: objects with shape and dtype; on the command line --inputs "int32[64,4096]"',
         )
     load_step_counter(engine)
     check_remat(remat)
@@ -179,7 +180,7 @@ def _count_compiled(lowered: Any, placed: Any, policy: LayoutPolicy, target: str
             LayoutMapWarning(
                 f"plan: XLA's compiler for {target!r} is installed, and failed: the cost is an estimate",
                 why=error.what,
-                fix="pass verify=False to do without it, or verify=True to see its whole error",
+                fix="pass verify=False to skip the compiler, or verify=True to see its whole error",
             ),
             stacklevel=2,
         )

@@ -109,8 +109,8 @@ def _simulate_process_group(num_processes: int) -> Generator[None]:
         raise ScopeError(
             "the cost of a step cannot be counted in this process",
             facts={"process group": dist.get_backend(simulation.get_group())},
-            why="it is counted in a process group of its own, and torch has one default group in a process",
-            fix="plan in a process that has opened no scope and no process group, as layoutmap plan --on does",
+            why="counting needs its own default process group, and torch has only one per process",
+            fix="plan in a process without a scope and without a process group, as layoutmap plan --on does",
         )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_processes)
     group = dist.group.WORLD
@@ -133,8 +133,9 @@ def _explain_failures(step: TrainingStep) -> Generator[None]:
         raise ScopeError(
             f"{step.name}: its training step fails with tensors that have no values",
             facts={"inputs": inputs, type(error).__name__: str(error).strip().partition("\n")[0]},
-            why="the step is run with shapes, to count what it does",
-            fix="pass inputs= of the shapes and types that the module is called with, and call it with them in a test",
+            why="the step is run with shapes, to count its cost",
+            fix="pass inputs= with the shapes and dtypes of the module's inputs, and call the module "
+            "with them in a test",
         ) from error
 
 

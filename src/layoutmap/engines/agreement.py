@@ -64,8 +64,8 @@ def run_together(function: Callable[[], Result], gather: Gather, verb: str = "lo
         raise CheckpointError(
             f"{', '.join(failed)} cannot {verb}",
             facts=failed,
-            why=f"all processes of a mesh {verb} a step, or none does",
-            fix=f"fix what {next(iter(failed))} says, and {verb} again",
+            why="a step needs all processes of the mesh",
+            fix=f"fix the error that {next(iter(failed))} reports, and {verb} again",
         )
     return result
 
@@ -101,7 +101,7 @@ def check_program(call: str, parts: Iterable[Part], gather: Gather) -> None:
     raise ScopeError(
         describe_difference(name, texts),
         facts={"in": call} | (label_processes(texts) if len(texts) > 2 else {}),
-        why="each process computes its part of one program, and parts of different programs give wrong numbers",
+        why="each process computes a part of one program, and parts of different programs give wrong numbers",
         fix="run the same code in all processes, with the same arguments and the same releases of the libraries",
     )
 
@@ -122,9 +122,9 @@ def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
     check_equal(
         [(path, f"checksum {each:08x}") for path, each in checksums],
         gather,
-        "the processes have different values of it",
-        why="it was made in each process for itself, and the shards of one variable would be of different values",
-        fix="give all processes the same seed before it is made, or load the same file in all of them",
+        "its values differ between processes",
+        why="each process created it separately, so its shards would come from different values",
+        fix="set the same seed in all processes before it is created, or load the same file in all of them",
     )
 
 
@@ -176,9 +176,9 @@ def check_batch(arrays: Sequence[Any], gather: Gather, call: int | None = None, 
         raise ScopeError(
             "the processes pass different batches",
             facts=label_processes(texts) | ({} if call is None else {"in call": call}),
-            why="every process passes the global batch here, and computes its part of it",
-            fix=f"{hint}read the same data in all processes, in the same order: the same seed for what shuffles it, "
-            "and no sampler that gives each process its own rows",
+            why="every process must pass the global batch, and computes its part of it",
+            fix=f"{hint}read the same data in the same order in all processes: shuffle with the same "
+            "seed, and use no sampler that gives each process its own rows",
         )
 
 

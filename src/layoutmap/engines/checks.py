@@ -105,9 +105,9 @@ def check_auto_axes(mesh: Mesh, framework: str) -> None:
     """Refuse explicit axes, which only JAX has."""
     if mesh.explicit_dims:
         raise MeshError(
-            f"mesh dim {mesh.explicit_dims[0]!r} has explicit axes, and {framework} has none",
+            f"mesh dim {mesh.explicit_dims[0]!r} has explicit axes, and {framework} does not support them",
             facts={"mesh": str(mesh)},
-            why="axis types are JAX's: they make shardings a part of the types of its arrays",
+            why="axis types are a feature of JAX, where shardings are part of the types of arrays",
             fix="make the mesh without axis_types, or use JAX",
         )
 
@@ -126,8 +126,8 @@ def bind_devices(mesh: Mesh, names: Sequence[str], here: Iterable[int]) -> Mesh:
 def make_element_type_error(framework: str, name: str, path: str) -> EngineError:
     """Return the error for a variable with an element type that sharded arrays cannot have."""
     return EngineError(
-        f"{path}: {framework} has no element type {name!r} in layouts",
-        why="arrays in layouts hold numbers and truth values",
+        f"{path}: {framework} cannot shard element type {name!r}",
+        why="sharded arrays hold numbers and booleans",
         fix="leave the variable to its framework, or store numbers",
     )
 
@@ -142,8 +142,8 @@ def is_python_number(value: Any) -> bool:
 def make_no_numbers_error(framework: str, dtype: object) -> EngineError:
     """Return the error for values that are neither numbers nor booleans."""
     return EngineError(
-        f"{framework} cannot hold an array of {dtype} in a layout",
-        why="arrays in layouts hold numbers and truth values",
+        f"{framework} cannot shard an array of {dtype}",
+        why="sharded arrays hold numbers and booleans",
         fix="pass an array of numbers",
     )
 
@@ -160,7 +160,7 @@ def check_initializers(
         raise EngineError(
             f"{missing[0]}: there is no initializer",
             facts={"missing": ", ".join(missing[:10])},
-            why="each variable that is created needs one",
+            why="each new variable needs one",
             fix="pass an Initializer for each assignment",
         )
 
@@ -183,7 +183,7 @@ def check_shard(variable: VariableSpec, index: Index, shape: Sequence[int], dtyp
     """Raise an `EngineError` unless a shard has the shape of its index and the variable's element type."""
     if tuple(shape) != compute_block_shape(index) or dtype != variable.dtype:
         raise EngineError(
-            f"{variable.path}: a shard that was read has another shape or element type",
+            f"{variable.path}: a shard has another shape or element type than planned",
             facts={
                 "index": index,
                 "shard": f"{variable.dtype}{list(compute_block_shape(index))}",
@@ -210,7 +210,7 @@ def check_one_result(function: Callable[..., Any], num_results: int) -> None:
     if num_results != 1:
         raise EngineError(
             f"{getattr(function, '__name__', function)} returns {num_results} arrays",
-            why="one layout is for one array",
+            why="a layout belongs to one array",
             fix="call it once for each array, or pass a function that returns one of them",
         )
 
@@ -220,8 +220,8 @@ def make_difference_error(what: str, facts: Mapping[str, object] | None = None) 
     return EngineError(
         what,
         facts=facts,
-        why="each process computes initial values for itself, and all must compute the same",
-        fix="make the same model in all processes, and give them the same seed before it is made",
+        why="each process computes initial values separately, and they must be equal",
+        fix="create the same model in all processes, and set the same seed before",
     )
 
 
@@ -234,7 +234,7 @@ def check_draws(engine: str, draws: str, ways: Sequence[str] = ("exact",)) -> No
         raise EngineError(
             f"draws={draws!r}: {engine} cannot draw random numbers this way",
             facts={"ways": ", ".join(map(repr, ways))},
-            why='"exact" draws what the framework draws; an engine may offer other ways, for many devices',
+            why='"exact" draws the numbers of the framework; an engine may offer other ways, for many devices',
             fix='leave draws out, or draws="exact"',
         )
 

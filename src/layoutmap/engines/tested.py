@@ -54,7 +54,7 @@ def warn_if_untested(package: str) -> None:
             "tested": f"{package} {_format_range(package)}",
             "probed": f"all names of {package} that are needed exist",
         },
-        why="what a name does may have changed all the same",
+        why="functions that the library uses may behave differently",
         fix=f'compare the model with one device: lm.check_parity(...); or pip install "{_format_requirement(package)}"',
     )
     warnings.warn(warning, stacklevel=find_user_stacklevel(TESTED.keys()))

@@ -93,8 +93,9 @@ class Guard:
             f"the model is no longer as planned, at step {self._num_steps}",
             problems=found.errors,
             facts=facts,
-            why="the program has laid out, replaced or changed an array since",
-            fix="find the step that does it: guard with every=1; or take this plan: lm.inspect(model).to_json()",
+            why="the program sharded, replaced, or changed an array since",
+            fix="find the step that does it: guard with every=1; or accept the new plan: "
+            "lm.inspect(model).to_json()",
         )
 
     def hook(self, optimizer: Any) -> Any:

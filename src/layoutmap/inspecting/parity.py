@@ -239,7 +239,7 @@ def check_parity(
     first = report.first_difference
     if raises and first is not None:
         raise ParityError(
-            f"{first.name}: the sharded model differs from the plain one, first in its {first.stage}",
+            f"{first.name}: the sharded model differs from the unsharded one, first in its {first.stage}",
             facts={
                 "differs by": f"{first.error:.3g} (allowed {first.tolerance:.3g})",
                 "mesh": str(layout_map.mesh),
@@ -458,10 +458,10 @@ def compare_variables(
     ours, theirs = adapter.variables(sharded), adapter.variables(plain)
     if len(ours) != len(theirs):
         raise ParityError(
-            "the two builds made different variables",
+            "the two builds created different variables",
             facts={"plain": f"{len(theirs)} variables", "sharded": f"{len(ours)} variables"},
-            why="make_model() did not make the same model twice",
-            fix="let it depend on the seed alone",
+            why="make_model() did not create the same model twice",
+            fix="let it depend only on the seed",
         )
     for (path, variable), plain_variable in zip(ours.items(), theirs.values(), strict=True):
         expected, actual = adapter.read(plain_variable), adapter.read(variable)

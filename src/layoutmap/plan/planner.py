@@ -92,7 +92,7 @@ def make_table(
     if mesh is None:
         raise PlanError(
             "the layout map has no mesh",
-            why="it was made without one and has no rule",
+            why="it was created without a mesh and without rules",
             fix='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
         )
     planning = _Planning(

@@ -42,14 +42,14 @@ def check_maker(make_model: object, layout_map: object, function: str) -> None:
     check_layout_map(layout_map, function)
     if find_adapter(make_model) is not None:
         raise ScopeError(
-            f"{function}: {type(make_model).__name__} is a model, not a function that makes one",
-            why=f"{function} makes the model itself, so that every variable is made in its layout",
+            f"{function}: {type(make_model).__name__} is a model, not a function that creates one",
+            why=f"{function} creates the model itself, so that every variable is created in its layout",
             fix=f"pass the function: lm.{function}(make_model, layout_map); "
-            "a model that exists is laid out by lm.apply(model, layout_map)",
+            "to shard an existing model, call lm.apply(model, layout_map)",
         )
     if not callable(make_model):
         raise ScopeError(
-            f"{function}: there is no function that makes a model",
+            f"{function}: there is no function that creates a model",
             why=f"the first argument is {describe_type(make_model)}",
             fix=f"pass a function: lm.{function}(lambda: keras.Sequential([...]), layout_map)",
         )
@@ -66,8 +66,8 @@ def check_model(model: object, layout_map: object) -> None:
     if _is_function(model):
         raise ScopeError(
             f"apply: {getattr(model, '__name__', type(model).__name__)} is a function, not a model",
-            why="apply lays out a model that exists",
-            fix="pass what the function returns, or lm.build(make_model, layout_map)",
+            why="apply shards an existing model",
+            fix="pass the model that the function returns, or call lm.build(make_model, layout_map)",
         )
 
 
@@ -78,7 +78,7 @@ def check_layout_map(layout_map: object, function: str) -> None:
     rules = "rules" if isinstance(layout_map, Mapping) else "{...}"
     raise ScopeError(
         f"{function}: there is no layout map",
-        why=f"what was passed for it is {describe_type(layout_map)}",
+        why=f"the argument for it is {describe_type(layout_map)}",
         fix=f'pass lm.LayoutMap(lm.create_mesh("batch=2,model=4"), {rules})',
     )
 
@@ -110,7 +110,7 @@ def check_step_options(on: object, num_devices: int, options: Mapping[str, objec
         if on is None and value not in (None, False):
             raise ScopeError(
                 f"plan: {name}={value!r} has no effect without on=",
-                why="it is about the cost of a training step, which is counted only with on=",
+                why="it affects the cost of a training step, which is counted only with on=",
                 fix=f"leave {name} out, or name the machine, as in on='h100:{num_devices}'",
             )
 
@@ -125,5 +125,5 @@ def check_remat(remat: Any) -> None:
         raise ScopeError(
             f"remat={shorten_repr(remat)} names no layers",
             why=f"it is not a regex: {error}",
-            fix="write remat='blocks', or a regex for the paths of layers, as remat=r'blocks\\.0$'",
+            fix="write remat='blocks', or a regex for the paths of layers, as in remat=r'blocks\\.0$'",
         ) from error

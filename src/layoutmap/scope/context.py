@@ -306,7 +306,7 @@ def get_mesh(layout_map: RuleSet) -> Mesh:
     if layout_map.mesh is None:
         raise ScopeError(
             "the layout map has no mesh",
-            why="it was made without one and has no rule",
+            why="it was created without a mesh and without rules",
             fix='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
         )
     return layout_map.mesh

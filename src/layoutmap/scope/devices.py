@@ -150,7 +150,7 @@ def choose_engine_name() -> str:
         if imported
         else "it is not clear which devices are meant: no framework is imported",
         facts={} if imported else {"installed": ", ".join(there)},
-        why="without engine=, they are those of the imported framework",
+        why="without engine=, the imported framework decides",
         fix=fix,
     )
 

@@ -327,8 +327,8 @@ def _require_mesh(mesh: Mesh | str) -> Mesh:
     found = read_mesh(mesh)
     if found is None:
         raise MeshError(
-            "there is no mesh",
-            why="specs name dims of one",
+            "the mesh is missing",
+            why="specs name dims of a mesh",
             fix='pass one, as in lm.create_mesh("batch=2,model=4"), or that text',
         )
     return found

@@ -119,8 +119,8 @@ def _check_plan(
                     "shape": str(weight.shape),
                     "with a layout": f"{len(found.layouts)} of {len(found.weights)}",
                 },
-                why="slots are placed as their parameters are, and this one is on no mesh",
-                fix="build the parameters with layout_map.build(..), or lay them out: layout_map.apply(params)",
+                why="slots are sharded like their parameters, and this parameter is on no mesh",
+                fix="build the parameters with layout_map.build(..), or shard them: layout_map.apply(params)",
             )
     plan = _make_plan(layout_map, found, zero_dim, memory).check(strict=strict)
     if text := format_warnings(plan):
@@ -133,7 +133,7 @@ def _make_mesh_error(one: str, mesh: Mesh, other: str, other_mesh: Mesh) -> Mesh
         f"{one} and {other} are on different meshes",
         facts={one: str(mesh), other: str(other_mesh)},
         why="an optimizer computes with all parameters at once, on one mesh",
-        fix="lay them out on one: layout_map.apply(params)",
+        fix="move them to one mesh: layout_map.apply(params)",
     )
 
 
@@ -153,7 +153,8 @@ def _get_init(tx: Any) -> Any:
         return tx.init
     raise ScopeError(
         "there is no optimizer",
-        why=f"what was passed for it is {describe_type(tx)}, without init and update",
-        fix="pass one of optax, as in optax.adamw(1e-3); a state that exists is laid out by apply_optimizer; an "
-        "optimizer of Keras or torch needs neither: its slots have the layouts of their weights",
+        why=f"the argument for it is {describe_type(tx)}, without init and update",
+        fix="pass one of optax, as in optax.adamw(1e-3); to shard an existing state, call "
+        "apply_optimizer; optimizers of Keras and torch need neither, because their slots are sharded "
+        "like their weights",
     )

@@ -95,7 +95,8 @@ def check_options(options: str, gather: Gather) -> None:
         raise ScopeError(
             "the processes open this scope with different options",
             facts=label_processes(texts),
-            why="the options decide what each process computes, and all must do their part of the same computation",
+            why="the options decide what each process computes, and all must compute parts of the same "
+            "program",
             fix="pass the same options in all processes",
         )
 
@@ -133,8 +134,8 @@ def check_plans(
         raise PlanError(
             "the processes find different problems in one plan",
             facts=label_processes([text or "no problem" for text in refusals]),
-            why="they have different rules or models, though all variables have the same layouts",
-            fix="give all processes the same layout map, and make the same model in each",
+            why="their rules or models differ, although all variables have the same layouts",
+            fix="use the same layout map and model in all processes",
         )
     difference = diff_plans(plans[0], plans[other])
     same = "no difference" if orders[0] == orders[other] else f"{orders[0]}\n{orders[other]}"
@@ -142,8 +143,8 @@ def check_plans(
     raise PlanError(
         what if name == "plan" else describe_difference(name, texts),
         facts={"from 0 to it": str(difference) if difference else same},
-        why="each process holds its part of one model, so all must build the same model by the same rules",
-        fix="give all processes the same layout map and the same releases, and make the same model in each",
+        why="each process holds a part of one model, so all must build the same model with the same rules",
+        fix="use the same layout map, library releases, and model in all processes",
     )
 
 
@@ -158,9 +159,9 @@ def check_recipes(recipes: Iterable[tuple[str, str]], gather: Gather) -> None:
         recipes,
         gather,
         "the processes initialize it in different ways",
-        why="each process initializes its own shards, which would then not fit together",
-        fix="make the same model in all processes, with the same arguments of initializers, and seed them alike "
-        "before it is made",
+        why="each process initializes its own shards, which would come from different values",
+        fix="create the same model in all processes, with the same arguments of initializers, and set "
+        "the same seed before",
     )
 
 

@@ -317,8 +317,9 @@ def _open_scope(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]
         raise ScopeError(
             "no device of the mesh belongs to this process",
             facts={"mesh": str(bound), "devices": join_names(bound.devices or ())},
-            why="a process takes part with its own devices",
-            fix="open the scope only in processes that have these devices, or use a mesh of all: lm.create_mesh(..)",
+            why="a process computes with its own devices",
+            fix="open the scope only in processes that have these devices, or use a mesh of all "
+            "devices: lm.create_mesh(..)",
         )
     try:
         options, refusal = _check_options(adapter, given, mesh, across), None
@@ -357,7 +358,7 @@ def _check_options(adapter: Building, given: Mapping[str, Any], mesh: Mesh, acro
             f"batch_dim={options.batch_dim!r} has {len(dims)} dims",
             facts={"mesh": str(mesh), "engine": adapter.engine_name},
             why=f"an axis of an array of {adapter.engine_name} is sharded over one mesh dim at most",
-            fix="make a mesh in which one dim has all devices of the batch, or use JAX or PyTorch",
+            fix="use a mesh in which one dim contains all devices of the batch, or use JAX or PyTorch",
         )
     own = {name: value for name, value in given.items() if name not in NEUTRAL}
     return replace(options, own=adapter.read_own_options(own, options, across=across))
@@ -402,8 +403,8 @@ def _call_and_check(
         raise ScopeError(
             f"{type(model).__name__}: the function returned a model that existed before",
             facts={"model": getattr(model, "name", "")},
-            why="only what is made while the function runs is laid out; the model has not been changed",
-            fix="make the model inside the function, or lay out the existing one: layout_map.apply(model)",
+            why="only variables that the function creates are sharded; the model is unchanged",
+            fix="create the model inside the function, or shard the existing one: layout_map.apply(model)",
         )
     context.session.complete(model, inputs)
     return model

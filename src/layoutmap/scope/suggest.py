@@ -67,7 +67,7 @@ def suggest(
         raise PlanError(
             f"suggest: {missing.what}",
             why=missing.why,
-            fix="pass an example of what the model is called with: suggest(.., inputs=..)",
+            fix="pass an example input of the model: suggest(.., inputs=..)",
         )
     return suggest_layout_map(made, batch_dim)
 

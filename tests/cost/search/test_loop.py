@@ -220,7 +220,9 @@ def test_a_file_that_keeps_no_figures_is_refused_and_stays(tmp_path):
     ):
         (tmp_path / name).write_text(text)
     for name in ("other.json", "broken.json", "text.json", "texts.json", "pipe", "none/figures.json"):
-        with pytest.raises(LayoutMapError, match=f"{name} (keeps no figures|cannot be written)") as caught:
+        with pytest.raises(
+            LayoutMapError, match=f"{name} (is not a cache of a search|cannot be written)"
+        ) as caught:
             FigureCache(tmp_path / name)
         assert caught.value.why
         assert "cache=" in caught.value.fix
@@ -232,7 +234,7 @@ def test_figures_that_cannot_be_written_are_a_warning(tmp_path):
     (tmp_path / "folder").mkdir()
     file = FigureCache(tmp_path / "folder" / "figures.json")
     (tmp_path / "folder").rmdir()
-    with pytest.warns(LayoutMapWarning, match="the figures of the search are not kept"):
+    with pytest.warns(LayoutMapWarning, match="the figures of the search cannot be stored"):
         file.write()
     assert [] == list(tmp_path.iterdir())
 

@@ -261,7 +261,7 @@ def test_figures_are_those_of_a_dim_of_the_batch(tmp_path):
         ({"tries": 0}, "search: tries=0 is not a number of maps"),
         ({"tries": -1}, "search: tries=-1 is not a number of maps"),
         ({"tries": 1.5}, "search: tries=1.5 is not a number of maps"),
-        ({"on": "h100"}, "search: on='h100' says of no number of devices"),
+        ({"on": "h100"}, "search: on='h100' has no number of devices"),
         (
             {"make_model": lambda: Module(nnx.Rngs(0)), "library": "jax", "optimizer": "adamw"},
             "optimizer='adamw' is not an optimizer",

@@ -174,8 +174,8 @@ def _require_train_state(model: object) -> TrainState:
     if isinstance(model, TrainState):
         return model
     raise ScopeError(
-        f"{type(model).__name__}: how to call and train it is not known",
-        why="JAX models have no loss and no optimizer",
+        f"{type(model).__name__}: no loss and optimizer are known for it",
+        why="JAX models do not hold a loss or an optimizer",
         fix="return layoutmap.adapters.jax.train_with(model, loss=.., optimizer=..) from make_model()",
     )
 

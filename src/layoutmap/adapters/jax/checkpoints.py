@@ -142,7 +142,7 @@ def _list_raw_slots(
     if not leaves and callable(getattr(state, "init", None)):
         raise CheckpointError(
             f"optimizer: {describe_type(state)}, it has no state",
-            why="an optimizer of optax is two functions; what is saved is what its init returns",
+            why="an optax optimizer is two functions, and its state is what its init returns",
             fix="pass the state: layout_map.build_optimizer(tx, params), or tx.init(params)",
         )
     data = [_unwrap_key(leaf) for _, leaf in leaves]

@@ -90,8 +90,8 @@ def check_all_found(nodes: Nodes, state: object) -> None:
             raise ScopeError(
                 f"{'.'.join(map(format_key, path[: length + 1]))}: arrays in a static attribute",
                 facts={"module": type(owner).__name__, "value": describe_type(getattr(owner, name))},
-                why="flax.nnx looks into lists, tuples and dicts only where they are marked as data",
-                fix="mark it where it is assigned: nnx.data(..)",
+                why="flax.nnx finds arrays in lists, tuples, and dicts only if they are marked as data",
+                fix="mark it in its assignment: nnx.data(..)",
             )
         if isinstance(node, TracedOutput):  # a wrapper of this library that is not part of the model
             continue
@@ -99,7 +99,7 @@ def check_all_found(nodes: Nodes, state: object) -> None:
             raise ScopeError(
                 f"{'.'.join(map(format_key, path))}: an array is hidden in a static attribute",
                 facts={"value": describe_type(node)},
-                why="flax.nnx looks for arrays in pytrees only, and this is not one, so it would be lost",
+                why="flax.nnx finds arrays only in pytrees, and this is not one, so the array would be lost",
                 fix="make the array an attribute of the module, and use that in the call",
             )
         checked[id(node)] = node

@@ -38,7 +38,7 @@ def describe_later_variables(later: Mapping[str, Callable[[], object]], mesh: Me
         if not callable(make):
             raise ScopeError(
                 f"later: {name!r} is not a function",
-                why=f"it is {describe_type(make)}, and a function is evaluated on shapes alone",
+                why=f"it is {describe_type(make)}, and a function can be evaluated on shapes",
                 fix=f"pass a function without arguments that makes the arrays: later={{{name!r}: make_{name}}}",
             )
         parts: Any = None
@@ -138,7 +138,7 @@ def warn_without_rule(step: str, path: str, array: ArrayShape, consequence: str)
     warning = LayoutMapWarning(
         f"{step}: {path} has no rule, and {consequence}",
         facts={"shape": array.shape, "size": format_bytes(num_bytes)},
-        why="it is no part of the model that the layout map was written for",
+        why="the array is not part of the model for which the layout map was written",
         fix=f"write its layout, with mesh dims in place of None: layout_map[{format_path_pattern([path])}] = ({specs})",
     )
     warnings.warn(warning, stacklevel=find_user_stacklevel())

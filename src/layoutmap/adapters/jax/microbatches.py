@@ -54,7 +54,7 @@ def microbatches(batch: T, num: int) -> T:
                 why=f"{num} does not divide its {shape[0]} rows" if shape else "it has no rows",
                 fix="take another number of microbatches or rows"
                 if shape
-                else "pass it to each microbatch as it is",
+                else "pass it unchanged to each microbatch",
             )
         kind = np if isinstance(array, np.ndarray) else jnp
         return kind.swapaxes(kind.reshape(array, (shape[0] // num, num, *shape[1:])), 0, 1)

@@ -30,7 +30,8 @@ def check_immutable(model: object) -> None:
             raise ScopeError(
                 f"{path or 'the model'}: a mutable array",
                 facts={"value": what},
-                why="JAX keeps it on the devices where it was made, and a program that makes it returns no array",
+                why="JAX keeps it on the devices where it was created, and a compiled function cannot "
+                "return it",
                 fix="make it outside of nnx.var_defaults(hijax=True)"
                 if is_variable(leaf)
                 else "return its value: jax.freeze(ref); and make a Ref where it is used",
@@ -40,8 +41,9 @@ def check_immutable(model: object) -> None:
             raise ScopeError(
                 f"{path or 'the model'}: an array is hidden in an object",
                 facts={"value": describe_type(leaf)},
-                why="JAX looks for arrays in pytrees only, and this is not one, so the array would be lost",
-                fix="make the object a pytree: jax.tree_util.register_dataclass(..); or keep its arrays beside it",
+                why="JAX finds arrays only in pytrees, and this is not one, so the array would be lost",
+                fix="make the object a pytree: jax.tree_util.register_dataclass(..); or move its arrays "
+                "out of it",
             )
 
 

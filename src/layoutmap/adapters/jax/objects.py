@@ -203,7 +203,7 @@ def find_changed_arrays(
             "their set has changed" if added or gone else "an attribute that is not an array is another one"
         )
         raise ScopeError(
-            "the step changes the structure of an object that it is given",
+            "the step changes the structure of one of its arguments",
             facts={"added": join_names(added), "removed": join_names(gone)} if added or gone else {},
             why="a compiled step can only return new arrays for the Variables that it was given; "
             + has_other,

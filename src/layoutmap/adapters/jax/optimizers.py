@@ -92,7 +92,7 @@ def describe(init: Callable[[object], object], params: object) -> OptimizerVaria
         raise ScopeError(
             "the optimizer's init cannot be traced",
             why=f"it reads values of the parameters: {str(error).partition(chr(10))[0]}",
-            fix="make the state first, then lay it out: layout_map.apply_optimizer(tx.init(params), params)",
+            fix="create the state first, then shard it: layout_map.apply_optimizer(tx.init(params), params)",
         ) from error
     leaves = [StateLeaf(parts, *_read_shape_and_dtype(leaf)) for parts, leaf in list_leaves(state)]
     return OptimizerVariables(list(weights.values()), layouts, describe_slots(weights, leaves))

@@ -139,7 +139,7 @@ def _check_shapes(
                 raise LayoutError(
                     f"{given.name}: the step changes its shape",
                     facts={"before": given.shape, "after": after},
-                    why="what a step returns for a donated argument has that argument's layouts",
+                    why="a result that replaces a donated argument has that argument's layouts",
                     fix="return it with its shape, or do not donate it",
                 )
 

@@ -160,6 +160,6 @@ def _check_distinct(leaves: Sequence[Leaf], model: object) -> None:
         raise ScopeError(
             f"{twice}: two arrays of the model have this path",
             facts={"model": type(model).__name__},
-            why="the keys that lead to an array are joined by dots, and here different keys give the same path",
-            fix='rename one of them: a key with a dot, as in {"a.b": ..}, is like two keys, "a" and "b"',
+            why="a path joins keys by dots, and here different keys give the same path",
+            fix='rename one of them: a key with a dot, as in {"a.b": ..}, gives the same path as two keys',
         )

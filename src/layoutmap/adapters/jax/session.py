@@ -50,7 +50,7 @@ class JaxSession:
         """
         raise ScopeError(
             "a scope cannot defer JAX models",
-            why="JAX computes arrays at once, so there is nothing left to defer",
+            why="JAX computes arrays immediately, so their creation cannot be deferred",
             fix="make the model in a function: model = layout_map.build(lambda: Model(nnx.Rngs(0)))",
         )
 
@@ -92,7 +92,7 @@ class JaxSession:
                 raise ScopeError(
                     f"{leaf.path}: the model is only traced",
                     why="arrays have shapes and no values inside of a function that JAX traces",
-                    fix="lay it out before jax.jit, or make it with layout_map.build",
+                    fix="shard it before jax.jit, or create it with layout_map.build",
                 )
         laid_out = put_values(model, self._materialize(self._assign(model, parts, arrays), arrays))
         constrain_outputs(unwrap_model(laid_out), self._context.policy)

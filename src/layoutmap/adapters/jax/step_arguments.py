@@ -132,9 +132,10 @@ class StepOptions:
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise LayoutError(
                     f"{self.name}: {call.list_names()[0][number]} was donated, and has no values any more",
-                    why="an earlier step, or another compiled function, has reused the memory of this array for its "
-                    "results",
-                    fix="pass on what the step returned: state = step(state, batch); or donate less: donate_argnums",
+                    why="an earlier step, or another compiled function, reused the memory of this array "
+                    "for its results",
+                    fix="pass the result of the step: state = step(state, batch); or donate fewer "
+                    "arguments: donate_argnums",
                 )
             if (
                 first != number
@@ -146,7 +147,8 @@ class StepOptions:
                 raise LayoutError(
                     f"{self.name}: {names[first]} and {names[number]} are the same array, which is donated",
                     why="the memory of a donated array is reused for results, so it can be passed only once",
-                    fix="pass a copy of one of them: jax.tree.map(jnp.copy, ..); or donate less: donate_argnums",
+                    fix="pass a copy of one of them: jax.tree.map(jnp.copy, ..); or donate fewer "
+                    "arguments: donate_argnums",
                 )
 
     def refuse_leaf(self, name: str, leaf: object) -> NoReturn:

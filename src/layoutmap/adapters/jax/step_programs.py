@@ -309,11 +309,12 @@ class Programs:
         for number, count in find_consecutive_splits(jaxpr, sharded):
             name, rows = inputs[number].name, inputs[number].shape[0]
             warning = LayoutMapWarning(
-                f"{self._options.name}: a scan goes over {count} microbatches of {name}, "
-                "and each device computes all rows",
+                f"{self._options.name}: a scan goes over {count} microbatches of {name}, and each "
+                "device computes all of their rows",
                 facts={"rows": f"{rows}, sharded over {', '.join(sorted(dims))}"},
-                why=f"x.reshape({count}, ..) puts consecutive rows into a microbatch, which are on few devices",
-                fix=f"split it by layoutmap.microbatches(x, {count}), which takes some rows of each device",
+                why=f"x.reshape({count}, ..) puts consecutive rows into a microbatch, and few devices "
+                "hold them",
+                fix=f"split it by layoutmap.microbatches(x, {count}), which takes rows from every device",
             )
             warnings.warn(warning, stacklevel=find_user_stacklevel())
 
@@ -344,7 +345,7 @@ class Programs:
                     f"{self._options.name}: {first[0]} and {name} are on different meshes",
                     facts={first[0]: str(first[1]), name: str(leaf.sharding.mesh)},
                     why="a step computes on one mesh",
-                    fix="lay them out on one",
+                    fix="move them to one mesh",
                 )
         layout_map = self._options.layout_map
         if first is None and layout_map is not None and (mesh := layout_map.mesh) is not None:
@@ -353,7 +354,7 @@ class Programs:
             raise LayoutError(
                 f"{self._options.name}: no argument has a layout",
                 why="a step keeps the layouts of its arguments, and none of these is on a mesh",
-                fix="build the parameters with layout_map.build(..), or lay them out: layout_map.apply(params)",
+                fix="build the parameters with layout_map.build(..), or shard them: layout_map.apply(params)",
             )
         _, native, mesh = first
         check_dim(
@@ -424,8 +425,9 @@ class Programs:
             warning = LayoutMapWarning(
                 f"{self._options.name}: {name} is on one device, and is replicated on the mesh",
                 facts={"shape": np.shape(leaf)},
-                why="it is a JAX array, and only numpy arrays are taken as batches",
-                fix="if it is a batch, pass batch_argnums=...; if not, lay it out first: lm.dtensor.relayout(..)",
+                why="by default, only numpy arrays are batches, and this is a JAX array",
+                fix="if it is a batch, pass batch_argnums=...; if not, shard it first: "
+                "lm.dtensor.relayout(..)",
             )
             warnings.warn(warning, stacklevel=find_user_stacklevel())
         return False
@@ -481,7 +483,7 @@ def _check_results(name: str, out: object) -> None:
             raise ScopeError(
                 f"{name}: it returns a {type(leaf).__name__}",
                 facts={"where": jax.tree_util.keystr(path)},
-                why="objects of nnx are changed in place, and what is returned would be a copy",
+                why="nnx objects are changed in place, and a returned object would be a copy",
                 fix="return the loss and metrics only",
             )
 

@@ -77,20 +77,22 @@ def trace(
             closed = remove_mesh(jax.make_jaxpr(run_under_mesh)())
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise ScopeError(
-            "the function that makes the model reads the value of an array that it computes",
+            "the function that creates the model reads the value of an array that it computes",
             facts={"jax": str(error).strip().partition("\n")[0]},
-            why="it is traced, so that no array is made before its layout is known: arrays have shapes and no values",
-            fix="compute that value with numpy; or make the model plainly, and lay it out: layout_map.apply(model)",
+            why="the function is traced, so that arrays are created in their layouts: in it, arrays "
+            "have shapes and no values",
+            fix="compute that value with numpy; or create the unsharded model, and shard it: "
+            "layout_map.apply(model)",
         ) from error
     except Exception as error:
         if type(error).__name__ != "TraceContextError":  # an error of flax, which may not be installed
             raise
         raise ScopeError(
-            "the function that makes the model changes an object of flax that was made outside of it",
+            "the function that creates the model changes a flax object from outside",
             facts={"flax": str(error).strip().partition(" (http")[0]},
-            why="each draw changes the counter of nnx.Rngs, and a traced function may change only objects that it "
-            "makes itself",
-            fix="make it inside of the function: layout_map.build(lambda: Model(nnx.Rngs(0)))",
+            why="each draw changes the counter of nnx.Rngs, and a traced function may change only "
+            "objects that it creates",
+            fix="create it inside the function: layout_map.build(lambda: Model(nnx.Rngs(0)))",
         ) from error
     operations = Operations(closed)
     results = iter(closed.jaxpr.outvars)

@@ -193,8 +193,8 @@ class Steps:
         state = self._state
         if state.optimizer is None:
             raise ScopeError(
-                f"{type(state.model).__name__}: no optimizer is known for it",
-                why="JAX models do not have one",
+                f"{type(state.model).__name__}: it has no optimizer",
+                why="JAX models do not hold an optimizer",
                 fix="pass one: train_with(model, loss=.., optimizer=optax.adamw(1e-3)), or use steps=0",
             )
         weights, others = self._split_values(self._values())
@@ -293,7 +293,7 @@ def split_batch(batch: object, state: TrainState) -> tuple[object, object]:
             raise ScopeError(
                 "the batch has no targets for the loss",
                 facts={"batch": shorten_repr(batch)},
-                why="a loss that is called with outputs and targets needs both",
+                why="the loss is called with outputs and targets",
                 fix="pass (inputs, targets), the inputs as a mapping if they have names",
             )
         return find_inputs(batch), ()

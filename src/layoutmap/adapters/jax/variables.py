@@ -71,6 +71,6 @@ class Variable:
         if isinstance(self.array, (jax.core.Tracer, jax.ShapeDtypeStruct)):
             raise PlanError(
                 f"{self.path}: only a plan, it has no values",
-                why="the function that made the model was traced, and what it made in there has shapes only",
-                fix="use what layout_map.build returns",
+                why="the function that created the model was traced, so its arrays have shapes and no values",
+                fix="use the result of layout_map.build",
             )

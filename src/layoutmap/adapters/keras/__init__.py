@@ -48,7 +48,7 @@ class KerasAdapter(KerasKeeping, Adapter):
         if backend.is_tracing():
             raise ScopeError(
                 "a scope was opened inside a compiled function",
-                why="variables are real arrays on real devices, and inside a trace there are none",
+                why="a trace has no real arrays on real devices, which variables need",
                 fix="build the model outside, and call it inside",
             )
 

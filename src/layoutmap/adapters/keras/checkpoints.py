@@ -203,7 +203,7 @@ def check_names(saved: Names, own: Names) -> None:
     if not _are_names(saved):
         raise CheckpointError(
             "the checkpoint has no names of layers",
-            why="its record of them is not that of a Keras model",
+            why="its metadata is not that of a Keras model",
             fix="load another step",
         )
     shifts: dict[tuple[str, str], set[int]] = {}
@@ -221,10 +221,10 @@ def check_names(saved: Names, own: Names) -> None:
                 wrong[path] = f"named {name}, saved by the name of {old_name}"
     if wrong:
         raise CheckpointError(
-            f"{join_names([*wrong])}: these may not be the layers that were saved under these paths",
+            f"{join_names([*wrong])}: these layers may differ from those that were saved under their paths",
             facts=wrong,
-            why="Keras numbers unnamed layers anew in each process, and other layers were given names that look like "
-            "its own; nothing has been loaded",
+            why="Keras numbers unnamed layers anew in each process, and other layers have names of the "
+            "same form; nothing was loaded",
             fix="name all of these layers before you save the model; a model that was saved in a scope can be loaded "
             "in one: pass layout_map=",
         )
@@ -247,6 +247,6 @@ def _check_built(model: Any, entries: Iterable[Entry]) -> None:
         raise CheckpointError(
             f"{strip_number(model.name)}: it has no weights yet",
             facts={"not built": join_names(unbuilt)},
-            why="its layers make their weights when they are first called, and nothing has called them",
+            why="its layers create their weights in their first call, and were not called yet",
             fix="call it first, as in model(keras.Input(...)); to load it, pass inputs= to layoutmap.load",
         )

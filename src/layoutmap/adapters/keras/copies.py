@@ -49,9 +49,9 @@ def make_copy_wraps(
     def reduce_ex(protocol: object) -> object:
         _warn_of_copy(
             f"{layer.name}: a pickle of it has no layouts",
-            why="it holds values and a configuration, and may be read where other devices are",
+            why="it holds values and a configuration, and may be read on other devices",
             fix="read it in a scope, with layout_map.scope(): model = pickle.loads(..); "
-            "or lay out what was read: layout_map.apply(model)",
+            "or shard the result: layout_map.apply(model)",
         )
         return plain_reduce(protocol)
 
@@ -59,8 +59,8 @@ def make_copy_wraps(
     def get_config() -> object:
         if get_current_session() is None and find_frame(CLONING) is not None:
             _warn_of_copy(
-                "a model in layouts is cloned outside of a scope, and the clone has none",
-                why="clone_model makes new layers, which are plain where no scope is open",
+                "a sharded model is cloned outside of a scope, so the clone is unsharded",
+                why="clone_model creates new layers, which are unsharded without an open scope",
                 fix="clone it in a scope: with layout_map.scope(): clone = keras.models.clone_model(model)",
             )
         return plain_config()
@@ -94,11 +94,12 @@ def _wrap_store_get(plain: Callable[..., object]) -> Callable[..., object]:
             loading = find_frame(LOADING, "load_model")
             if loading is not None:
                 _warn_of_copy(
-                    f"{loading.f_locals['filepath']}: a model in layouts was saved to it, "
-                    "and is loaded outside of a scope",
-                    why="a file has values and a configuration, and weights that are made outside are unsharded",
+                    f"{loading.f_locals['filepath']}: it contains a sharded model, and is loaded "
+                    "outside of a scope",
+                    why="a file has values and a configuration, and weights that are created outside of "
+                    "a scope are unsharded",
                     fix="load it in a scope: with layout_map.scope(): model = keras.models.load_model(path); "
-                    "or lay out what was loaded: layout_map.apply(model)",
+                    "or shard the result: layout_map.apply(model)",
                 )
         return plain(store, path)
 
@@ -114,19 +115,20 @@ def warn_of_unsharded_layers(model: keras.Model, plain: list[keras.Layer]) -> No
     names = ", ".join(layer.name for layer in plain[:5])
     more = f" and {len(plain) - 5} more" if len(plain) > 5 else ""
     _warn_of_copy(
-        f"{model.name}: layers of it have layouts, and it was made outside of their scope",
+        f"{model.name}: it has sharded layers, but was created outside of their scope",
         facts={"without layouts": names + more},
-        why="weights that are made outside are plain arrays, and its batches are not sharded over batch_dim",
-        fix="make it in the scope, too: with layout_map.scope(): ...; or lay it out: layout_map.apply(model)",
+        why="weights that are created outside are unsharded, and its batches are not sharded over batch_dim",
+        fix="create it in the scope, too: with layout_map.scope(): ...; or shard it: layout_map.apply(model)",
     )
 
 
 def make_mixed_model_error(model: keras.Model, step: str) -> ScopeError:
     """Return the error for a model with sharded layers that was created outside their scope."""
     return ScopeError(
-        f"{model.name}: its {step} cannot have layers in layouts, since it was made outside of their scope",
-        why="its batches, its other layers and its optimizer are plain, which the layers in layouts are not",
-        fix="make its new layers and the model in the scope: with layout_map.scope(): ...; or lay it out and compile "
+        f"{model.name}: its {step} cannot have sharded layers, because it was created outside of their scope",
+        why="its batches, other layers, and optimizer are unsharded",
+        fix="create its new layers and the model in the scope: with layout_map.scope(): ...; or lay it "
+        "out and compile "
         "it again: layout_map.apply(model)",
     )
 

@@ -48,7 +48,7 @@ def _make_device_mesh(mesh: Mesh) -> object:
         raise MeshError(
             f"to_keras: the plan's mesh has {mesh.size} devices, and Keras has {len(devices)}",
             facts={"mesh": str(mesh)},
-            why="the mesh is abstract, and a layout map of Keras is on real devices",
+            why="the mesh is abstract, and Keras's layout map needs real devices",
             fix="pass device_mesh=, or plan on a mesh of this machine's size",
         )
     return keras.distribution.DeviceMesh(mesh.shape, mesh.dim_names, devices)

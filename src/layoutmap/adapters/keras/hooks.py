@@ -51,7 +51,7 @@ def _wrap_layer_new(found: Any) -> object:
         elif session is not None:
             raise ScopeError(
                 f"{cls.__name__}: a Keras layer is built in a scope for {session.library} models",
-                why="a scope is for one library, and this would not be laid out",
+                why="a scope is for one library, so this layer would stay unsharded",
                 fix='pass library="keras"',
             )
         else:

@@ -144,8 +144,9 @@ def _refuse_other_shapes(name: str, found: dict[str, str]) -> None:
         raise LayoutError(
             f"{name}: {len(found)} variables of the model have another shape in the file",
             facts=shown | ({"and": f"{more} more"} if more else {}),
-            why="it is the file of another model; nothing has been loaded",
-            fix="build the model that was saved, or pass skip_mismatch=True to keep the present values of these",
+            why="the file belongs to another model; nothing was loaded",
+            fix="build the saved model, or pass skip_mismatch=True to keep the present values of these "
+            "variables",
         )
 
 

@@ -174,7 +174,8 @@ def check_keras(more: Names = ()) -> None:
     if keras.config.is_nnx_enabled():
         raise ScopeError(
             "Keras runs with KERAS_NNX_ENABLED",
-            why="in that mode the global value of each variable is first made on one device, which a layout map avoids",
+            why="in that mode, each variable is first created in full on one device, which a layout map "
+            "avoids",
             fix="unset KERAS_NNX_ENABLED and start again",
         )
 

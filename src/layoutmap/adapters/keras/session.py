@@ -383,10 +383,10 @@ class Session(KerasSession):
                 f"{name}: this model is only a plan, it has no values",
                 facts={"read by": describe_reader()},
                 why="plan() builds a model without allocating anything",
-                fix="leave calls with arrays, fit and predict out of the function that makes the model; to have its "
-                "weights made, call it with keras.Input(...), or pass inputs= to plan()"
+                fix="leave calls with arrays, fit, and predict out of the function that creates the "
+                "model; to create its weights, call it with keras.Input(...), or pass inputs= to plan()"
                 if self._is_open
-                else "build it for real: with layout_map.scope(): model = make_model()",
+                else "build it with values: with layout_map.scope(): model = make_model()",
             )
 
     def _check_read(self, variable: Any) -> None:
@@ -395,10 +395,10 @@ class Session(KerasSession):
             self.refuse_in_a_plan(self.find_path(variable))
         elif math.prod(variable.shape) > _MOST_ZEROS:
             raise PlanError(
-                f"{self.find_path(variable)}: its value is read while the model is planned, and is too large",
+                f"{self.find_path(variable)}: its value is read while the model is planned, and is too "
+                "large to stand in for",
                 facts={"shape": tuple(variable.shape), "read by": describe_reader()},
-                why="plan() answers such a read with zeros, but makes no arrays of more than "
-                f"{_MOST_ZEROS:,} elements",
+                why=f"plan() returns zeros for such a read, but at most {_MOST_ZEROS:,} elements",
                 fix="compute from the weight after the model is made, or plan the model with a smaller weight there",
             )
 

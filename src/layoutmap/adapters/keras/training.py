@@ -53,7 +53,7 @@ def _call_with_symbols(model: keras.Model, symbols: object) -> None:
         raise ScopeError(
             f"{model.name}: it cannot be called with inputs of these shapes",
             facts={"inputs": given, type(error).__name__: next(said, "")},
-            why="the model is called with symbols, which have shapes and no values, so that it makes its weights",
+            why="the model is called with symbols, which have shapes and no values, to create its weights",
             fix="pass inputs= of the shapes, types and nesting with which the model is called",
         ) from error
 
@@ -166,9 +166,10 @@ def _check_callbacks(callbacks: object, session: KerasSession) -> None:
                 lambda name: getattr(callback, name), session.backend.unsupported_board_options
             ):
                 raise ScopeError(
-                    f"fit: TensorBoard with {option} cannot show weights in layouts on {session.backend.engine_name}",
+                    f"fit: TensorBoard with {option} cannot show sharded weights on "
+                    f"{session.backend.engine_name}",
                     why="it computes with the weights, using operations for a single device",
-                    fix=f"leave {option} out, and log variable.numpy() in a callback of your own",
+                    fix=f"leave {option} out, and log variable.numpy() in your own callback",
                 )
 
 

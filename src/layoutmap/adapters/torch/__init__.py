@@ -74,7 +74,7 @@ class TorchAdapter(Adapter):
         if fake or torch.compiler.is_compiling():
             raise ScopeError(
                 "a scope was opened " + ("under a FakeTensorMode" if fake else "inside a compiled function"),
-                why="variables are real tensors on real devices, and here there are none",
+                why="variables are real tensors on real devices, which do not exist here",
                 fix="build the model outside, and call it inside",
             )
 

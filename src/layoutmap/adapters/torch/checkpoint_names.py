@@ -59,10 +59,10 @@ def list_checkpoint_names(model: Any, stored: Sequence[Stored]) -> list[tuple[st
         axes = _find_axes(tensor, own) if path else None
         if axes is None:
             raise CheckpointError(
-                f"{name}: which part of the model it is cannot be told",
+                f"{name}: it cannot be assigned to one variable of the model",
                 facts={"shape": (*tensor.shape,), "model": type(model).__name__},
                 why="transformers joins it from several variables, or computes it",
-                fix="call save_pretrained, or pass names= with a table of your own",
+                fix="call save_pretrained, or pass names= with your own table",
             )
         names[path].append((name, axes))
     sizes = dict.fromkeys(names, 0)
@@ -71,10 +71,10 @@ def list_checkpoint_names(model: Any, stored: Sequence[Stored]) -> list[tuple[st
     for path, tensor in paths.values():
         if sizes[path] not in (0, tensor.numel()):
             raise CheckpointError(
-                f"{path}: its checkpoint has only a part of it",
+                f"{path}: its checkpoint contains only a part of it",
                 facts={"shape": (*tensor.shape,), "names": ", ".join(name for name, _ in names[path][:3])},
                 why="transformers pads or repeats it after a load",
-                fix="call save_pretrained, or pass names= with a table of your own",
+                fix="call save_pretrained, or pass names= with your own table",
             )
     return [*names.items()]
 
@@ -87,7 +87,7 @@ def _convert_state(model: Any, state: dict[str, Any]) -> Mapping[str, torch.Tens
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         raise CheckpointError(
             f'names="checkpoint": {type(model).__name__} has no checkpoint format',
-            why="only models of transformers and peft tell the names in their checkpoints",
+            why="only models of transformers and peft provide the names in their checkpoints",
             fix='pass a table, such as names="llama", or leave names out',
         )
     try:
@@ -97,7 +97,7 @@ def _convert_state(model: Any, state: dict[str, Any]) -> Mapping[str, torch.Tens
         raise CheckpointError(
             f'names="checkpoint": transformers {transformers.__version__} is not supported',
             why=str(error),
-            fix=f'pip install "transformers=={TESTED}.*", or pass names= with a table of your own',
+            fix=f'pip install "transformers=={TESTED}.*", or pass names= with your own table',
         ) from error
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)

@@ -201,10 +201,12 @@ def _warn_of_replaced(
     if replaced:
         warnings.warn(
             LayoutMapWarning(
-                "the optimizer continues with the saved settings, not with those that it was made with",
+                "the optimizer continues with the saved settings instead of the ones that it was "
+                "created with",
                 facts=replaced,
                 why="a torch optimizer keeps its settings in its state, which a load restores",
-                fix=f"make it with the saved settings; or pass override={{{next(iter(replaced))!r}: ...}} to the load",
+                fix=f"create it with the saved settings, or pass "
+                f"override={{{next(iter(replaced))!r}: ...}} to the load",
             ),
             stacklevel=find_user_stacklevel(),
         )
@@ -240,7 +242,7 @@ def _check_form(settings: Any, saved: Saved) -> None:
     if not is_right:
         raise CheckpointError(
             "the checkpoint has no settings of an optimizer",
-            why="its record of them is not that of an optimizer",
+            why="its optimizer metadata is missing or has another form",
             fix="load another step, or leave optimizer out",
         )
 
@@ -282,7 +284,7 @@ def _check_dense(path: str, tensor: torch.Tensor) -> None:
     for kind in (name for name, is_so in kinds.items() if is_so):
         raise CheckpointError(
             f"{path}: a tensor that is {kind} can be neither saved nor loaded",
-            why="a checkpoint has dense blocks of numbers",
+            why="a checkpoint stores dense blocks of numbers",
             fix="keep a dense tensor with values, and convert it in the forward pass; or keep this one out of state "
             "dicts: register_buffer(..., persistent=False)",
         )
@@ -298,9 +300,9 @@ def _find_parameters(
         raise CheckpointError(
             f"{type(optimizer).__name__}: it is not the optimizer of this model",
             facts={"its parameters": len(own), "of these in the model": len(parameters)},
-            why="its state is kept by the paths of parameters, and these have none: it is another model's, or it was "
-            "made before the model was laid out",
-            fix="pass the one that was made with model.parameters() of this model, as it is now",
+            why="optimizer state is stored by parameter paths, and its parameters are not in this "
+            "model: it belongs to another model, or was created before the model was sharded",
+            fix="pass an optimizer that was created with the present model.parameters()",
         )
     return parameters
 
@@ -311,10 +313,10 @@ def _check_alike(
     kind = type(optimizer).__name__
     if settings["kind"] != kind:
         raise CheckpointError(
-            f"the checkpoint is not that of {kind}",
+            f"the checkpoint has no state of {kind}",
             facts={"optimizer": kind, "saved": settings["kind"]},
-            why="each kind of optimizer keeps other slots",
-            fix=f"make the one that was saved: torch.optim.{settings['kind']}, or leave optimizer out",
+            why="each kind of optimizer has its own slots",
+            fix=f"create the saved kind: torch.optim.{settings['kind']}, or leave optimizer out",
         )
     _match_groups(optimizer, parameters, settings)
 
@@ -331,10 +333,10 @@ def _match_groups(
         numbers = {saved[name]: name for name in names}
         if len(numbers) > 1:
             raise CheckpointError(
-                f"group {number} of the optimizer has parameters of several groups that were saved",
+                f"group {number} of the optimizer has parameters of several saved groups",
                 facts={f"saved in group {of}": name for of, name in numbers.items()},
-                why="each group has a learning rate and other settings of its own",
-                fix="make the optimizer with the groups that it had, or leave optimizer out",
+                why="each group has its own learning rate and settings",
+                fix="create the optimizer with the saved groups, or leave optimizer out",
             )
         found.append(next(iter(numbers), None))
     return found
@@ -379,10 +381,10 @@ def _convert_to_array(value: object) -> object:
         if layout is not None and layout.is_fully_replicated():
             return next(get_engine("torch").to_shards(value))[1]
         raise CheckpointError(
-            "optimizer: a list of its state has a tensor in a layout",
+            "optimizer: a list in its state contains a sharded tensor",
             facts={"shape": tuple(value.shape)},
-            why="slots in layouts are saved shard by shard, each under the name that the state of its parameter has",
-            fix="have the optimizer keep it as optimizer.state[parameter][name], as AdamW does",
+            why="sharded slots are saved shard by shard, each under its name in the state of its parameter",
+            fix="let the optimizer store it as optimizer.state[parameter][name], as AdamW does",
         )
     return to_numpy(value) if isinstance(value, torch.Tensor) else value
 

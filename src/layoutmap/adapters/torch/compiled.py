@@ -57,14 +57,14 @@ def check_compilable(what: str = "a model", *, is_dynamic: bool) -> None:
     if simulation.is_simulated():
         raise ScopeError(
             f"{what} on simulated devices cannot be compiled",
-            why="one process computes for all devices in turn, and a graph is for one device",
+            why="one process computes for all devices in turn, and a compiled graph is for one device",
             fix="start a process for each device, as with torchrun, or do not compile it",
         )
     if is_dynamic:
         raise ScopeError(
-            "dynamic=True does not work for a model in layouts",
-            why="how a tensor is sharded follows from its shape",
-            fix="leave dynamic=True out: each shape has a graph of its own",
+            "dynamic=True does not work for a sharded model",
+            why="the sharding of a tensor depends on its shape",
+            fix="leave dynamic=True out: each shape gets its own graph",
         )
 
 

@@ -157,8 +157,8 @@ class Forward:
         if self.valueless:
             raise PlanError(
                 f"{type(self._get_module()).__name__}: {self.valueless}",
-                why="the tensors of this model know their shapes only",
-                fix="build it again, in a scope or with layout_map.build",
+                why="the tensors of this model have shapes and no values",
+                fix="build it again in a scope or with layout_map.build",
             )
         if torch.compiler.is_dynamo_compiling():
             return self._call_outside_graph(args, kwargs)

@@ -114,8 +114,8 @@ def _make_scope_error(what: str, facts: dict[str, str]) -> ScopeError:
     return ScopeError(
         what,
         facts=facts,
-        why="the layout map says where each weight is placed, and a scope places dense tensors",
-        fix="leave it out, and write rules: LayoutMap.from_tp_plan makes them of a model's own plan",
+        why="the layout map places each weight, and a scope supports only dense tensors",
+        fix="leave it out, and use rules: LayoutMap.from_tp_plan converts the model's own plan",
     )
 
 

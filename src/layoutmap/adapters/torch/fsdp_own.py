@@ -135,7 +135,8 @@ class GatherGroup:
 def _make_data_error(name: str) -> EngineError:
     return EngineError(
         f"{name}: its `.data` was replaced in a call of the model",
-        why="it is sharded over the batch's dim, and a call holds it gathered: the new values would be lost with that",
+        why="it is sharded over the batch dim and gathered during a call, so the new values would be "
+        "lost after it",
         fix="change it in place: weight.data.copy_(values)",
     )
 

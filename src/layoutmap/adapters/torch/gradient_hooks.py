@@ -79,10 +79,11 @@ class GradientHooks:
         self._reported.add((path, name))
         kind = type(holder).__name__
         warning = LayoutMapWarning(
-            f"{path or kind}.{name}: the parameter was replaced by one that has no layout",
+            f"{path or kind}.{name}: the parameter was replaced by an unsharded one",
             facts={"shape": tuple(parameter.shape), "layout was": str(layouts[name])},
-            why="each device holds all of it, and an optimizer that was made before trains the former parameter",
-            fix="assign values in place: module.weight.data.copy_(values); or lay it out: layout_map.apply(model)",
+            why="every device holds all of it, and an existing optimizer still trains the former parameter",
+            fix="assign values in place: module.weight.data.copy_(values); or shard it: "
+            "layout_map.apply(model)",
         )
         warnings.warn(warning, stacklevel=find_user_stacklevel({"torch"}))
 

@@ -22,8 +22,8 @@ class NoGraphError(ScopeError, AttributeError):
 def make_graph_error(module: torch.nn.Module, exporter: str) -> NoGraphError:
     """Return the error for a sharded module that an exporter traces."""
     return NoGraphError(
-        f"{type(module).__name__}: a module in layouts, in {exporter}",
-        why="its collectives are those of this mesh, and such a graph is for one device",
+        f"{type(module).__name__}: {exporter} of a sharded module",
+        why="its collectives belong to this mesh, and such a graph is for one device",
         fix="build the model without a scope, give it the values, and use that: "
         "plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})",
     )
@@ -39,7 +39,7 @@ def refuse_graphs(module: torch.nn.Module) -> None:
     transform = transform_of_functions()
     if transform is not None:  # pyright: ignore[reportUnnecessaryComparison]
         raise EngineError(
-            f"{type(module).__name__}: a module in layouts is called by torch.func",
+            f"{type(module).__name__}: torch.func is applied to a sharded module",
             facts={"transform": transform.key().name.lower()},
             why="its collectives have custom gradients, which torch.func cannot transform",
             fix="call it with the whole batch, and use torch.autograd.grad or torch.autograd.functional",

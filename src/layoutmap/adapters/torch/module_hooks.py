@@ -56,7 +56,8 @@ def _check_parameter(module: torch.nn.Module, name: str, parameter: object) -> N
         raise ScopeError(
             f"{type(module).__name__}: a torch module is built in a scope for {watcher.library} models",
             facts={"parameter": name},
-            why=f"{watcher.library} is imported too, and a scope is for one library: this would not be laid out",
+            why=f"{watcher.library} is imported too, and a scope is for one library: this module would "
+            "stay unsharded",
             fix='pass library="torch"',
         )
 

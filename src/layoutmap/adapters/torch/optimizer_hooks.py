@@ -109,11 +109,11 @@ def _compare_optimizer(optimizer: torch.optim.Optimizer, parameter: DTensor) -> 
 def _refuse_stale(optimizer: torch.optim.Optimizer, path: str) -> None:
     kind = type(optimizer).__name__
     raise ScopeError(
-        f"{kind} was made before its weights were laid out",
+        f"{kind} was created before its weights were sharded",
         facts={"weight": path},
-        why="the model holds another tensor now, in its layout, and this step would not train it",
-        fix=f"make the optimizer after apply, and take its state along: "
-        f"new = {kind}(model.parameters(), ...); new.load_state_dict(old.state_dict())",
+        why="the model now holds another, sharded tensor, which this step would not train",
+        fix=f"create the optimizer after apply, and copy its state: new =  {kind}(model.parameters(), "
+        "...); new.load_state_dict(old.state_dict())",
     )
 
 

@@ -213,17 +213,18 @@ def _compare_slots(
         expected, actual = one.get(name), sharded.get(name)
         if expected != actual:
             raise ScopeError(
-                f"{kind}: {name} of a sharded weight is not the one that it keeps on one device",
+                f"{kind}: its state {name} for a sharded weight has another form than on one device",
                 facts={**facts, "one device": _format_kind(expected), "sharded": _format_kind(actual)},
-                why="it chooses its state by the shard that it sees, so its steps would differ from one device's",
+                why="it chooses its state from the shape of the shard, so its steps would differ from "
+                "those on one device",
                 fix=fix if _has_own_class(expected) else f"leave this weight unsharded; or {fix}",
             )
         if _has_own_class(actual):
             raise ScopeError(
-                f"{kind}: {name} of a weight in a layout is kept in a tensor class of its own",
+                f"{kind}: its state {name} for a sharded weight is a special tensor class",
                 facts={**facts, name: _format_kind(actual)},
-                why="which values of the weight an element of such a tensor depends on is not known, so a shard of it "
-                "may differ from that part of one device's",
+                why="the elements of such a tensor may depend on any value of the weight, so its shards "
+                "may differ from those on one device",
                 fix=fix,
             )
 

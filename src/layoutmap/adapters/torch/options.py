@@ -66,7 +66,7 @@ class TorchOptions:
         if made.rows == "own" and options.batch_dim is None:
             raise ScopeError(
                 'rows="own": the scope has no batch_dim',
-                why="without it all processes compute with the same rows",
+                why="without it, all processes compute with the same rows",
                 fix="pass batch_dim=, the mesh dim over which rows are split, or leave rows out",
             )
         if made.fully_shard:
@@ -125,7 +125,7 @@ def _check_fully_shard(options: Mapping[str, object]) -> None:
     for name, value in options.items():
         if name not in kinds:
             raise ScopeError(
-                f"fully_shard: {name!r} is no option that a scope passes on",
+                f"fully_shard: {name!r} is not an option that a scope passes on",
                 facts={"options": join_names([repr(each) for each in kinds])},
                 why="rules and batch_dim decide which weights are sharded, and over which dim"
                 if name in _DECIDED
@@ -134,8 +134,8 @@ def _check_fully_shard(options: Mapping[str, object]) -> None:
             )
         if name == "reshard_after_forward" and type(value) is int:
             raise ScopeError(
-                f"fully_shard: reshard_after_forward={value}: a number of devices cannot be chosen",
-                why="torch's fully_shard shards DTensors over all devices of the batch's dim again, or over none",
+                f"fully_shard: reshard_after_forward={value}: a number of devices is not supported",
+                why="torch's fully_shard reshards DTensors over all devices of the batch dim, or over none",
                 fix="pass True or False",
             )
         if not isinstance(value, kinds[name]):
@@ -150,6 +150,6 @@ def _check_fully_shard(options: Mapping[str, object]) -> None:
         raise ScopeError(
             "fully_shard: weights cannot be moved to pinned memory",
             facts={"offload_policy": repr(offload)},
-            why="memory is pinned for an accelerator, and torch finds none here",
+            why="pinned memory needs an accelerator, and torch finds none here",
             fix="leave offload_policy out, or pass CPUOffloadPolicy(pin_memory=False), which changes nothing on CPUs",
         )

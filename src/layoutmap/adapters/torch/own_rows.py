@@ -66,7 +66,7 @@ class OwnRows:
         if len(set(counts)) > 1:
             raise ScopeError(
                 f"the processes pass different numbers of rows: {join_names([str(each) for each in counts])}",
-                why='with rows="own" they are shards of one batch, which have equal sizes',
+                why='with rows="own", they are the shards of one batch, which must have equal sizes',
                 fix=_PADDING,
             )
         if not is_due:
@@ -77,7 +77,7 @@ class OwnRows:
         )
         if len(set(texts)) > 1:
             raise ScopeError(
-                "the processes pass different arguments that are no rows",
+                "the processes pass different values of an argument that has no rows",
                 facts=label_processes(texts) | {"rows": self.num},
                 why=f"a tensor is one of rows if its first axis has {self.num}, as that of the first tensor; any other "
                 "argument is the same in all processes",
@@ -95,16 +95,16 @@ class OwnRows:
         facts = label_processes([f"rows {place}, checksum {checksum:08x}" for place, checksum in found])
         if any(len(checksums) > 1 for checksums in by_place.values()):
             raise ScopeError(
-                "processes that compute the same rows pass different ones",
+                "processes that compute the same rows pass different rows",
                 facts=facts,
                 why=f"those at one place along {self._context.options.batch_dim!r} share their rows",
-                fix="choose the rows by mesh.get_local_rank(batch_dim), not by the number of the process",
+                fix="choose the rows by mesh.get_local_rank(batch_dim) instead of the rank of the process",
             )
         if self.num and len(by_place) > 1 and len({checksum for _, checksum in found}) == 1:
             raise ScopeError(
                 "all processes pass the same rows",
                 facts=facts,
-                why='with rows="own" each process passes other rows, and these would count several times',
+                why='with rows="own", each process must pass different rows, and these would count several times',
                 fix='leave rows="own" out if every process passes the global batch, else use a DistributedSampler',
             )
 
@@ -167,6 +167,7 @@ class _Taken(AutogradFunction):
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         raise ScopeError(
             "a loss is computed from the rows of one process",
-            why='with rows="own" a model returns the rows of its process, and a mean over them does not cover all rows',
-            fix="compute the loss in the forward of a module that is made in the scope, and pass the targets to it",
+            why='with rows="own", a model returns only the rows of its process, not all rows that the mean needs',
+            fix="compute the loss in the forward of a module that is created in the scope, and pass the "
+            "targets to it",
         )

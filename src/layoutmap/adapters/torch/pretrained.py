@@ -217,7 +217,7 @@ def _write_shards(
         raise CheckpointError(
             f"{folder}: it cannot be written",
             why=f"the system says: {error.strerror or error}",
-            fix="name a folder that all processes see and this user may write; nothing has been left there",
+            fix="name a folder that all processes can see and write; nothing was left there",
         ) from error
     finally:
         for each in files.values():

@@ -171,7 +171,7 @@ class TorchSession:
             if is_keras_module(module):
                 raise ScopeError(
                     f"{type(module).__name__}: a Keras layer is built in a scope for torch modules",
-                    why="a scope is for one library, and names and trains Keras models in another way",
+                    why="a scope is for one library, and Keras models need a scope for Keras",
                     fix='pass library="keras"',
                 )
             self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))
@@ -239,9 +239,9 @@ class TorchSession:
     def _refuse_lazy(self, roots: Sequence[torch.nn.Module]) -> None:
         self._mark_valueless(roots, _FAILED)
         raise ScopeError(
-            f"{self._unbuilt[0]}: the size of a lazy layer is not known when its scope ends",
+            f"{self._unbuilt[0]}: the size of a lazy layer is unknown at the end of the scope",
             facts={"lazy layers": ", ".join(self._unbuilt[:10])},
-            why="it makes its weights at its first call, when no scope defers and places them",
+            why="it creates its weights in its first call, after the scope",
             fix="give the layer its sizes, as in torch.nn.Linear(in_features, out_features)",
         )
 

@@ -100,7 +100,7 @@ def compute_loss(model: torch.nn.Module, batch: object) -> torch.Tensor:
             raise ScopeError(
                 f"{type(model).__name__}: the batch has no targets for its loss",
                 facts={"batch": given},
-                why="a loss that is called with outputs and targets needs both",
+                why="the loss is called with outputs and targets",
                 fix="pass (inputs, targets), the inputs as a mapping if they have names",
             )
         return loss(output, _convert_to_tensors(batch[1], _find_device(model)))
@@ -133,7 +133,7 @@ def get_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     training = get_training(model)
     if training.make_optimizer is None:
         raise ScopeError(
-            f"{type(model).__name__}: no optimizer is known for it",
+            f"{type(model).__name__}: it has no optimizer",
             why="torch models do not have one",
             fix="pass one: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...), or use steps=0",
         )

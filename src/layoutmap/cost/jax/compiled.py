@@ -110,22 +110,23 @@ def _make_compile_error(name: str, target: Target, code: int, text: str) -> Engi
         return TooLargeError(
             f"the step does not fit the memory of {name!r}: XLA does not compile it",
             facts=facts,
-            why="XLA for TPUs gives each array its place in memory while it compiles",
-            fix="shard more, use a smaller batch or recompute activations; without verify you see what is counted",
+            why="XLA for TPUs allocates all arrays while it compiles",
+            fix="shard more, use a smaller batch or recompute activations; without verify, the plan "
+            "shows the estimate",
             peak_bytes=_parse_needed_bytes(facts["XLA said"]),
         )
     if -code in (signal.SIGKILL, signal.SIGTERM):
         return EngineError(
             f"XLA's compiler for {name!r} was ended by {signal.Signals(-code).name}",
             facts=facts,
-            why="something else on this machine ended it; the system does so when no memory is left",
+            why="another program on this machine ended it; the system does so when it runs out of memory",
             fix="free memory on this machine, or compile a model with fewer layers",
         )
     if code < 0 or code == NO_DEVICES:
         return EngineError(
             f"XLA's compiler for {name!r} does not work",
             facts={"signal": signal.Signals(-code).name, **facts} if code < 0 else facts,
-            why="it crashed" if code < 0 else "a plugin of JAX has to be for this jaxlib, and complete",
+            why="it crashed" if code < 0 else "JAX's plugin must be complete and match this jaxlib",
             fix=f'pip install --upgrade --force-reinstall "layoutmap[{target.extra or "jax"}]"',
         )
     return EngineError(

@@ -78,9 +78,9 @@ class LoweredStep:
         """Count a step in given layouts, in the module of the partitioner or of a target's compiler."""
         if target and find_target(target).chip:
             raise EngineError(
-                f"a step is not counted as XLA compiles it for {target!r}",
-                why="XLA for TPUs computes parts of collectives inside of fusions, which are not told apart",
-                fix=f"leave target out, or print what verify(.., target={target!r}) says",
+                f"the cost of a step cannot be taken from XLA's compiler for {target!r}",
+                why="XLA for TPUs computes parts of collectives inside fusions, where they cannot be counted",
+                fix=f"leave target out, or print verify(.., target={target!r})",
             )
         layouts = {a.variable.key: a.layout for a in assignments}
         counts = self._count_blocks(layouts, policy, with_held, target, on_wait)
@@ -453,8 +453,9 @@ def _explain_failures(step: TrainingStep, tracer: _Tracer) -> Generator[None]:
         raise ScopeError(
             f"{step.name}: its training step fails when it is traced",
             facts={"inputs": inputs, type(error).__name__: str(error).strip().partition("\n")[0]},
-            why="the step is traced with shapes, as jax.jit does it, to count what it does",
-            fix="pass inputs= of the shapes and types that the model is called with, and call it with them in a test",
+            why="the step is traced with shapes, as in jax.jit, to count its cost",
+            fix="pass inputs= with the shapes and dtypes of the model's inputs, and call the model with "
+            "them in a test",
         ) from error
 
 
@@ -462,8 +463,8 @@ def _make_remat_error(step: TrainingStep, tracer: _Tracer) -> ScopeError:
     return ScopeError(
         f"{step.name}: remat matches none of its layers",
         facts={"layers": join_names(list(tracer.outputs)) or "none are known"},
-        why='"blocks" are layers whose paths differ in a number only; all else is a regex for paths',
-        fix="pass a regex that matches layers, as remat=r'blocks\\.\\d+$'"
+        why='"blocks" stands for layers with paths that differ only in a number; any other text is a regex for paths',
+        fix="pass a regex that matches layers, as in remat=r'blocks\\.\\d+$'"
         if tracer.outputs
         else "leave remat out, and use jax.checkpoint in the function that calls the model",
     )
@@ -472,8 +473,8 @@ def _make_remat_error(step: TrainingStep, tracer: _Tracer) -> ScopeError:
 def _make_fusion_error(step: TrainingStep) -> ScopeError:
     return ScopeError(
         f"{step.name}: fuse_attention finds no call of attention",
-        why="calls of jax.nn.dot_product_attention are known, which keras.ops.dot_product_attention and layers of "
-        "flax.nnx make; layers with dropout of their scores compute these themselves",
+        why="it finds calls of jax.nn.dot_product_attention, which keras.ops.dot_product_attention and "
+        "flax.nnx layers make; layers with dropout of attention scores do not call it",
         fix="leave fuse_attention out, or call jax.nn.dot_product_attention in the model",
     )
 

@@ -60,10 +60,10 @@ def _check_all_found(specs: Sequence[VariableSpec], paths: Set[str]) -> None:
     lost = [spec.path for spec in specs if spec.path not in paths]
     if lost:
         raise ScopeError(
-            f"the step cannot be counted: {join_names(lost)} would be a constant in it",
+            f"the cost of the step cannot be counted: {join_names(lost)} would be a constant in it",
             why="a list or dict of the module holds the array outside of a Variable, and flax takes only arrays there "
             "for data, not the shapes with which a step is counted",
-            fix="hold it in an nnx.Variable, or in an attribute of its own: self.table = nnx.data(array)",
+            fix="store it in an nnx.Variable, or in its own attribute: self.table = nnx.data(array)",
         )
 
 

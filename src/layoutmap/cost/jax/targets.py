@@ -129,14 +129,14 @@ def find_target(name: str) -> Target:
             f"target {name!r} is not known",
             facts={"targets": ", ".join(TARGETS)},
             why="XLA compiles for one kind of device",
-            fix='use the one of these that is most like it, as in verify="h100", or "cpu", which needs no plugin',
+            fix='use the most similar one of these, as in verify="h100", or "cpu", which needs no plugin',
         )
     target = TARGETS[name]
     if target.modules and not any(map(_is_installed, target.modules)):
         raise EngineError(
             f"XLA's compiler for {name!r} is not installed",
             facts={"missing": " ".join(target.packages)},
-            why="the one for CPU devices comes with JAX, those for others are plugins of it",
-            fix=f'pip install "layoutmap[{target.extra}]", which needs no such device',
+            why="JAX includes the compiler for CPUs, and those for other devices are plugins",
+            fix=f'pip install "layoutmap[{target.extra}]", which works without such a device',
         )
     return target

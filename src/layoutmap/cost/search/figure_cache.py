@@ -30,8 +30,8 @@ class FigureCache:
         if not os.path.isdir(folder):
             raise LayoutMapError(
                 f"{self._path} cannot be written",
-                why=f"{folder} is no folder",
-                fix="name a file in a folder that exists for cache=",
+                why=f"{folder} is not a folder",
+                fix="pass cache= with a file in an existing folder",
             )
         if os.path.exists(path):
             self._all = self._read()
@@ -50,8 +50,8 @@ class FigureCache:
             }
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise LayoutMapError(
-                f"{self._path} keeps no figures of a search",
-                why=f"it is not JSON of version {VERSION} of that form",
+                f"{self._path} is not a cache of a search",
+                why=f"it is not JSON of this form, version {VERSION}",
                 fix="name another file for cache=, or delete it",
             ) from error
 
@@ -82,8 +82,8 @@ class FigureCache:
             with contextlib.suppress(OSError):
                 os.unlink(new)
             warning = LayoutMapWarning(
-                f"{self._path}: the figures of the search are not kept",
+                f"{self._path}: the figures of the search cannot be stored",
                 why=error.strerror or str(error),
-                fix="make room for them, or name another file for cache=",
+                fix="free some space, or name another file for cache=",
             )
             warnings.warn(warning, stacklevel=2)

@@ -44,9 +44,9 @@ def choose_compiled(outcome: Outcome, compiled: Callable[[Candidate], Figures]) 
         is_complete = False
     if failed and not made:
         warning = LayoutMapWarning(
-            "search: XLA compiles no map that was found: the result is chosen by estimates",
+            "search: XLA compiles none of the best maps, so the result is chosen by estimates",
             why=failed[0],
-            fix="pass verify=False to do without the compiler, or verify=True to see its whole error",
+            fix="pass verify=False to skip the compiler, or verify=True to see its whole error",
         )
         warnings.warn(warning, stacklevel=2)
     chosen = choose_candidate(list(made.values()))
@@ -111,13 +111,13 @@ def choose_fitting(
         except KeyboardInterrupt:
             return replace(found, is_complete=False), None
     raise PlanError(
-        "search: no layout map that was found fits the memory as XLA compiles it",
+        "search: none of the best layout maps fits the memory when XLA compiles it",
         facts={
             "limit": format_bytes(limit),
             "compiled": "\n".join(
                 f"{each.layout_map.mesh}: {format_bytes(each.compiled_bytes or 0)}" for each in needed
             ),
         },
-        why="XLA needs more than was counted",
-        fix="search with a smaller memory=, so that what is found leaves more free",
+        why="XLA needs more memory than the estimate",
+        fix="search with a smaller memory=, so that the result leaves more memory free",
     )

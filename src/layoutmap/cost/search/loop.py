@@ -293,8 +293,8 @@ def _make_no_fit_error(nearest: Candidate | None, limit: int, num_tried: int) ->
         return PlanError(
             "search: the cost of no map could be counted",
             facts={"maps": num_tried},
-            why=nearest.why_not if nearest else "there is no mesh whose first dim divides the batch",
-            fix="plan one map with lm.plan(.., on=), which says more",
+            why=nearest.why_not if nearest else "no mesh has a first dim that divides the batch",
+            fix="plan one map with lm.plan(.., on=), which shows the reason",
         )
     peak = nearest.figures.peak_bytes
     return PlanError(
@@ -306,7 +306,8 @@ def _make_no_fit_error(nearest: Candidate | None, limit: int, num_tried: int) ->
             "missing": format_bytes(nearest.missing_bytes),
             "maps tried": num_tried,
         },
-        why="a step needs more memory than a device has, with each map that was tried; a count is an upper bound",
+        why="with each map in the search, a step needs more memory than a device has; the estimate is "
+        "an upper bound",
         fix="use more devices or a smaller batch, or raise the limit"
         if nearest.recomputes
         else "use more devices or a smaller batch, recompute activations (jax.checkpoint), or raise the limit",

@@ -75,8 +75,8 @@ def make_grid(mesh: Mesh, batch_dim: BatchDim | None) -> Grid:
         raise MeshError(
             f"search: the mesh has {len(others)} dims besides that of the batch",
             facts={"mesh": str(mesh), "batch": format_batch_dim(batch_dim) if batch_dim else "not sharded"},
-            why="layouts are searched over the dim of the batch and one other",
-            fix="search without a mesh, or with one of two dims",
+            why="the search shards over the batch dim and one other dim",
+            fix="search without a mesh, or with a mesh of two dims",
         )
     *replicas, data = [dim for dim in batch_dims if mesh.dim_size(dim) > 1] or [None]
     return Grid(mesh, data, others[0] if others else None, tuple(filter(None, replicas)))

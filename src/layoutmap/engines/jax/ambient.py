@@ -88,11 +88,11 @@ def warn_about_axis_types(mesh: AnyMesh) -> None:
     if ambient.shape != mesh.shape:
         return
     warning = LayoutMapWarning(
-        "jax.set_mesh has set the layout map's mesh with other axis types",
+        "jax.set_mesh is active with the layout map's mesh but other axis types",
         facts={"jax.set_mesh": _format_mesh(ambient), "layout map": _format_mesh(mesh)},
-        why="JAX refuses operations on arrays of both, so calls of the model and its steps run under the map's mesh",
-        fix="make the map on the mesh that is set: LayoutMap(jax.sharding.get_mesh()); or set the map's dims as "
-        "jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto, ..))",
+        why="JAX refuses to mix arrays of both, so calls of the model and its steps run under the map's mesh",
+        fix="create the map on the active mesh:  LayoutMap(jax.sharding.get_mesh()); or activate the "
+        "map's dims as jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto, ..))",
     )
     warnings.warn(warning, stacklevel=find_user_stacklevel())
 

@@ -34,8 +34,8 @@ def convert_dtype(name: str, path: str) -> np.dtype[Any]:
         raise EngineError(
             f"{path}: JAX would hold {name} as {kept}",
             facts={"dtype": name},
-            why="64-bit numbers are switched off in JAX",
-            fix="jax.config.update('jax_enable_x64', True), or make the variable of 32 bits",
+            why="64-bit numbers are disabled in JAX",
+            fix="jax.config.update('jax_enable_x64', True), or use a 32-bit variable",
         )
     return dtype
 

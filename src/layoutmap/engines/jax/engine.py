@@ -322,7 +322,7 @@ class JaxEngine:
             raise EngineError(
                 f"{variable.path}: its initializer returns {len(closed.out_avals)} values",
                 why="an initializer returns one array",
-                fix="return the array only",
+                fix="return only the array",
             )
         (aval,) = closed.out_avals
         check_initial_value(variable, aval.shape, aval.dtype.name)  # type: ignore[attr-defined]

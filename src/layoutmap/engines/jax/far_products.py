@@ -220,8 +220,8 @@ def _make_error(name: str, op: _ir.OpView, fix: str) -> EngineError:
     return EngineError(
         f"{name}: XLA could compute wrong numbers",
         facts={"operation": op.name, "where": getattr(op.location, "name_str", "unknown")},
-        why="for some products, gathers and scatters, whose result is sharded over other mesh dims than the operands, "
-        "XLA takes devices in another order than they have computed in (docs/xla-faults.md)",
+        why="for some products, gathers, and scatters with results sharded over other mesh dims than "
+        "their operands, XLA uses a wrong order of devices (docs/xla-faults.md)",
         fix=fix,
     )
 

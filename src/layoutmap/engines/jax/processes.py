@@ -53,8 +53,8 @@ def _make_unreachable_error(error: Exception) -> EngineError:
     return EngineError(
         "another process of this program cannot be reached",
         facts={"jax": lines[0] if lines else type(error).__name__},
-        why="it has ended or failed, or does not answer; computing on the mesh needs all of its processes",
-        fix="read what the other processes printed last, and start all of them again",
+        why="it ended, failed, or does not answer, and computing on the mesh needs all processes",
+        fix="read the last output of the other processes, and restart all processes",
     )
 
 

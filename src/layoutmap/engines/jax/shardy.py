@@ -43,7 +43,7 @@ def _make_unsupported_error(missing: str) -> EngineError:
     return EngineError(
         f"jaxlib {jaxlib.version.__version__}: the layouts of a step cannot be found",
         facts={"missing": missing, "tested on": f"jaxlib {TESTED}"},
-        why="the partitioner Shardy finds them, whose passes are private to jaxlib, and this one has others",
+        why="the partitioner Shardy finds them with private passes of jaxlib, which differ in this release",
         fix=f'pip install "jaxlib=={TESTED}.*"',
     )
 

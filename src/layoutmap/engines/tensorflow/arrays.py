@@ -144,7 +144,7 @@ def _require_values(array: Array) -> tf.Tensor:
     if tf.is_symbolic_tensor(tensor):
         raise EngineError(
             "a tensor inside a tf.function has no values yet",
-            why="the function is being traced, and computes them later",
+            why="the function is being traced and computes them later",
             fix="read its values outside of the function; relayout works inside",
         )
     return tensor

@@ -124,8 +124,8 @@ def make_native_specs(layout: Layout) -> list[str]:
             raise EngineError(
                 f"TensorFlow cannot shard one axis over several mesh dims: axis {axis} over {', '.join(sharding)}",
                 facts={"layout": str(layout), "mesh": str(layout.mesh)},
-                why="a layout of DTensor has one mesh dim for each axis",
-                fix=f"shard axis {axis} over one dim, or make a mesh with one dim of size "
+                why="a layout of DTensor has at most one mesh dim per axis",
+                fix=f"shard axis {axis} over one dim, or use a mesh with one dim of size "
                 f"{layout.num_shards(axis)} in their place",
             )
         specs.append((sharding or [UNSHARDED])[0])

@@ -116,9 +116,9 @@ def _is_unplaced_handle(value: object) -> bool:
 def _make_draw_error(operation: str) -> EngineError:
     return EngineError(
         f"a tf.function in run_on draws random numbers with {operation}, which DTensor cannot compute",
-        why="its state would be on each device, or DTensor has no rule for it",
-        fix="draw with tf.random.stateless_uniform or stateless_normal, keras.random, or a tf.random.Generator that is "
-        "made in run_on; or draw outside of the function and pass the numbers",
+        why="its state would exist on each device, or DTensor has no rule for it",
+        fix="draw with tf.random.stateless_uniform or stateless_normal, keras.random, or a "
+        "tf.random.Generator that is created in run_on; or draw outside the function and pass the numbers",
     )
 
 

@@ -130,7 +130,8 @@ def _find_written_inputs(name: str) -> frozenset[int]:
 def _make_write_error(name: str, what: str) -> ScopeError:
     return ScopeError(
         f"{name}: {what} writes to a variable that is not on the mesh",
-        why="every device would write to it, so a counter would count each step many times",
-        fix="make an optimizer or a metric in the scope, a tf.random.Generator in run_on, a variable of a layer with "
-        "self.add_weight or keras.Variable in the scope, and any other as layoutmap.DVariable",
+        why="every device would write to it, so a counter would count each step several times",
+        fix="create optimizers and metrics in the scope, tf.random.Generator in run_on, variables of "
+        "layers with self.add_weight or keras.Variable in the scope, and other variables as "
+        "layoutmap.DVariable",
     )

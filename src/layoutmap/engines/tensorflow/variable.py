@@ -77,9 +77,10 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
                     initial_value = move_tensor(initial_value, convert_layout(layout))
         if tf.is_symbolic_tensor(initial_value):
             raise EngineError(
-                "the first value of a DVariable is not computed yet",
+                "the initial value of a DVariable is not computed yet",
                 why="inside a tf.function a tensor has no values",
-                fix="make the variable outside of it, or pass a function without arguments that returns the value",
+                fix="create the variable outside of it, or pass a function without arguments that "
+                "returns the value",
             )
         with tf.init_scope():
             self._create_variable(initial_value, layout, args, dtype, kwargs)
@@ -94,8 +95,8 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         if wanted is None and present is None:
             raise LayoutError(
                 "a DVariable needs a layout",
-                why="its first value has none, and none is given",
-                fix="pass layout=, or a first value that is in a layout",
+                why="its initial value has no layout, and none is given",
+                fix="pass layout=, or a sharded initial value",
             )
         if (
             wanted is not None
@@ -195,7 +196,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
             raise LayoutError(
                 f"{self.name}: a value of another shape than the variable",
                 facts={"variable": tuple(self.shape), "value": tuple(value.shape)},
-                why="a variable keeps its shape, and nothing is repeated to fill it",
+                why="a variable keeps its shape, and values are not broadcast",
                 fix="assign a value of the variable's shape",
             )
         return move_tensor(value, self._layout)

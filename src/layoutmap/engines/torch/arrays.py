@@ -208,7 +208,7 @@ def _iterate_pieces(array: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]
         raise EngineError(
             "the DTensor has no layout",
             facts={"placements": str(array.placements)},
-            why="it is a partial sum over the mesh, or its mesh has no names",
+            why="it is a partial sum over the mesh, or its mesh has no dim names",
             fix="give it one: relayout(tensor, layout)",
         )
     refuse_outdated("values of a tensor", array)

@@ -171,10 +171,10 @@ def check_device_order(mesh: Mesh) -> None:
     if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
         return
     raise EngineError(
-        "torch cannot hold a mesh whose devices come in this order",
+        "torch does not support a mesh with this order of devices",
         facts={"mesh": str(mesh), "devices": join_names(mesh.devices or ())},
-        why="torch sorts the ranks of each process group, so pieces would silently change places",
-        fix="name the devices so that their numbers grow along every mesh dim",
+        why="torch sorts the ranks of each process group, so shards would silently change places",
+        fix="order the devices so that their numbers increase along every mesh dim",
     )
 
 

@@ -63,6 +63,7 @@ def check(numbers: list[tuple[list[int], int]]) -> None:
         raise EngineError(
             "a backward pass of a tensor whose values were changed in place, through tensor.data",
             facts={"gradient of": get_backward_node()},
-            why="on a mesh it may have the former values, in another layout, where on one device it has the new ones",
+            why="on a mesh, the backward pass may see the former values in another layout, instead of "
+            "the new ones",
             fix="change the tensor after the backward pass, or compute with a copy of it: f(tensor.clone())",
         )

@@ -83,10 +83,10 @@ def read_explained_step(explained: Any) -> Mapping[str, object]:
     wrong = wrong or [name for name, keys in rows.items() if not all(keys <= {*row} for row in fields[name])]
     if wrong:
         raise PlanError(
-            "this is no explanation of a step",
+            "this is not the explanation of a step",
             facts={"missing or of another type": ", ".join(wrong)},
             why="the page shows the figures of a compiled step",
-            fix="pass what step.explain(..).to_json() returns, or a file of it",
+            fix="pass the result of step.explain(..).to_json(), or a file of it",
         )
     return fields
 

@@ -93,8 +93,9 @@ class Rows:
                 | label_processes([f"checksum {each:08x}" for each in checksums])
                 | {"in call": self._schedule.calls},
                 why="the batch is not sharded over these processes, so each of them passes all of its rows",
-                fix="read the same data in them, in one order: shuffle=False, or keras.utils.set_random_seed(0) "
-                "before; or shard the batch: scope(batch_dim=..) with a dim that goes over the processes",
+                fix="read the same data in the same order: use shuffle=False, or call "
+                "keras.utils.set_random_seed(0) first; or shard the batch: scope(batch_dim=..) with a "
+                "dim that goes over the processes",
             )
         else:
             return
@@ -187,8 +188,9 @@ def _check_parts(parts: Sequence[tuple[int, ...]], blocks: dict[int, tuple[int, 
     raise ScopeError(
         "the rows of a batch cannot be divided between the processes",
         facts={"mesh": str(mesh)} | {f"process {p}": f"holds the parts {list(b)}" for p, b in blocks.items()},
-        why="processes hold some of their rows together and others not, or not equally many",
-        fix="order the mesh's dims or devices so that each process has its own rows, or leave batch_dim out",
+        why="some processes share a part of their rows, or have unequal numbers of rows",
+        fix="order the mesh's dims or devices so that each process has whole rows of its own, or leave "
+        "batch_dim out",
     )
 
 
@@ -211,10 +213,10 @@ def _make_mismatch_error(verb: str, texts: dict[int, str]) -> ScopeError:
             f"{verb}: process {failed[0]} of this program has failed",
             facts=facts,
             why="computing on the mesh needs all of its processes",
-            fix="fix what that process says, and start all of them again",
+            fix="fix the error that this process reports, and restart all processes",
         )
     return ScopeError(
-        f"{verb}: the processes pass batches that do not fit together",
+        f"{verb}: the processes call different methods or pass different numbers of rows",
         facts=facts,
         why="each process passes its own rows of the same batch, and all pass equally many rows and batches",
         fix="give every process equally many rows: drop the last few, or repeat some",
@@ -282,7 +284,7 @@ def wrap_save(model: keras.Model, session: KerasSession, name: str) -> Callable[
                 f"{name}: another process could not write its file",
                 facts={f"process {n}": each for n, each in zip(numbers, errors, strict=True) if each},
                 why="the first process that names a file writes it for all",
-                fix="fix what that process says, and save again in all processes",
+                fix="fix the error that this process reports, and save again in all processes",
             )
         return result
 

@@ -131,10 +131,10 @@ def _warn_of_gathering(what: str, place: dict[str, str], session: KerasSession) 
     warning = LayoutMapWarning(
         f"{what}: {_DESCRIPTIONS[session.gathering]}",
         facts=place,
-        why="DTensor has no right rule for that operation in the layouts of this map; weights and slots are "
+        why="DTensor has no correct rule for an operation in these layouts; weights and slots are "
         "stored as planned",
-        fix="nothing has to be done; to be faster, leave the weights of the layers around that operation unsharded, or "
-        "use JAX",
+        fix="no action is needed; for more speed, leave the weights of the layers around that operation "
+        "unsharded, or use JAX",
     )
     warnings.warn(warning, stacklevel=find_user_stacklevel(_INNER))
 

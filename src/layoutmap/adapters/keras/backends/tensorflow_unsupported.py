@@ -58,8 +58,9 @@ def find_unsupported(layer: Any, path: str, weights: list[str]) -> Iterator[Unsu
         yield Unsupported(
             path,
             f"the loop over time of {kind} ({steps or 'any number of'} steps) is unrolled on TensorFlow's DTensor",
-            why="DTensor has no loops: each step in time is compiled by itself, which takes long for a long series",
-            fix="nothing has to be done; to compile faster, use shorter series, or run this model on another backend",
+            why="DTensor has no loops, so each time step is compiled separately, which takes long for "
+            "long series",
+            fix="no action is needed; to compile faster, use shorter series, or another backend",
             severity="warning" if (steps or 0) > _MANY_STEPS else "note",
         )
     is_int8 = isinstance(layer, (L.Dense, L.EinsumDense)) and layer.quantization_mode == "int8"

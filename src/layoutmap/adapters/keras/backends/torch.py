@@ -137,8 +137,8 @@ class TorchBackend(Backend):
         if isinstance(layer, keras.layers.TorchModuleWrapper):
             yield Unsupported(
                 path,
-                "a torch module inside a Keras layer is not laid out",
-                why="the module keeps its own parameters, which the layer's variables would no longer be",
+                "a torch module inside a Keras layer is not sharded",
+                why="the module would keep unsharded parameters while the layer's variables are sharded",
                 fix="write the layer in Keras, or build the whole model in torch and use its adapter: library='torch'",
             )
 

@@ -70,7 +70,7 @@ class _MeshStep:
 def _refuse_compiling(model: keras.Model) -> None:
     if model.jit_compile:
         raise ScopeError(
-            f"{model.name}: jit_compile=True does not work in layouts on torch",
+            f"{model.name}: jit_compile=True does not work for sharded models on torch",
             why="torch.compile does not trace a Keras step that takes plain tensors to a mesh",
             fix="leave jit_compile out of model.compile(), or run this model on JAX",
         )
@@ -82,7 +82,7 @@ def make_export_refusal(model: keras.Model) -> Callable[..., object]:
     @functools.wraps(model.export)
     def export(*args: object, **kwargs: object) -> object:
         raise ScopeError(
-            f"{model.name}: a model in layouts cannot be exported on torch",
+            f"{model.name}: a sharded model cannot be exported on torch",
             why="the export would contain the shards of a mesh",
             fix="save it, and export what keras.models.load_model returns outside of a scope",
         )

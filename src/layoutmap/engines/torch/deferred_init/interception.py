@@ -173,8 +173,8 @@ def _make_apply(original: Function) -> Function:
             if not any(tape.is_deferred(converted) for tape in tapes):
                 raise EngineError(
                     f"{type(module).__name__}.{key} is moved to {converted.device} before it has values",
-                    why="deferred tensors are made later, each part on the device that its layout says",
-                    fix="leave out the move: the mesh names the devices",
+                    why="deferred tensors are created later, each shard on the device of its layout",
+                    fix="leave out the move: the mesh determines the devices",
                 )
             parameter.data = converted
         for key in held:

@@ -147,7 +147,7 @@ def from_local(
                 raise EngineError(
                     "DTensor.from_local: of a tensor on the mesh",
                     facts={"shape": tuple(local.shape), "layout": str(local.placements)},
-                    why="its devices have parts of it, and from_local takes the part of one device",
+                    why="its devices hold parts of it, and from_local takes the part of one device",
                     fix="pass tensor.to_local(), or call tensor.redistribute(placements=...)",
                 )
             local = _ToLocal.run(local, _GradientLayout(local.placements))

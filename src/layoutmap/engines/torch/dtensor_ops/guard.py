@@ -155,7 +155,7 @@ def _refuse_unsharded_writes(op: OpOverload, args: Args, kwargs: Kwargs) -> None
             others = (column[number if len(column) == len(tensors) else 0] for column in columns)
             if place or any(isinstance(other, DTensor) and not is_replicated(other) for other in others):
                 raise EngineError(
-                    f"{op}: a plain tensor would be changed by tensors on a mesh",
+                    f"{op}: an unsharded tensor would be changed by tensors on a mesh",
                     facts={"shape": tuple(each.shape), "gradient of": get_backward_node()},
                     why="each device would change it, or a copy of it",
                     fix="pass their values: tensor.full_tensor()",
@@ -341,8 +341,8 @@ def _refuse_shape(op: OpOverload, old: DTensor, new: torch.Tensor) -> NoReturn:
     raise EngineError(
         f"{op}: a tensor on a mesh would change its shape in place",
         facts={"from": tuple(old.shape), "to": tuple(new.shape), "layout": str(old.placements)},
-        why="its shards would lie in other memory, and its slices would be of another tensor",
-        fix="use what the operation returns: x = operation(x)",
+        why="its shards would move to other memory, and its slices would belong to another tensor",
+        fix="use the result of the operation: x = operation(x)",
     )
 
 

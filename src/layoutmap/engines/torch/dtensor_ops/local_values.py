@@ -90,7 +90,7 @@ def shard_error(what: str, tensor: torch.Tensor) -> EngineError:
     return EngineError(
         what,
         facts={"shape": tuple(tensor.shape), **layout},
-        why="to_local() gives each device its own part, and here it would count as all of the tensor",
-        fix="use the tensor itself or tensor.full_tensor(), or put the parts together before: "
-        "DTensor.from_local(part, mesh, placements)",
+        why="to_local() returns the shard of each device, and here it would be taken for the whole tensor",
+        fix="use the tensor itself or tensor.full_tensor(), or combine the shards first: "
+        "DTensor.from_local(shard, mesh, placements)",
     )

@@ -31,7 +31,8 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
         raise EngineError(
             "embedding: max_norm on a table that is on a mesh",
             facts={"max_norm": given["max_norm"]},
-            why="it changes rows of the table while it reads them, and each device would change others",
+            why="it changes rows of the table while it reads them, and each device would change "
+            "different rows",
             fix="embed without max_norm, and clip the table after each step: torch.renorm(weight, 2, 0, max_norm)",
         )
     if given.get("scale_grad_by_freq", False):  # needs the frequency of each row in the global batch
@@ -42,7 +43,7 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
             "embedding: sparse=True on a table that is sharded",
             facts={"placements": table.placements},
             why="the gradient of a sharded table is a DTensor, which has no sparse form",
-            fix="leave sparse out, or have no rule shard the table",
+            fix="leave sparse out, or leave the table unsharded",
         )
     if rows.ndim == 0:
         return _compute_embedding(function, (), {**given, "input": rows.reshape(1)}).squeeze(0)

@@ -82,7 +82,7 @@ def _assign_data(own: Callable[..., None], tensor: DTensor, value: torch.Tensor)
             raise EngineError(
                 "tensor.data = value: a tensor on a mesh would change its shape",
                 facts={"from": tuple(tensor.shape), "to": tuple(value.shape)},
-                why="its layout was made for the shape that it has",
+                why="its layout belongs to its present shape",
                 fix="give the module another parameter: module.weight = torch.nn.Parameter(value)",
             )
         if isinstance(value, DTensor) and value.device_mesh == tensor.device_mesh:
@@ -160,9 +160,9 @@ def _refuse_address(own: Function, tensor: DTensor, *args: object, **kwargs: obj
     raise EngineError(
         f"{asking.f_code.co_qualname}: the address of a tensor on a mesh",
         facts={"shape": tuple(tensor.shape), "layout": str(tensor.placements)},
-        why="each device has its shards in memory of their own, and nobody knows what the kernel does with them",
-        fix="make the kernel an operator by torch.library.custom_op or triton_op, which is computed on gathered "
-        "tensors, backwards too; or give it tensor.full_tensor()",
+        why="each device has its shards in its own memory, and the kernel's use of them is unknown",
+        fix="make the kernel an operator with torch.library.custom_op or triton_op, which runs on "
+        "gathered tensors, also in the backward pass; or pass tensor.full_tensor()",
     )
 
 
@@ -213,8 +213,8 @@ def _count_flops(
         warning = LayoutMapWarning(
             "FlopCounterMode counts the operations of one device",
             facts={"mesh": str(tuple(each.device_mesh.shape))},
-            why="each device computes its shards, and what is replicated is computed by several",
-            fix="for the operations of the whole batch, count them with the plain model",
+            why="each device computes its shards, and replicated values are computed by several devices",
+            fix="to count the operations of the whole batch, use the unsharded model",
         )
         warnings.warn(warning, stacklevel=find_user_stacklevel({"torch", "functools"}))
     return NotImplemented  # the mode sees the operators on shards

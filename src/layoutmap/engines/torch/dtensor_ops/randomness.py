@@ -55,8 +55,9 @@ def same_draws(mesh: DeviceMesh, gather: Gather) -> Generator[None]:
         raise ScopeError(
             "the processes draw different random numbers",
             facts={f"process {number}": each for number, each in enumerate(said)},
-            why="each process draws all random numbers, such as those of dropout, and uses those of its shards",
-            fix="seed all processes alike, as with torch.manual_seed(0), and call the model in the same mode",
+            why="each process draws all random numbers, such as dropout masks, and uses those of its shards",
+            fix="set the same seed in all processes, as with torch.manual_seed(0), and call the model "
+            "in the same mode",
         )
 
 
