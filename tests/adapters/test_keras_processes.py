@@ -117,7 +117,8 @@ SAID = {
     "  from 0 to it  up.bias  layout  (unsharded,) -> (model,)",
     "sizes": "fit: the processes call different methods or pass different numbers of rows\n"
     "  process 0  fit: float32[4, 6], int32[4]\n  process 1  fit: float32[3, 6], int32[3]",
-    "verbs": "the processes call different methods or pass different numbers of rows\n  process 0  evaluate: float32[4, 6]",
+    "verbs": "the processes call different methods or pass different numbers of rows\n"
+    "  process 0  evaluate: float32[4, 6]",
     "contents": "fit: processes whose devices hold the same rows pass different ones\n"
     "  mesh       model=2, batch=4\n  parts      1\n",
     "divided": "the rows of a batch cannot be divided between the processes\n  mesh       batch=3, model=2\n"
