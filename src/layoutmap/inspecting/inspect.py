@@ -65,7 +65,7 @@ def inspect(
           what        weight, float32[64, 256], 64.0 KiB
           layout      (unsharded, model)
           per device  64 x 64, 16.0 KiB
-          because     it is as it was found: no map was asked
+          because     it keeps its layout: no layout map applies to it
           to say so   layout_map[r"up\\.kernel$"] = (None, 'model')
     """
     with pause_garbage_collection():

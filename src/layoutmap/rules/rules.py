@@ -93,7 +93,7 @@ class Rules(MutableMapping[str, Layout]):
             >>> print(layout_map.match("d1.kernel"))
             d1.kernel: rule 1  .*\\.kernel -> (unsharded, model)
               also matches  rule 2  d1.*: would give (model, unsharded)
-              change it     the first rule that matches wins: put one before rule 1, or change that
+              change it     change rule 1, or add a rule before it: the first rule that matches wins
         """
         won, *lost = self.matching_rules(path) or [None]
         near = () if won else tuple(find_nearest(path, self))

@@ -113,7 +113,7 @@ class Plan(PlanTable):
               per device    512 x 256, 512.0 KiB
               because       rule 1  .*\\.kernel
               also matches  rule 2  d1: would give (model,)
-              change it     the first rule that matches wins: put one before rule 1, or change that
+              change it     change rule 1, or add a rule before it: the first rule that matches wins
         """
         if layout_map is None:
             return explain_variable(self, path)

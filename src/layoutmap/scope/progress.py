@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from layoutmap.core.escaping import escape_text
-from layoutmap.core.terminals import is_watched
+from layoutmap.core.terminals import is_interactive
 from layoutmap.core.variables import VariableSpec
 
 _PATIENCE_SECONDS = 2.0
@@ -32,8 +32,8 @@ class ProgressLine:
     """
 
     def __init__(self, enabled: Shown = None):
-        self._is_log = enabled == "log" and not is_watched()
-        self._enabled = self._is_log or (enabled if isinstance(enabled, bool) else is_watched())
+        self._is_log = enabled == "log" and not is_interactive()
+        self._enabled = self._is_log or (enabled if isinstance(enabled, bool) else is_interactive())
         self._between_seconds = _LOG_SECONDS if self._is_log else _BETWEEN_SECONDS
         patience = 0 if enabled is True else _LOG_SECONDS if self._is_log else _PATIENCE_SECONDS
         self._next = time.monotonic() + patience
