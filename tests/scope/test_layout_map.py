@@ -60,7 +60,9 @@ def test_a_key_that_does_not_match_itself_is_found_exactly():
     assert ROW == layout_map["a0"]
     assert """\
 a[0]: rule 1  a[0] -> (model, unsharded)
-  change it  change rule 1: a rule that equals the path wins over all others""" == str(layout_map.match("a[0]"))
+  change it  change rule 1: a rule that equals the path wins over all others""" == str(
+        layout_map.match("a[0]")
+    )
 
 
 def test_a_tuple_of_specs_is_bound_to_the_mesh_of_the_map():
@@ -426,7 +428,7 @@ rule 'new': layout (unsharded, modle): spec 'modle' of axis 1 is not allowed
 rule 'new': its layout is on another mesh
   map's     batch=2, model=4
   layout's  model=8
-  why       all variables of a model are on one mesh
+  why       all variables of a model share one mesh
   fix       use the map's mesh, or make another map""",
     ),
     "an activation that is there": (

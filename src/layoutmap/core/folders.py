@@ -46,7 +46,7 @@ def make_locked_folder(path: Path) -> Lock | None:
         path.mkdir(exist_ok=True)
         try:
             lock = Lock(path)
-            if lock.is_of(path):
+            if lock.is_locked_at(path):
                 return lock
         except FileNotFoundError:  # another process removed the folder before it was locked
             pass
@@ -84,7 +84,7 @@ class Lock:
         assert fcntl is not None
         fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
-    def is_of(self, path: Path) -> bool:
+    def is_locked_at(self, path: Path) -> bool:
         """Return whether a path still leads to the locked folder."""
         return os.path.samestat(os.fstat(self._file), os.stat(path))
 

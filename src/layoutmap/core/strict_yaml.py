@@ -106,9 +106,7 @@ def _make_loader(base: Any) -> Any:
                 key = repr(self.construct_object(key_node))
                 if key in keys:
                     why = "two rules for one pattern contradict each other"
-                    raise _YamlRefusal(
-                        key_node.start_mark, f"{key} is there twice", why, "delete one of them"
-                    )
+                    raise _YamlRefusal(key_node.start_mark, f"{key} appears twice", why, "delete one of them")
                 keys.add(key)
             return base.construct_mapping(self, node, deep=True)
 

@@ -138,7 +138,7 @@ def plan_from_json(text: str) -> PlanTable:
         if first != i:
             why = f"variables[{first}] is the same one, and each is counted once"
             raise make_file_error(
-                f"variables[{i}]: {variable.path!r} is there twice", why, "delete one of the two"
+                f"variables[{i}]: {variable.path!r} appears twice", why, "delete one of the two"
             )
     return plan
 

@@ -72,7 +72,7 @@ def load_json(text: str) -> Any:
     for place, key in places:
         if place:
             why = "which of the two values is meant is not known"
-            raise make_file_error(f"{place}: key {key!r} is there twice", why, "delete one of the two")
+            raise make_file_error(f"{place}: key {key!r} appears twice", why, "delete one of the two")
     return data
 
 

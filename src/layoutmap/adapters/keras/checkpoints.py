@@ -224,7 +224,7 @@ def check_names(saved: Names, own: Names) -> None:
             f"{join_names([*wrong])}: these may not be the layers that were saved under these paths",
             facts=wrong,
             why="Keras numbers unnamed layers anew in each process, and other layers were given names that look like "
-            "its own; nothing has been loaded",
+            "its own; nothing was loaded",
             fix="name all of these layers before you save the model; a model that was saved in a scope can be loaded "
             "in one: pass layout_map=",
         )

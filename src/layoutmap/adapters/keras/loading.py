@@ -144,7 +144,7 @@ def _refuse_other_shapes(name: str, found: dict[str, str]) -> None:
         raise LayoutError(
             f"{name}: {len(found)} variables of the model have another shape in the file",
             facts=shown | ({"and": f"{more} more"} if more else {}),
-            why="it is the file of another model; nothing has been loaded",
+            why="it is the file of another model; nothing was loaded",
             fix="build the model that was saved, or pass skip_mismatch=True to keep the present values of these",
         )
 
