@@ -190,7 +190,7 @@ def test_an_interrupt_while_values_are_made(monkeypatch):
             None,
             """
             the function returned no model
-              why   build and plan only see the model that the function returns
+              why   build and plan use the model that the function returns
               fix   end it with: return model
             """,
         ),
@@ -225,7 +225,7 @@ def test_a_map_without_a_mesh(verb):
 
     assert str(caught.value) == text("""
         the layout map has no mesh
-          why   it was made without one and has no rule
+          why   it was created without a mesh and has no rule
           fix   give it one: LayoutMap(create_mesh("batch=2,model=4"))
         """)
 

@@ -121,7 +121,7 @@ def test_a_wrong_seed_is_found_at_its_variable():
         lm.check_parity(make_model, make_map(MLP), numbers(), steps=0)
 
     what, differs, mesh, then, why, fix = str(caught.value).splitlines()
-    assert "d2.kernel: the sharded model differs from the plain one, first in its weights" == what
+    assert "d2.kernel: the sharded model differs from the unsharded one, first in its weights" == what
     assert differs.startswith("  differs by  ")
     assert differs.endswith(" (allowed 0)")
     assert "  mesh        batch=2, model=4" == mesh
@@ -268,7 +268,7 @@ def test_two_builds_that_differ_are_no_comparison():
     with pytest.raises(lm.ParityError) as caught:
         lm.check_parity(make_model, make_map({}), numbers(), steps=0)
 
-    assert str(caught.value).startswith("the two builds made different variables\n")
+    assert str(caught.value).startswith("the two models have different variables\n")
 
 
 def test_a_plan_that_does_not_fit_is_reported_as_such():

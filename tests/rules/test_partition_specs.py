@@ -145,7 +145,7 @@ def test_what_has_no_shape_or_no_mesh_is_refused():
     """By what it is."""
     with pytest.raises(RuleError, match=r"from_partition_rules: d: no shape"):
         lm.LayoutMap.from_partition_rules([("", ())], MESH, {"d": "float32"})
-    with pytest.raises(MeshError, match="there is no mesh"):
+    with pytest.raises(MeshError, match="the mesh is missing"):
         lm.LayoutMap.from_partition_rules([("", ())], None, SHAPES)
 
 

@@ -33,9 +33,9 @@ def test_a_model_in_the_place_of_the_function_that_makes_it(function):
 
     assert f"""\
 {function}: Sequential is a model, not a function that makes one
-  why   {function} makes the model itself, so that every variable is made in its layout
+  why   {function} builds the model itself, so that each variable is created in its layout
   fix   pass the function: lm.{function}(make_model, layout_map); \
-a model that exists is laid out by lm.apply(model, layout_map)""" == refused(
+for an existing model use lm.apply(model, layout_map)""" == refused(
         lambda: getattr(lm, function)(make_model(), MAP, *more)
     )
 
@@ -43,7 +43,7 @@ a model that exists is laid out by lm.apply(model, layout_map)""" == refused(
 def test_no_function_at_all():
     """What was passed is said by its type."""
     assert """\
-plan: there is no function that makes a model
+plan: the first argument is not a function that builds a model
   why   the first argument is None
   fix   pass a function: lm.plan(lambda: keras.Sequential([...]), layout_map)""" == refused(
         lambda: lm.plan(None, MAP)  # pyright: ignore[reportArgumentType]
@@ -66,13 +66,13 @@ def test_rules_without_a_map():
     rules = {".*kernel": (None, "model")}
 
     assert """\
-plan: there is no layout map
-  why   what was passed for it is of type dict
+plan: the layout map is missing
+  why   the argument is of type dict
   fix   pass lm.LayoutMap(lm.create_mesh("batch=2,model=4"), rules)""" == refused(
         lambda: lm.plan(make_model, rules)  # pyright: ignore[reportArgumentType]
     )
     assert refused(lambda: lm.scope(make_model()).__enter__()).startswith(  # pyright: ignore[reportArgumentType]
-        "scope: there is no layout map\n  why   what was passed for it is of type keras.Sequential"
+        "scope: the layout map is missing\n  why   the argument is of type keras.Sequential"
     )
 
 
@@ -80,8 +80,8 @@ def test_a_function_in_the_place_of_a_model():
     """`apply` lays out a model that exists, so the fix is to call the function, or `build`."""
     assert """\
 apply: make_model is a function, not a model
-  why   apply lays out a model that exists
-  fix   pass what the function returns, or lm.build(make_model, layout_map)""" == refused(
+  why   apply shards an existing model
+  fix   pass the returned model, or call lm.build(make_model, layout_map)""" == refused(
         lambda: lm.apply(make_model, MAP)
     )
 

@@ -90,7 +90,7 @@ def choose_preset(options: Any, mesh: Mesh | None, model: PublishedModel | None)
     ):
         if value and not there:
             raise LayoutMapError(
-                f"{option} {value} is {of}",
+                f"{option} {value}does not apply to {of}",
                 why="it has no effect here",
                 fix="leave it out; layoutmap --help has examples",
             )
@@ -99,8 +99,8 @@ def choose_preset(options: Any, mesh: Mesh | None, model: PublishedModel | None)
     if mesh is None:
         raise LayoutMapError(
             f"preset {name!r}: there is no mesh",
-            why="the rules of a preset fit any mesh, so they do not name one",
-            fix="add one, as in --mesh batch=2,model=4",
+            why="preset rules work for any mesh, so they do not define one",
+            fix="add a mesh, as in --mesh batch=2,model=4",
         )
     model_dim = options.model_dim or "model"
     return LayoutMap.preset(

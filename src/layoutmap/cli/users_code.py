@@ -1,4 +1,4 @@
-"""Find and run the code that builds a user's model, and tell its errors from this library's."""
+"""Import and run the code that builds a user's model, and separate its errors from this library's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layoutmap.adapters.missing_backend import choose_only_backend, make_backend
 from layoutmap.cli.models import refuse_unknown_model
 from layoutmap.core.errors import LayoutMapError
 
-_NOT_THEIRS = (
+_LIBRARY_FILES = (
     str(Path(__file__).parents[1]) + os.sep,
     str(importlib.__file__),
     str(contextlib.__file__),
@@ -25,24 +25,24 @@ _NOT_THEIRS = (
 
 
 class UsersCodeError(LayoutMapError):
-    """Exception raised by a user's module or function. `trace` is its traceback from the user's first line on."""
+    """Raised if a user's module or function raised. `trace` is its traceback from the user's first line."""
 
     def __init__(self, name: str, error: BaseException):
         trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_NOT_THEIRS):
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_LIBRARY_FILES):
             trace = trace.tb_next
         self.trace = "".join(traceback.TracebackException(type(error), error, trace).format()).rstrip()
         super().__init__(
             f"{name} raised {type(error).__name__}",
-            why="the model could not be made, so there is no plan",
+            why="the model could not be built, so there is no plan",
             fix="fix the error that is shown above, and run the command again",
         )
 
 
-# A model's code may end the process, change the folder, or print, so all of it runs in here (decisions/0034).
+# A model's code may exit, change the folder, or print, so run it only in this context (decisions/0034).
 @contextlib.contextmanager
 def users_code(name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap ...") -> Generator[None]:
-    """Run a user's code: allow imports from the current folder, and prevent it from ending the program.
+    """Run a user's code with imports from the current folder, and prevent it from ending the program.
 
     The code's output goes to stderr, so that stdout has only the plan. The current folder and stdout are restored.
     """
@@ -64,8 +64,8 @@ def users_code(name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap
     except SystemExit as error:
         raise LayoutMapError(
             f"{name} called sys.exit({'' if error.code is None else repr(error.code)})",
-            why="it ended before there was a plan",
-            fix='move what runs the program under: if __name__ == "__main__":',
+            why="the program ended before the plan was made",
+            fix='move the code that runs the program under: if __name__ == "__main__":',
         ) from error
     except BaseException as error:
         raise UsersCodeError(name, error) from error
@@ -85,8 +85,8 @@ def parse_function_name(name: str) -> tuple[str, str]:
     if sign and dotted == module and in_folder and function.isidentifier():
         return module, function
     raise LayoutMapError(
-        f"{name!r} names no function that makes a model",
-        why="a model is named as package.module:function, from the current folder, and a plan's file ends in .json",
+        f"{name!r} does not name a function that builds a model",
+        why="a model is package.module:function, relative to the current folder, and a plan file ends in .json",
         fix=f"layoutmap plan {dotted if in_folder else 'my_models'}:{function or 'make_model'}",
     )
 
@@ -97,11 +97,11 @@ def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but one of its imports does not
+            raise  # the module exists, but one of its own imports is missing
         raise LayoutMapError(
             f"{module_name} cannot be imported",
             why=str(error),
-            fix="run the command in the folder that has it, or install it",
+            fix="run the command in the module's folder, or install its package",
         ) from error
     made = getattr(module, function_name, None)
     if not callable(made):
@@ -110,7 +110,7 @@ def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
         raise LayoutMapError(
             f"{module_name} has no function {function_name!r}",
             facts={"functions": ", ".join(near[:10])},
-            fix="name one that makes a model and returns it",
+            fix="name a function that builds and returns a model",
         )
     try:
         inspect.signature(made).bind()
@@ -120,6 +120,6 @@ def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
             why=str(error),
             fix=f"write a function that calls {function_name} with its arguments and returns the model, and name that",
         ) from error
-    except ValueError:  # the function has no signature
+    except ValueError:  # builtins may have no signature
         pass
     return made

@@ -1,4 +1,4 @@
-"""Check the arguments of `plan`, `build`, `apply`, `scope`, and `check_parity`, with a fix in each error."""
+"""Check the arguments of `plan`, `build`, `apply`, `scope`, and `check_parity`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def add_scope_options(function: F) -> F:
-    """Put the options of every scope in place of `**options` in the signature and help of a function."""
+    """Replace `**options` by the scope's options in a function's signature and help."""
     shown = list(inspect.signature(function).parameters.values())[:-1]
     for field in dataclasses.fields(ScopeOptions):
         kind, default = inspect.Parameter.KEYWORD_ONLY, field.default
@@ -37,20 +37,20 @@ def add_scope_options(function: F) -> F:
 
 
 def check_maker(make_model: object, layout_map: object, function: str) -> None:
-    """Check the arguments of a call with a function that makes a model."""
+    """Check the model function and the layout map of a call."""
     _check_order(make_model, layout_map, function, "make_model")
     check_layout_map(layout_map, function)
     if find_adapter(make_model) is not None:
         raise ScopeError(
             f"{function}: {type(make_model).__name__} is a model, not a function that makes one",
-            why=f"{function} makes the model itself, so that every variable is made in its layout",
+            why=f"{function} builds the model itself, so that each variable is created in its layout",
             fix=f"pass the function: lm.{function}(make_model, layout_map); "
-            "a model that exists is laid out by lm.apply(model, layout_map)",
+            "for an existing model use lm.apply(model, layout_map)",
         )
     if not callable(make_model):
         raise ScopeError(
-            f"{function}: there is no function that makes a model",
-            why=f"the first argument is {describe_type(make_model)}",
+            f"{function}: the first argument is not a function that builds a model",
+            why=f"it is {describe_type(make_model)}",
             fix=f"pass a function: lm.{function}(lambda: keras.Sequential([...]), layout_map)",
         )
 
@@ -66,8 +66,8 @@ def check_model(model: object, layout_map: object) -> None:
     if _is_function(model):
         raise ScopeError(
             f"apply: {getattr(model, '__name__', type(model).__name__)} is a function, not a model",
-            why="apply lays out a model that exists",
-            fix="pass what the function returns, or lm.build(make_model, layout_map)",
+            why="apply shards an existing model",
+            fix="pass the returned model, or call lm.build(make_model, layout_map)",
         )
 
 
@@ -77,14 +77,14 @@ def check_layout_map(layout_map: object, function: str) -> None:
         return
     rules = "rules" if isinstance(layout_map, Mapping) else "{...}"
     raise ScopeError(
-        f"{function}: there is no layout map",
-        why=f"what was passed for it is {describe_type(layout_map)}",
+        f"{function}: the layout map is missing",
+        why=f"the argument is {describe_type(layout_map)}",
         fix=f'pass lm.LayoutMap(lm.create_mesh("batch=2,model=4"), {rules})',
     )
 
 
 def _is_function(value: object) -> bool:
-    """Return whether a value is a function or class, since models can be called, too."""
+    """Return whether a value is a function or class, and not a callable model."""
     return inspect.isroutine(value) or inspect.isclass(value) or isinstance(value, functools.partial)
 
 
@@ -93,13 +93,13 @@ def _check_order(first: object, second: object, function: str, name: str) -> Non
     if isinstance(first, RuleSet) and not isinstance(second, RuleSet):
         raise ScopeError(
             f"{function}: the arguments are swapped",
-            why="the layout map is the second one",
+            why="the layout map is the second argument",
             fix=f"write lm.{function}({name}, layout_map)",
         )
 
 
 def check_step_options(on: object, num_devices: int, options: Mapping[str, object]) -> None:
-    """Refuse options for the cost of a step if no cost is requested.
+    """Raise for options of a step's cost if no cost is requested.
 
     Args:
         on: The machine that `plan` was given; `None` asks for no cost.
@@ -110,12 +110,12 @@ def check_step_options(on: object, num_devices: int, options: Mapping[str, objec
         if on is None and value not in (None, False):
             raise ScopeError(
                 f"plan: {name}={value!r} has no effect without on=",
-                why="it is about the cost of a training step, which is counted only with on=",
+                why="it affects only the cost of a training step, which is counted with on=",
                 fix=f"leave {name} out, or name the machine, as in on='h100:{num_devices}'",
             )
 
 
-# The cost counts recomputed layers, so `remat` must be a regex that can name them (decisions/0094).
+# The cost counts recomputed layers, so `remat` is a regex over layer paths (decisions/0094).
 def check_remat(remat: Any) -> None:
     """Raise unless `remat` is `None` or a regex for the layers that recompute activations."""
     try:
@@ -123,7 +123,7 @@ def check_remat(remat: Any) -> None:
             re.compile(remat)
     except (re.error, TypeError) as error:
         raise ScopeError(
-            f"remat={shorten_repr(remat)} names no layers",
+            f"remat={shorten_repr(remat)} is not a regex for layers",
             why=f"it is not a regex: {error}",
-            fix="write remat='blocks', or a regex for the paths of layers, as remat=r'blocks\\.0$'",
+            fix="write remat='blocks', or a regex for layer paths, as in remat=r'blocks\\.0$'",
         ) from error

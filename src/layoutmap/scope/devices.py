@@ -14,7 +14,7 @@ from layoutmap.core.mesh_dims import fill_in_size, parse_mesh_dims, set_axis_typ
 from layoutmap.engines import ENGINES, get_engine, list_installed_engines
 
 
-# Plans need no devices, so a mesh stays abstract unless `engine` or `device_type` is passed (decisions/0001).
+# Plans need no devices, so a mesh is abstract unless `engine` or `device_type` is passed (decisions/0001).
 def create_mesh(
     mesh_dims: str | Mapping[str, int] | Iterable[MeshDimension | tuple[str, int]],
     mesh_name: str = "",
@@ -23,7 +23,7 @@ def create_mesh(
     engine: str | None = None,
     axis_types: object = None,
 ) -> Mesh:
-    """Make a mesh of the first available devices, of given devices, or of devices chosen later.
+    """Create a mesh of the first available devices, of given devices, or without devices yet.
 
     With only sizes the mesh is abstract: it names no devices, and needs none until something is materialized on it.
     `device_type`, `engine` or a size of -1 ask for real devices.
@@ -63,7 +63,7 @@ def create_mesh(
         mesh = Mesh(names, fill_in_size(dims, len(names)), mesh_name)
         if device_type is not None and mesh.device_type not in (None, device_type.upper()):
             raise MeshError(
-                f"devices of type {mesh.device_type} were given, and device_type={device_type!r}",
+                f"devices of type {mesh.device_type} contradict device_type={device_type!r}",
                 facts={"mesh": str(mesh)},
                 why="a mesh has devices of one type",
                 fix="leave device_type out",
@@ -73,7 +73,7 @@ def create_mesh(
     there = held_by.devices(device_type)
     mesh = Mesh(None, fill_in_size(dims, len(there)), mesh_name)
     kind = there[0].partition(":")[0]
-    missing = [f"{kind}:{i}" for i in range(len(there), mesh.size)]  # the engine's error names the fix
+    missing = [f"{kind}:{i}" for i in range(len(there), mesh.size)]  # the engine's error explains the fix
     return held_by.bind(mesh.with_devices([*there, *missing][: mesh.size]))
 
 
@@ -95,7 +95,7 @@ def list_device_names(engine: str | None = None, device_type: str | None = None)
 
 
 def simulate_devices(number: int, engine: str | None = None) -> None:
-    """Simulate devices on this machine's CPU in place of its real ones, so that larger meshes fit.
+    """Simulate devices on this machine's CPU instead of its real devices, to use larger meshes.
 
     To be called before the framework starts: right after the imports, or before them. In a program of several
     processes each one simulates so many; those of torch are devices themselves.
@@ -125,7 +125,7 @@ def simulate_devices(number: int, engine: str | None = None) -> None:
 
 
 def choose_engine_name() -> str:
-    """Return the engine of Keras's backend, or of the framework that alone is imported or installed.
+    """Return the engine of Keras's backend, or of the only framework that is imported or installed.
 
     Raises:
         EngineError: It is open which one that is; or Keras runs on one that has no engine.
@@ -146,11 +146,11 @@ def choose_engine_name() -> str:
     if len(there) == 1:
         return there[0]
     raise EngineError(
-        f"it is not clear which devices are meant: {' and '.join(imported)} are imported"
+        f"the engine is ambiguous: {' and '.join(imported)} are imported"
         if imported
-        else "it is not clear which devices are meant: no framework is imported",
+        else "the engine is ambiguous: no framework is imported",
         facts={} if imported else {"installed": ", ".join(there)},
-        why="without engine=, they are those of the imported framework",
+        why="without engine=, the only imported framework is used",
         fix=fix,
     )
 

@@ -21,13 +21,13 @@ from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.scope import apply, build, scope
 
 
-# Rules must not import adapters, so methods that need one are in this subclass of `RuleSet` (decisions/0038).
+# Rules must not import adapters, so the methods that need one are in this subclass (decisions/0038).
 class LayoutMap(ImportedMaps):
-    """A dict from a regex over variable paths to a layout.
+    """Map regexes over variable paths to layouts.
 
     Reading (`layout_map[path]`, `layout_map.get(path)`) looks the path up: an exact key first, then `re.match` over the
-    rules in insertion order; the first match wins, and no match gives `None`. All else (`in`, `del`, `pop`, `len`,
-    `items`, ...) is the dict of the rules themselves.
+    rules in insertion order; the first match wins, and no match gives `None`. Other methods (`in`, `del`, `pop`,
+    `len`, `items`, ...) work on the rules themselves.
 
     `activations` is a dict of the same kind, from regex over a layer's path to the layout of the layer's output.
 
@@ -106,7 +106,8 @@ class LayoutMap(ImportedMaps):
         return self._plan_tree(tree).to_named_shardings(tree)
 
     def _plan_tree(self, tree: object) -> Plan:
-        from layoutmap.engines.jax.trees import list_variables  # imported here, because it imports JAX
+        # imported here, so that plans need not load JAX
+        from layoutmap.engines.jax.trees import list_variables
 
         return make_plan(list_variables(tree), self).check()
 

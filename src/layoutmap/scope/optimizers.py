@@ -21,7 +21,7 @@ from layoutmap.scope.plan import Plan
 if TYPE_CHECKING:
     from layoutmap.adapters.jax.optimizers import OptimizerVariables
 
-# The adapter is imported inside functions, because it imports JAX.
+# Import the adapter inside functions, because it loads JAX.
 
 
 def plan_optimizer(
@@ -102,7 +102,7 @@ def _make_plan(
 
 
 def _choose_memory(assignment: Assignment, memory: str) -> Assignment:
-    """Return the assignment of a slot in a kind of memory. Counts, padded slots, and parameters stay."""
+    """Move the assignment of a slot to a memory kind. Counts, padded slots, and parameters keep theirs."""
     if not is_sharded_by_zero(assignment.variable) or assignment.is_padded:
         return assignment
     return replace(assignment, layout=assignment.layout.replace_memory(memory))
@@ -119,8 +119,8 @@ def _check_plan(
                     "shape": str(weight.shape),
                     "with a layout": f"{len(found.layouts)} of {len(found.weights)}",
                 },
-                why="slots are placed as their parameters are, and this one is on no mesh",
-                fix="build the parameters with layout_map.build(..), or lay them out: layout_map.apply(params)",
+                why="slots get the layouts of their parameters, and this parameter is on no mesh",
+                fix="build the parameters with layout_map.build(..), or shard them: layout_map.apply(params)",
             )
     plan = _make_plan(layout_map, found, zero_dim, memory).check(strict=strict)
     if text := format_warnings(plan):
@@ -153,7 +153,7 @@ def _get_init(tx: Any) -> Any:
         return tx.init
     raise ScopeError(
         "there is no optimizer",
-        why=f"what was passed for it is {describe_type(tx)}, without init and update",
+        why=f"the argument is {describe_type(tx)}, without init and update",
         fix="pass one of optax, as in optax.adamw(1e-3); a state that exists is laid out by apply_optimizer; an "
         "optimizer of Keras or torch needs neither: its slots have the layouts of their weights",
     )

@@ -1,4 +1,4 @@
-"""Plan a model, or build it with every variable in its layout.
+"""Plan a model, or build it with each variable created in its layout.
 
 `plan`, `scope`, `build` and `apply` are one path: variables are deferred, described, matched and checked, and then
 made. A plan stops before the last step. The file is longer than others for the docstrings of these, which are the
@@ -312,7 +312,7 @@ def _find_adapter(library: str | None) -> Building:
 
 
 def _open_scope(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]) -> Scope:
-    """Return a scope with the given options, after the devices of its mesh are started."""
+    """Open a scope with the given options, after starting the devices of its mesh."""
     adapter.check()
     engine, mesh = get_engine(adapter.engine_name), get_mesh(layout_map)
     bound = engine.bind(mesh)
@@ -321,8 +321,8 @@ def _open_scope(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]
         raise ScopeError(
             "no device of the mesh belongs to this process",
             facts={"mesh": str(bound), "devices": join_names(bound.devices or ())},
-            why="a process takes part with its own devices",
-            fix="open the scope only in processes that have these devices, or use a mesh of all: lm.create_mesh(..)",
+            why="a process can use only its own devices",
+            fix="open the scope only in processes with these devices, or use a mesh of all devices: lm.create_mesh(..)",
         )
     try:
         options, refusal = _check_options(adapter, given, mesh, across), None
@@ -331,7 +331,7 @@ def _open_scope(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]
     if across:
         from layoutmap.scope.process_group import check_options
 
-        # Compare processes before raising, so that an error in one is raised in all and none waits forever.
+        # Compare processes before raising, so that an error in one is raised in all and no process waits forever.
         compared = replace(options, progress=None, later=None) if options else refusal
         check_options(f"library={adapter.name!r}, {compared}", lambda values: engine.all_gather(values, mesh))
     if refusal is not None:
@@ -341,16 +341,15 @@ def _open_scope(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]
     try:
         engine.check_layout(replicated)
     except EngineError:
-        return context  # the plan reports it with all other problems
-    # Start simulated devices now, before the session starts, because some parts of the simulation cannot
-    # start inside of a session.
+        return context  # the plan reports this error with all other problems
+    # Start simulated devices before the session, because parts of the simulation cannot start inside one.
     engine.native(replicated, 0)
     return context
 
 
-# Adapters have options of their own, so they check those and the scope checks the rest (decisions/0171).
+# Adapters check their own options, and the scope checks the common ones (decisions/0171).
 def _check_options(adapter: Building, given: Mapping[str, Any], mesh: Mesh, across: bool) -> ScopeOptions:
-    """Return the options that were given by name, after a check."""
+    """Check the options that the user passed."""
     options = ScopeOptions(**{name: value for name, value in given.items() if name in NEUTRAL})
     check_dim("batch_dim", options.batch_dim, mesh, "the batch is sharded over it")
     if (
@@ -360,8 +359,8 @@ def _check_options(adapter: Building, given: Mapping[str, Any], mesh: Mesh, acro
         raise ScopeError(
             f"batch_dim={options.batch_dim!r} has {len(dims)} dims",
             facts={"mesh": str(mesh), "engine": adapter.engine_name},
-            why=f"an axis of an array of {adapter.engine_name} is sharded over one mesh dim at most",
-            fix="make a mesh in which one dim has all devices of the batch, or use JAX or PyTorch",
+            why=f"{adapter.engine_name} shards an axis over at most one mesh dim",
+            fix="use a mesh with one dim for the batch, or use JAX or PyTorch",
         )
     own = {name: value for name, value in given.items() if name not in NEUTRAL}
     return replace(options, own=adapter.read_own_options(own, options, across=across))
@@ -373,7 +372,7 @@ def make_model_in_scope(
     inputs: object,
     prepare: Callable[[object], object] | None = None,
 ) -> Any:
-    """Return the model that a function makes in a scope, complete with all its weights.
+    """Call a model function in a scope, and return the model with all its weights.
 
     Args:
         context: The scope.
@@ -392,22 +391,22 @@ def make_model_in_scope(
 def _call_and_check(
     context: Scope, make_model: Callable[[], Any], inputs: object, prepare: Callable[[object], object] | None
 ) -> Any:
-    """Call the function that makes a model, and check its result."""
+    """Call the model function, and check its result."""
     model = make_model()
     if model is None:
         raise ScopeError(
             "the function returned no model",
-            why="build and plan only see the model that the function returns",
-            fix="end it with: return model",
+            why="build and plan use the model that the function returns",
+            fix="end the function with: return model",
         )
     check_owner(model, context.adapter.name)
     model = model if prepare is None else prepare(model)
     if not context.session.made(model):
         raise ScopeError(
-            f"{type(model).__name__}: the function returned a model that existed before",
+            f"{type(model).__name__}: the function returned an existing model",
             facts={"model": getattr(model, "name", "")},
-            why="only what is made while the function runs is laid out; the model has not been changed",
-            fix="make the model inside the function, or lay out the existing one: layout_map.apply(model)",
+            why="only variables created in the function get layouts; the model was not changed",
+            fix="create the model inside the function, or shard the existing one: layout_map.apply(model)",
         )
     context.session.complete(model, inputs)
     return model

@@ -23,7 +23,7 @@ def suggest(
     batch_dim: BatchDim | None = None,
     library: str | None = None,
 ) -> LayoutMap:
-    """Return a first layout map for a model, with the reason for each rule.
+    """Suggest a first layout map for a model, with the reason for each rule.
 
     A model of a known family gets the rules of its preset. For any other model they follow from what its layers do with
     their weights: the first of two products is sharded by columns and the second by rows, attention by whole heads, a
@@ -66,13 +66,13 @@ def suggest(
         raise PlanError(
             f"suggest: {missing.what}",
             why=missing.why,
-            fix="pass an example of what the model is called with: suggest(.., inputs=..)",
+            fix="pass example inputs of the model: suggest(.., inputs=..)",
         )
     return suggest_layout_map(made, batch_dim)
 
 
 def suggest_layout_map(made: PlanTable, batch_dim: BatchDim | None) -> LayoutMap:
-    """Return a first layout map for the variables of a plan.
+    """Suggest a first layout map for the variables of a plan.
 
     Raises:
         PlanError: The mesh has no such dim.

@@ -353,7 +353,7 @@ class Programs:
             raise LayoutError(
                 f"{self._options.name}: no argument has a layout",
                 why="a step keeps the layouts of its arguments, and none of these is on a mesh",
-                fix="build the parameters with layout_map.build(..), or lay them out: layout_map.apply(params)",
+                fix="build the parameters with layout_map.build(..), or shard them: layout_map.apply(params)",
             )
         _, native, mesh = first
         check_dim(
