@@ -122,7 +122,7 @@ ERRORS = {
           layout  (batch, model)
           mesh    batch=2, model=4
           why     a layout has one sharding spec for each axis
-          fix     use (batch, model, unsharded), or a rule that does not match this one
+          fix     use (batch, model, unsharded), or change the rule so that it does not match this tensor
         """,
     ),
     "uneven": (

@@ -16,7 +16,7 @@ WORKER = Path(__file__).with_name("keras_disagreement_process.py")
 INITIALIZED = "up.kernel: the processes initialize it in different ways"
 VALUES = "up.kernel: its values differ between processes"
 OPTIONS = "the processes open this scope with different options"
-PROBLEMS = "the processes find different problems in one plan"
+PROBLEMS = "the processes find different problems in the same plan"
 BATCHES = "the processes pass different batches"
 LATE = {"rows of call 16": BATCHES, "rows of an epoch": BATCHES}
 # On JAX a process brings the rows of its devices, and here all devices hold the same.

@@ -190,7 +190,7 @@ def test_an_interrupt_while_values_are_made(monkeypatch):
             None,
             """
             the function returned no model
-              why   build and plan only see the model that the function returns
+              why   build and plan use the model that the function returns
               fix   end it with: return model
             """,
         ),

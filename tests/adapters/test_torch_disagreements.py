@@ -12,7 +12,7 @@ WORKER = Path(__file__).with_name("torch_disagreement_process.py")
 OPTIONS = "the processes open this scope with different options"
 BATCHES = "the processes pass different batches"
 NUMBERS = "the processes draw different random numbers"
-PROBLEMS = "the processes find different problems in one plan"
+PROBLEMS = "the processes find different problems in the same plan"
 
 
 def initialized(path):

@@ -349,7 +349,7 @@ def test_another_way_to_gather():
     with pytest.raises(lm.ScopeError) as caught:
         layout_map.build(lambda: torch.nn.Linear(2, 2), library="torch", gather="never")
     assert str(caught.value).splitlines() == [
-        "gather='never': this is not one of the choices",
+        "gather='never': this value is not allowed",
         "  choices  'fully_shard', 'own'",
         "  why      it says how weights that are sharded over batch_dim are gathered",
         "  fix      leave gather out, or pass gather='own'",

@@ -10,7 +10,7 @@ WORKER = Path(__file__).with_name("torch_own_rows_process.py")
 CASES = {2: ["batch=2"], 4: ["batch=4", "batch=2,model=2"]}
 REFUSED = {
     "no batch_dim": 'rows="own": the scope has no batch_dim',
-    "a choice": "rows='mine': this is not one of the choices",
+    "a choice": "rows='mine': this value is not allowed",
     "the global batch": "all processes pass the same rows",
     "own rows in the other mode": "the processes pass different batches",
     "unequal rows": "the processes pass different numbers of rows: ",

@@ -78,8 +78,8 @@ class Laws:
             first, last = stage[0], stage[-1]
             for each in stage:
                 for text in each["damaged"]:
-                    assert "its values are not those that were saved" in text
+                    assert "its values differ from the saved ones" in text
             for text in last["damaged"]:
-                assert text.splitlines()[0].endswith("its values are not those that were saved")
+                assert text.splitlines()[0].endswith("its values differ from the saved ones")
             for text in first["damaged"] if first is not last else ():
                 assert f"process {len(stage) - 1}" in text

@@ -157,7 +157,7 @@ def test_what_was_checked_is_read_once_while_there_is_room(tmp_path: Path, room:
     layout = Layout(("x", None), Mesh(None, "x=8"))
     step = saved(str(tmp_path), {"w": value}, {"w": layout})
     indices = [layout.shard_slices(value.shape, device) for device in range(8)]
-    step.room = room
+    step.cache_bytes = room
     for index in indices:
         step.check("w", index)
     first, second = ([step.read("w", index) for index in indices] for _ in range(2))

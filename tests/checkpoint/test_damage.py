@@ -143,7 +143,7 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
 
     assert [
-        f"{tmp_path}: no checkpoint can be written there",
+        f"{tmp_path}: checkpoints cannot be written there",
         "  why   the system says: Permission denied",
         "  fix   give this user the right to it, or name another directory",
     ] == lines
@@ -158,7 +158,7 @@ def test_a_directory_that_is_something_else_is_refused(tmp_path: Path) -> None:
     fix = "  fix   name a directory; there is "
     for name in ("file", "pipe", "nowhere"):
         lines = message(lambda name=name: save(tmp_path / name, 1, OLD))
-        assert (f"{tmp_path / name}: no checkpoint can be written there", fix) == (
+        assert (f"{tmp_path / name}: checkpoints cannot be written there", fix) == (
             lines[0],
             lines[-1][: len(fix)],
         )
@@ -310,9 +310,7 @@ def test_a_flipped_bit_in_a_data_file_is_found(tmp_path: Path) -> None:
             assert all(np.array_equal(step.read(path), array) for path, array in values.items())
         else:
             path = "w" if place < header + values["w"].nbytes else "b"
-            assert (
-                f"{path}: its values are not those that were saved" == message(lambda: read_all(tmp_path))[0]
-            )
+            assert f"{path}: its values differ from the saved ones" == message(lambda: read_all(tmp_path))[0]
             found += 1
         data[place] ^= 1 << place % 8
     assert sum(array.nbytes for array in values.values()) == found

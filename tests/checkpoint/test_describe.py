@@ -171,7 +171,7 @@ def test_verify_names_each_damaged_variable_and_file(directory: str, tmp_path: P
     file.write_bytes(data)
     (problem,) = lm.describe(tmp_path).verify()
 
-    assert "head.kernel: its values are not those that were saved" == problem.what
+    assert "head.kernel: its values differ from the saved ones" == problem.what
     assert str(file) == problem.facts["file"]
     assert f"{chunk.start} to {chunk.start + 512}" == problem.facts["bytes"]
 

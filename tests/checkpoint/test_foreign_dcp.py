@@ -174,5 +174,5 @@ def test_chunks_that_do_not_cover_a_tensor_are_refused(
         assert list(range(16)) == source.read("w").flatten().tolist()
         return
     for action in (source.read, source.check):
-        with pytest.raises(CheckpointError, match=f"w: values are missing, or there twice\n  why   {found} "):
+        with pytest.raises(CheckpointError, match=f"w: values are missing or stored twice\n  why   {found} "):
             action("w")

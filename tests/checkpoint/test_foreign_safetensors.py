@@ -113,7 +113,7 @@ LIES: dict[str, tuple[Callable[[Path], object], str]] = {
     "deep JSON": (lambda p: raw(p, b"[" * 100_000), "its header is not JSON"),
     "a list": (lambda p: raw(p, []), "its header is not a JSON object"),
     "truncated": (lambda p: raw(p, TWO, bytes(15)), "the file is truncated"),
-    "too long": (lambda p: raw(p, TWO, bytes(17)), "the file has more than its header says"),
+    "too long": (lambda p: raw(p, TWO, bytes(17)), "the file has more bytes than its header lists"),
     "outside": (lambda p: raw(p, {"a": entry(8, 16)}, bytes(16)), "'a' leaves a gap"),
     "overlap": (lambda p: raw(p, {"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "'b' overlaps 'a'"),
     "gap": (lambda p: raw(p, {"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)), "leaves a gap after 'a'"),
@@ -174,7 +174,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     for name in ("m-1.safetensors", "m-2.safetensors"):
         save_file({"a": np.ones(2, "float32")}, tmp_path / name)
 
-    with pytest.raises(CheckpointError, match="'a' is there twice"):
+    with pytest.raises(CheckpointError, match="'a' appears twice"):
         open_source(tmp_path)
 
 
@@ -185,7 +185,7 @@ def test_a_file_that_is_truncated_later_is_refused(tmp_path: Path) -> None:
     source = open_source(file)
     file.write_bytes(file.read_bytes()[:-4])
 
-    with pytest.raises(CheckpointError, match="the file has changed its size"):
+    with pytest.raises(CheckpointError, match="the size of the file has changed"):
         source.check("x")
     with pytest.raises(CheckpointError, match="the file is truncated"):
         source.read("x")
@@ -197,9 +197,7 @@ def test_a_pickle_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
 
     for path in (tmp_path / name, tmp_path):
-        with pytest.raises(
-            CheckpointError, match=r"(?s)pickles are not read.*never code.*checkpoint convert"
-        ):
+        with pytest.raises(CheckpointError, match=r"(?s)pickles are refused.*never code.*checkpoint convert"):
             open_source(path)
 
 
@@ -207,7 +205,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     """A file of another kind is refused with what is read, an empty folder as one without steps."""
     (tmp_path / "notes.txt").write_text("none")
 
-    with pytest.raises(CheckpointError, match="not a known kind of checkpoint"):
+    with pytest.raises(CheckpointError, match="the format of this checkpoint is not supported"):
         open_source(tmp_path / "notes.txt")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         open_source(tmp_path)

@@ -87,5 +87,5 @@ def test_safetensors_alone_reads_a_changed_value(tmp_path: Path):
     file.write_bytes(data)
 
     assert value.tobytes() != load_file(file)["x"].tobytes()
-    with pytest.raises(lm.CheckpointError, match="x: its values are not those that were saved"):
+    with pytest.raises(lm.CheckpointError, match="x: its values differ from the saved ones"):
         lm.describe(tmp_path).read("x")

@@ -303,10 +303,10 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
         lambda: lm.load(params, tmp_path, step=1, optimizer=optax.adam(1e-2).init(params)),
     )
     assert [
-        f"{tmp_path}/step-0: the checkpoint is not of this model",
-        f"{tmp_path}/step-0: the checkpoint is not of this model",
+        f"{tmp_path}/step-0: the checkpoint does not match this model",
+        f"{tmp_path}/step-0: the checkpoint does not match this model",
         "optimizer: of type optax.GradientTransformationExtraArgs, it has no state",
-        f"{tmp_path}/step-1: it has no state for the optimizer",
+        f"{tmp_path}/step-1: it has no optimizer state",
     ] == said
 
 
@@ -323,7 +323,7 @@ def test_missing_and_extra_and_other_types(tmp_path: Path) -> None:
     """What a checkpoint lacks is kept, what it has too many of is left out, and types are converted, if asked for."""
     lm.save({"a": jnp.ones(3), "b": jnp.ones(2)}, tmp_path)
     other = {"a": jnp.zeros(3, jnp.bfloat16), "c": jnp.zeros(4)}
-    assert [f"{tmp_path}/step-0: the checkpoint is not of this model"] == refusals(
+    assert [f"{tmp_path}/step-0: the checkpoint does not match this model"] == refusals(
         lambda: lm.load(other, tmp_path)
     )
     loaded = lm.load(other, tmp_path, missing="keep", extra="ignore", cast=True)

@@ -216,9 +216,7 @@ def test_a_run_that_goes_back_cannot_save_below_the_steps_that_it_left(tmp_path:
         assert not manager.save(model, 30)
         assert [30, 40, 50] == manager.steps
 
-    assert [f"{tmp_path}: step 34 cannot be saved, since there are later steps"] * 2 == [
-        e.what for e in errors
-    ]
+    assert [f"{tmp_path}: step 34 cannot be saved, because later steps exist"] * 2 == [e.what for e in errors]
     fix = 'load the step with later="delete" or later="keep"; or save into another directory, or delete these folders'
     assert [f"{fix} first: step-40, step-50"] * 2 == [error.fix for error in errors]
     assert ["step-30", "step-40", "step-50"] == names_in(tmp_path)
@@ -339,7 +337,7 @@ def test_what_becomes_of_later_steps_is_one_of_three(tmp_path: Path) -> None:
     saved_to_50(tmp_path)
     error = refused(lambda: lm.CheckpointManager(tmp_path).load(model_of(0), step=30, later="remove"))  # type: ignore[arg-type]
 
-    assert "later='remove': this is not one of the choices" == error.what
+    assert "later='remove': this value is not allowed" == error.what
     assert [30, 40, 50] == lm.CheckpointManager(tmp_path).steps
 
 
@@ -401,7 +399,7 @@ def test_a_new_run_cannot_save_below_the_steps_of_another(tmp_path: Path) -> Non
         error = refused(lambda: manager.save(model_of(2), 10))
         assert manager.save(manager.load(model_of(0)), 30)
 
-    assert f"{tmp_path}: step 10 cannot be saved, since there are later steps" == error.what
+    assert f"{tmp_path}: step 10 cannot be saved, because later steps exist" == error.what
     assert [20, 30] == manager.steps
 
 
@@ -451,7 +449,7 @@ def misname_the_line(step: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (flip_a_value, "its values are not those that were saved"),
+        (flip_a_value, "its values differ from the saved ones"),
         (misname_the_line, "the manifest was damaged"),
     ],
 )
@@ -564,7 +562,7 @@ def test_a_time_that_is_none_is_refused(tmp_path: Path, seconds: float) -> None:
     thread.join()
 
     assert f"preemption_seconds={seconds!r} cannot be used" == error.what
-    assert ["preemption_seconds: SIGTERM is not noted outside of the main thread"] == said
+    assert ["preemption_seconds: SIGTERM can be recorded only in the main thread"] == said
 
 
 PROGRAM = """

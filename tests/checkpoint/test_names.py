@@ -208,31 +208,31 @@ def test_what_does_not_fit_a_table_is_refused_by_name() -> None:
     for path in ("a", "one.a"):
         same.fit([path], (2, 3))
     with pytest.raises(CheckpointError, match=r"a and one\.a are one tensor"):
-        same.check_once(["a", "one.a"])
-    with pytest.raises(CheckpointError, match="its parts have several element types"):
+        same.check_unique_parts(["a", "one.a"])
+    with pytest.raises(CheckpointError, match="its parts have different dtypes"):
         RenamedSource(Arrays({"x": np.zeros(3), "y": np.zeros(3, "int8")}), table).fit(["a"], (2, 3))
     with pytest.raises(CheckpointError, match=r"(?s)no line for 1 variables.*b +not in the table"):
         rename_source(Arrays({"b": np.zeros(3)}), table)
-    with pytest.raises(CheckpointError, match="q: its shape does not fit the table"):
+    with pytest.raises(CheckpointError, match="q: its shape contradicts the name table"):
         rename_source(Arrays({"q": np.zeros(3)}), table)
 
 
 WRONG: dict[str, tuple[str, str]] = {
-    "no table": ("[1]", "not a table of names of version 1"),
-    "version": ("version: 2\nnames: {}", "not a table of names of version 1"),
+    "no table": ("[1]", "this is not a name table of version 1"),
+    "version": ("version: 2\nnames: {}", "this is not a name table of version 1"),
     "YAML": ("version: 1\nnames: {a: [b}", r"(?s)mine.yaml.*line  ?2"),
-    "key": ("version: 1\nnames: {}\nrules: {}", r"(?s)it has a key 'rules'.*line  3"),
+    "key": ("version: 1\nnames: {}\nrules: {}", r"(?s)it has an unknown key 'rules'.*line  3"),
     "names": ("version: 1\n\nnames: [a]", r"(?s)names is not a mapping.*line  3"),
     "own key": ("version: 1\nnames:\n  a: b\n  c: {to: d}", r"(?s)'c' cannot be read.*line  4.*a key 'to'"),
-    "no from": ("version: 1\nnames:\n  a: {axes: b -> b}", r"(?s)line  3.*from is a name"),
-    "stars": ("version: 1\nnames:\n  a.*: b", r"(?s)line  3.*'b' has the stars \[\], and the path"),
+    "no from": ("version: 1\nnames:\n  a: {axes: b -> b}", r"(?s)line  3.*from must be a name"),
+    "stars": ("version: 1\nnames:\n  a.*: b", r"(?s)line  3.*'b' has the stars \[\], but the path"),
     "axes": (
         "version: 1\nnames:\n  a: {from: b, axes: (c d -> c d}",
         r"(?s)line  3.*a parenthesis is not closed",
     ),
     "other axes": ("version: 1\nnames:\n  a: {from: b, axes: c -> d}", r"(?s)line  3.*on one side only"),
-    "no join": ("version: 1\nnames:\n  a: {from: [b, c]}", r"(?s)line  3.*axes says how they are joined"),
-    "two joins": ("version: 1\nnames:\n  a: {from: [b, c], axes: d -> e f d}", r"(?s)line  3.*here are 2"),
+    "no join": ("version: 1\nnames:\n  a: {from: [b, c]}", r"(?s)line  3.*axes, which says how to join them"),
+    "two joins": ("version: 1\nnames:\n  a: {from: [b, c], axes: d -> e f d}", r"(?s)line  3.*not 2"),
 }
 
 
@@ -287,9 +287,9 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
     class Broken(Arrays):
         def read(self, path: str, index: Index | None = None) -> np.ndarray:
-            raise CheckpointError("x: its values are not those that were saved")
+            raise CheckpointError("x: its values differ from the saved ones")
 
-    with pytest.raises(CheckpointError, match="not those that were saved"):
+    with pytest.raises(CheckpointError, match="differ from the saved ones"):
         export_source(Broken({"x": np.zeros(3)}), tmp_path / "x")
     with pytest.raises(CheckpointError, match="elements of type complex128 cannot be written"):
         export_source(Arrays({"x": np.zeros(3, "complex128")}), tmp_path / "x")
@@ -329,6 +329,6 @@ def test_a_format_is_one_module_and_one_line_of_the_registry(tmp_path, monkeypat
 
     assert [values.tobytes()] == [each.read_bytes() for each in folder.iterdir()]
     assert (0, values.tobytes()) == (code, (tmp_path / "again" / "x").read_bytes())
-    with pytest.raises(CheckpointError, match="format='gguf': this is no format of export"):
+    with pytest.raises(CheckpointError, match="format='gguf': this is not an export format"):
         export_source(Arrays({"x": values}), tmp_path / "other", format="gguf")
     assert not (tmp_path / "other").exists()

@@ -95,8 +95,8 @@ def test_sizes_follow_from_shapes_or_are_said_not_to() -> None:
         ("a b", "it has no ->"),
         ("a (b -> a b", "a parenthesis is not closed"),
         ("a, b -> a b", "',' is not expected"),
-        ("2/2 a -> a", "'2/2' is no part"),
-        ("a a -> a", "'a' is there twice"),
+        ("2/2 a -> a", "'2/2' is not a valid part"),
+        ("a a -> a", "'a' appears twice"),
         ("a b -> a c", "is on one side only"),
     ],
 )

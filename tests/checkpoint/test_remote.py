@@ -39,7 +39,7 @@ def test_urls_are_in_object_stores_and_paths_on_this_machine(tmp_path: Path) -> 
 
 def test_a_store_that_nothing_reaches_is_an_error() -> None:
     """A URL that fsspec does not know is an error that says what to install."""
-    with pytest.raises(CheckpointError, match="this cannot be reached") as found:
+    with pytest.raises(CheckpointError, match="this store cannot be accessed") as found:
         open_storage("nowhere://x")
     assert "pip install" in str(found.value)
 
@@ -169,7 +169,7 @@ def test_a_killed_save_is_a_step_or_none(s3: str, moment: str, steps: list[int])
 
 def test_a_save_into_a_bucket_that_is_not_there_says_so(s3: str) -> None:
     """It is not a file that was lost: the bucket is to be made, or its name to be corrected."""
-    with pytest.raises(CheckpointError, match="there is no such file, or no such bucket") as error:
+    with pytest.raises(CheckpointError, match="the file or the bucket does not exist") as error:
         save("s3://other-bucket/run", 1, values_of(0))
 
-    assert "make the bucket, or correct its name in the URL, and save again" == error.value.fix
+    assert "create the bucket, or correct its name in the URL, and save again" == error.value.fix

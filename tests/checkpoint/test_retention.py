@@ -85,7 +85,7 @@ def test_metrics_are_numbers() -> None:
     """What is not a number, and metrics without the one that compares, are refused by name."""
     with pytest.raises(CheckpointError, match=r"^metrics\['loss'\]: this is not a number"):
         check_metrics({"loss": "small"}, None)
-    with pytest.raises(CheckpointError, match=r"^metrics: there is no 'val_loss' among them"):
+    with pytest.raises(CheckpointError, match=r"^metrics: 'val_loss' is missing"):
         check_metrics({"loss": 1}, "val_loss")
 
     assert {"loss": 1.0} == check_metrics({"loss": 1}, "loss")

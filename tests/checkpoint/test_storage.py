@@ -131,7 +131,7 @@ def test_a_truncated_file_is_found_while_it_is_read(directory: str) -> None:
     save(directory, 3, values_of(0))
     change(directory, *data_of(directory), lambda data: data[:400])
 
-    with pytest.raises(CheckpointError, match="its values are not those that were saved") as found:
+    with pytest.raises(CheckpointError, match="its values differ from the saved ones") as found:
         StepSource(open_storage(directory)).read("d2.kernel")
     assert "missing bytes  8192" in str(found.value)
 
@@ -142,7 +142,7 @@ def test_a_flipped_bit_is_found(directory: str) -> None:
     change(directory, *data_of(directory), flipped)
     step = StepSource(open_storage(directory))
 
-    assert ["d2.kernel: its values are not those that were saved"] == [
+    assert ["d2.kernel: its values differ from the saved ones"] == [
         str(problem).splitlines()[0] for problem in step.problems()
     ]
 

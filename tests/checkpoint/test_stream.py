@@ -149,7 +149,7 @@ def test_any_two_ends_carry_one_stream_after_the_other(make_ends, tmp_path, monk
     here, there, close = make_ends() if make_ends else (tmp_path, str(tmp_path), list)
     try:
         for seed in range(3):
-            monkeypatch.setattr(stream_module, "_LEAST_FILE_BYTES", (1 << 30, 1, 2000)[seed])
+            monkeypatch.setattr(stream_module, "_MIN_FILE_BYTES", (1 << 30, 1, 2000)[seed])
             model, other = make_module(seed, 3000), make_module(9, 3000)
             _, errors = exchange(
                 lm.stream(model), lambda o=other: lm.receive(o, there, timeout_seconds=SECONDS), here
@@ -243,7 +243,7 @@ def test_what_was_not_sent_is_compared_with_the_model():
 def sent():
     """The bytes and records of one stream in several files."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_module, "_LEAST_FILE_BYTES", 5000)
+        patch.setattr(stream_module, "_MIN_FILE_BYTES", 5000)
         return record(lm.stream(make_module()))
 
 
@@ -369,7 +369,7 @@ def test_a_safetensors_file_of_other_tensors_is_refused(sent):
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "add", "swap", "copy", "link", "stream"])
 def test_a_damaged_folder_is_refused(damage, tmp_path, monkeypatch):
-    monkeypatch.setattr(stream_module, "_LEAST_FILE_BYTES", 1)
+    monkeypatch.setattr(stream_module, "_MIN_FILE_BYTES", 1)
     model, draw = make_module(1), random.Random(4)
     before = copy_state(model)
 

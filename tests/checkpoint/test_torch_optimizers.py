@@ -516,7 +516,7 @@ def test_data_that_does_not_take_up_its_state_changes_nothing(tmp_path: Path) ->
     torch.manual_seed(99)
     said = unchanged_by(lambda: lm.load(model, tmp_path, optimizer=optimizer, data=data), model, optimizer)
 
-    assert f"{tmp_path}/step-0: data cannot take up what was saved" == said
+    assert f"{tmp_path}/step-0: data cannot restore the saved state" == said
     assert [5, 6] == [each.row for each in data.values()]
 
 
@@ -538,7 +538,7 @@ def test_a_random_state_that_cannot_be_set_changes_nothing(tmp_path: Path, name:
     data, drawn = Loader(5), repr(random_states.read_states())
     said = unchanged_by(lambda: lm.load(model, tmp_path, optimizer=optimizer, data=data), model, optimizer)
 
-    assert f"{tmp_path}/step-0: the random states cannot take up what was saved" == said
+    assert f"{tmp_path}/step-0: the random states cannot restore the saved state" == said
     assert (5, drawn) == (data.row, repr(random_states.read_states()))
 
 
@@ -647,7 +647,7 @@ def test_an_optimizer_that_was_not_saved_is_refused(tmp_path: Path) -> None:
     train(model, optimizer, range(1))
     lm.save(model, tmp_path)
     said = unchanged_by(lambda: lm.load(model, tmp_path, optimizer=optimizer), model, optimizer)
-    assert f"{tmp_path}/step-0: it has no state for the optimizer" == said
+    assert f"{tmp_path}/step-0: it has no optimizer state" == said
     before = slots(model, optimizer)
     lm.load(model, tmp_path, optimizer=optimizer, missing="keep")
     assert before == slots(model, optimizer)

@@ -171,7 +171,7 @@ def test_verify_names_each_damaged_chunk(folder, capsys):
 
     assert 1 == code
     assert [
-        f"{path}: its values are not those that were saved" for path in ("up.kernel", "up.kernel", "up.bias")
+        f"{path}: its values differ from the saved ones" for path in ("up.kernel", "up.kernel", "up.bias")
     ] == [line for line in lines if line.endswith("those that were saved")]
     assert starts == [int(line.split()[1]) for line in lines if line.startswith("bytes")]
     assert [f"file   {data_file(folder, 2)}"] * 3 == [line for line in lines if line.startswith("file")]
@@ -214,7 +214,7 @@ def test_relayout_writes_the_same_bits_in_other_layouts(folder, capsys):
 
 def test_relayout_holds_a_block_at_a_time(folder, capsys, monkeypatch):
     """However large a shard is, what is read at once has the size of a block at most."""
-    monkeypatch.setattr(relayout, "MOST_BYTES", 2048)
+    monkeypatch.setattr(relayout, "MAX_BLOCK_BYTES", 2048)
     sizes = []
     read = lm.describe("saved").source.read
     kind = type(lm.describe("saved").source)
@@ -251,7 +251,7 @@ def test_a_damaged_step_is_not_relaid(folder, capsys):
     code, out, err = run(capsys, "relayout", "saved", "new", "--rules", "rules.yaml")
 
     assert (2, "", []) == (code, out, list((folder / "new").iterdir()))
-    assert "down.kernel: its values are not those that were saved" in err
+    assert "down.kernel: its values differ from the saved ones" in err
 
 
 def test_export_writes_what_others_read(folder, capsys):

@@ -450,7 +450,7 @@ def test_presets_are_listed(capsys):
     assert ["keras_hub:llama3_405b", "405,853,388,800"] in lines
 
 
-CANNOT = {
+FAILED = {
     ("plan", "cli_models:mkae"): "cli_models has no function 'mkae'",
     ("plan", "cli_models:make", "--rules", "none.yaml"): "none.yaml cannot be read",
     ("plan", "cli_models:make"): "the layout map has no mesh",
@@ -495,13 +495,13 @@ CANNOT = {
 }
 
 
-@pytest.mark.parametrize("arguments", CANNOT, ids=" ".join)
+@pytest.mark.parametrize("arguments", FAILED, ids=" ".join)
 def test_what_cannot_be_done_is_reported(arguments, capsys):
     """In this library's form, on stderr, with exit code 2."""
     code, _, err = run(capsys, *arguments)
 
     assert 2 == code
-    assert CANNOT[arguments] in err.removeprefix("layoutmap: planning cli_models:make\n")
+    assert FAILED[arguments] in err.removeprefix("layoutmap: planning cli_models:make\n")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.split())

@@ -204,7 +204,7 @@ def test_with_ends_picks_the_same_elements(data: st.DataObject, shape: tuple[int
 @pytest.mark.parametrize(
     ("index", "why"),
     [
-        ((slice(0, 4, 2), slice(0, 3)), "a block is an unbroken run along each axis, without a step"),
+        ((slice(0, 4, 2), slice(0, 3)), "a block is contiguous along each axis, so its slices have no step"),
         ((slice(0, 4),), "an array of 2 axes needs 2 slices, not 1"),
     ],
 )

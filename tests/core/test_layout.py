@@ -207,7 +207,7 @@ layout ((batch, unsharded),): spec 'unsharded' of axis 0 is not allowed
         """\
 layout (match,): spec 'match' of axis 0 is not allowed
   mesh  batch=2, model=4
-  why   'match' is for TensorFlow's own use and lays nothing out
+  why   'match' is reserved for TensorFlow and shards nothing
   fix   use one of 'batch', 'model', 'unsharded'""",
     ),
     "a number as a spec": (
@@ -357,7 +357,7 @@ layout: a layout of rank 2 for a tensor of rank 1
   layout  (unsharded, model)
   mesh    batch=2, model=4
   why     a layout has one sharding spec for each axis
-  fix     use (unsharded,), or a rule that does not match this one""",
+  fix     use (unsharded,), or change the rule so that it does not match this tensor""",
     ),
     "a negative size": (
         lambda: Layout([None], MESH).local_shape_from_global_shape((-4,)),
@@ -373,7 +373,7 @@ the shape (None, 8) is not fully known
   layout  (unsharded, model)
   mesh    batch=2, model=4
   why     None and -1 stand for a size that is not known yet
-  fix     give all sizes, or ask local_shape_from_global_shape, which leaves unknown ones as they are""",
+  fix     give all sizes, or call local_shape_from_global_shape, which accepts unknown sizes""",
     ),
 }
 

@@ -241,7 +241,7 @@ BAD_MESHES = {
             "mesh dim 'model' of size 0 is not allowed\n"
             "  mesh  batch=2, model=0\n"
             "  why   a dim has at least one device\n"
-            "  fix   ('model', 1) is a dim that shards nothing"
+            "  fix   use size 1, ('model', 1), for a dim that shards nothing"
         ),
     ),
     "size -1": (
@@ -250,7 +250,7 @@ BAD_MESHES = {
             "mesh dim 'model' of size -1 is not allowed\n"
             "  mesh  batch=2, model=-1\n"
             "  why   a dim has at least one device\n"
-            "  fix   only create_mesh works a size of -1 out, from the devices there are"
+            "  fix   call create_mesh, which computes a size of -1 from the number of devices"
         ),
     ),
     "a mistake in a size": (
@@ -276,7 +276,7 @@ BAD_MESHES = {
         (
             "mesh dim '' of size 2 is not allowed\n"
             "  mesh  =2\n"
-            "  why   a dim is referred to by its name\n"
+            "  why   layouts refer to a dim by its name\n"
             '  fix   name it, as in ("model", 4)'
         ),
     ),
@@ -285,7 +285,7 @@ BAD_MESHES = {
         (
             "mesh dim 'unsharded' of size 2 is not allowed\n"
             "  mesh  unsharded=2\n"
-            "  why   'unsharded' is a word of layouts, not a dim\n"
+            "  why   layouts reserve 'unsharded' for axes that are not sharded\n"
             "  fix   use another name"
         ),
     ),
@@ -318,7 +318,7 @@ BAD_MESHES = {
             "device 'CPU:0' appears twice in a mesh\n"
             "  mesh     x=3\n"
             "  devices  CPU:0, CPU:1, CPU:0\n"
-            "  why      each place of a mesh is another device\n"
+            "  why      each position of a mesh has a different device\n"
             "  fix      list each device once"
         ),
     ),
@@ -384,8 +384,8 @@ BAD_MESHES = {
         (
             "local device ids 1, 2 do not fit the mesh\n"
             "  mesh  x=2\n"
-            "  why   they are places in the mesh, 0 to 1, each once and ascending\n"
-            "  fix   list the places of this process's devices in ascending order, or leave them out"
+            "  why   they are positions in the mesh, 0 to 1, each once and in ascending order\n"
+            "  fix   list the positions of this process's devices in ascending order, or leave the argument out"
         ),
     ),
     "a local device without a name": (
@@ -394,7 +394,7 @@ BAD_MESHES = {
             "local device 1 has no name\n"
             "  mesh  x=2\n"
             "  why   only the devices of other processes may be unknown\n"
-            "  fix   name it, or take its place out of local_device_ids"
+            "  fix   name the device, or remove its position from local_device_ids"
         ),
     ),
     "an unknown dim": (
@@ -428,14 +428,14 @@ BAD_MESHES = {
         lambda: fill_in_size(parse_mesh_dims("x=-1,y=-1"), 8),
         (
             "mesh dims x, y all have size -1\n"
-            "  why   only one size can be worked out from the number of devices\n"
+            "  why   the number of devices determines only one unknown size\n"
             "  fix   give all sizes but one"
         ),
     ),
     "an open size that does not divide": (
         lambda: fill_in_size(parse_mesh_dims("x=-1,y=3"), 8),
         (
-            "mesh dim 'x' of size -1 cannot be worked out\n"
+            "mesh dim 'x' of size -1 cannot be determined\n"
             "  mesh     x=-1, y=3\n"
             "  devices  8\n"
             "  why      8 devices are not a multiple of 3\n"

@@ -49,8 +49,8 @@ REFUSED = {
     ),
     "set": ("version: 1\nrules: !!set {a}", 2, "the tag tag:yaml.org,2002:set is not read"),
     "merge": ("version: 1\nrules:\n  a: &a [x]\n  <<: *a", 4, "the merge key << is not read"),
-    "key twice": ("version: 1\nrules:\n  a: [x]\n  'a': [y]", 4, "'a' is there twice"),
-    "null twice": ("version: 1\nrules:\n  ~: [x]\n  null: [y]", 4, "None is there twice"),
+    "key twice": ("version: 1\nrules:\n  a: [x]\n  'a': [y]", 4, "'a' appears twice"),
+    "null twice": ("version: 1\nrules:\n  ~: [x]\n  null: [y]", 4, "None appears twice"),
     "deep": ("version: 1\nrules: {a: " + "[" * 900, 2, "it is nested more than 10 deep"),
     "bomb": (BOMB, 5, "its aliases repeat more than 100000 values"),
     "one long list": (

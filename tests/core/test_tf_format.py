@@ -164,14 +164,14 @@ local device ids and local devices differ in number: 2 and 1
             "|x=2|0,1|0,2|CPU:0,CPU:1",
             """\
 local device ids [0, 2] are outside the mesh
-  why   they are places in the mesh, and it has 2
+  why   they are positions in the mesh, and it has 2 devices
   fix   use ids from 0 to 1""",
         ),
         (
             "|x=2|0,1|1|CPU:7|CPU:0,CPU:1",
             f"""\
 local device 1 is 'CPU:7' and also 'CPU:1'
-  why   a device has one name, among this process's devices and among all
+  why   the list of this process's devices and the list of all devices name it differently
   fix   {MESH_FORM}""",
         ),
     ],

@@ -208,7 +208,7 @@ def test_a_machine_without_a_number_has_the_mesh_and_a_machine_may_be_given():
         ({"batch_dim": "data"}, "batch_dim='data' has no effect without on=", "leave batch_dim out"),
         ({"verify": True}, "verify=True has no effect without on=", "leave verify out"),
         ({"remat": "up"}, "remat='up' has no effect without on=", "leave remat out"),
-        ({"on": "h100", "remat": "("}, "remat='(' names no layers", "write remat='blocks'"),
+        ({"on": "h100", "remat": "("}, "remat='(' is not a regex for layers", "write remat='blocks'"),
     ],
 )
 def test_what_cannot_be_counted_is_refused_before_a_model_is_made(options, what, fix):

@@ -406,7 +406,7 @@ def test_layers_to_recompute_that_there_are_not():
 
     assert "Block: remat matches none of its layers" == error(lambda: Block(nnx.Rngs(0)), "blocks")
     assert "dict: remat matches none of its layers" == error(pytree, "blocks")
-    assert "remat='(' names no layers" == error(pytree, "(")
+    assert "remat='(' is not a regex for layers" == error(pytree, "(")
 
 
 def test_a_batch_dim_that_the_mesh_does_not_have_is_refused(block):

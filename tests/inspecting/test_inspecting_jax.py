@@ -323,7 +323,7 @@ def test_a_plan_that_was_read_off_is_a_plan():
     kernel, scale = plan.explain("up.kernel", rows), plan.explain("norm.scale", rows)
     assert re.search(r"the map says  rule 1 .*: \(model, unsharded\)\n +another layout", kernel)
     assert re.search(r"the map says  rule 2 .*: \(unsharded,\)\n +the same", scale)
-    assert "it is as it was found" in plan.explain("up.kernel")
+    assert "it keeps its layout" in plan.explain("up.kernel")
 
 
 def test_what_rules_cannot_say_is_told_when_they_are_read_off():

@@ -153,7 +153,7 @@ def test_processes_with_different_models_are_told(every):
 def test_a_guard_is_a_hook_of_an_optimizer(told):
     """A process whose gradient was another one is told at the next comparison, in all processes."""
     assert [
-        "the model is no longer as planned, at step 2",
+        "the model differs from its plan at step 2",
         ["blocks.0.up.bias: its replicas have drifted apart"],
     ] == told["guarded"]
 

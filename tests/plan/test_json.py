@@ -194,11 +194,11 @@ STRICT = {
     "facts": (changed(problems=[{**NOTE, "facts": [["a", 1]]}]), "problems[0].facts[0][1] is not text"),
     "variable twice": (
         changed(variables=[ONE, {**ONE, "model": "a"}, ONE]),
-        "variables[2]: 'd' is there twice",
+        "variables[2]: 'd' appears twice",
     ),
     "key twice": (
         variable().replace('"dtype"', '"path": "e", "dtype"'),
-        "variables[0]: key 'path' is there twice",
+        "variables[0]: key 'path' appears twice",
     ),
     "mesh dim's key twice": (
         variable().replace('"dims": {', '"dims": {"batch": 2, '),

@@ -83,8 +83,8 @@ def test_twice_as_many_variables_and_rules_are_twice_the_work(
         counts["text"] = calls_of(lambda: str(plan))
         return counts
 
-    monkeypatch.setattr(planner, "MOST_COMPARISONS", 50)
-    monkeypatch.setattr(rule_problems, "MOST_COMPARISONS", 50)  # the bound of what is no matter of size
+    monkeypatch.setattr(planner, "MAX_COMPARISONS", 50)
+    monkeypatch.setattr(rule_problems, "MAX_COMPARISONS", 50)  # the bound of what is no matter of size
     work(20)  # what is imported and kept
     monkeypatch.setattr(re, "compile", Regex)
     once, twice = work(200), work(400)

@@ -97,7 +97,7 @@ error: flat: a layout of rank 2 for a tensor of rank 1
   layout  (unsharded, model)     rule 8  flat
   mesh    batch=2, model=4
   why     a layout has one sharding spec for each axis
-  fix     use (unsharded,), or a rule that does not match this one
+  fix     use (unsharded,), or change the rule so that it does not match this tensor
 
 error: odd: axis 1 cannot be split evenly
   shape   (16, 6)
@@ -182,7 +182,7 @@ blocks.1.up.kernel
   layout      (batch, model)
   per device  8 x 16, 512 B
   because     rule 3  .*\.up\.kernel
-  change it   the first rule that matches wins: put one before rule 3, or change that
+  change it   change rule 3, or add a rule before it: the first rule that matches wins
 """,
     "blocks.1.up.lora_a": r"""
 blocks.1.up.lora_a
@@ -190,7 +190,7 @@ blocks.1.up.lora_a
   layout      (unsharded, model)
   per device  16 x 2, 128 B
   because     rule 5  .*lora_a$, which is meant for it and not for its parent blocks.1.up.kernel
-  change it   the first rule that matches wins: put one before rule 5, or change that
+  change it   change rule 5, or add a rule before it: the first rule that matches wins
 """,
     "blocks.0.key.kernel": r"""
 blocks.0.key.kernel
@@ -203,7 +203,7 @@ blocks.0.key.kernel
                 layout  (unsharded, model)     rule 4  .*\.key\.kernel
                 mesh    batch=2, model=4
                 why     6 is not a multiple of 4, and rule 4 has uneven="replicate"
-  change it   the first rule that matches wins: put one before rule 4, or change that
+  change it   change rule 4, or add a rule before it: the first rule that matches wins
 """,
     "packed.kernel": r"""
 packed.kernel
@@ -217,7 +217,7 @@ packed.kernel
                 layout  (unsharded, model)     rule 6  packed
                 mesh    batch=2, model=4
                 why     2 is not a multiple of 4, and it is sharded as its rule shards the weight that it replaces, as far as that divides it
-  change it   the first rule that matches wins: put one before rule 6, or change that
+  change it   change rule 6, or add a rule before it: the first rule that matches wins
 """,  # noqa: E501
     "head": r"""
 tokens
@@ -236,7 +236,7 @@ tokens
                   first lost  tokens to rule 1  head
                   why         the first rule that matches wins
                   fix         put it before rule 1, or delete it
-  change it     a rule that is the path itself wins over all others: change rule 1
+  change it     change rule 1: a rule that equals the path wins over all others
 """,
     "flat": r"""
 flat
@@ -249,8 +249,8 @@ flat
                 layout  (unsharded, model)     rule 8  flat
                 mesh    batch=2, model=4
                 why     a layout has one sharding spec for each axis
-                fix     use (unsharded,), or a rule that does not match this one
-  change it   a rule that is the path itself wins over all others: change rule 8
+                fix     use (unsharded,), or change the rule so that it does not match this tensor
+  change it   change rule 8: a rule that equals the path wins over all others
 """,
     "odd": r"""
 odd
@@ -265,7 +265,7 @@ odd
                  mesh    batch=2, model=4
                  why     6 is not a multiple of 4
                  fix     set uneven="pad", which costs 32 B per device, or uneven="shrink"
-  change it    a rule that is the path itself wins over all others: change rule 9
+  change it    change rule 9: a rule that equals the path wins over all others
 """,
     "norm.moving_mean": r"""
 norm.moving_mean
@@ -420,21 +420,21 @@ def test_a_path_that_no_variable_has():
             r"""
 blocks.3.up.kernel: rule 1  .*\.kernel -> (unsharded, model)
   also matches  rule 3  blocks.*: would give (batch,)  uneven="shrink"
-  change it     the first rule that matches wins: put one before rule 1, or change that
+  change it     change rule 1, or add a rule before it: the first rule that matches wins
 """,
         ),
         (
             "blocks.3.up.gate",
             r"""
 blocks.3.up.gate: rule 3  blocks.* -> (batch,)  uneven="shrink"
-  change it  the first rule that matches wins: put one before rule 3, or change that
+  change it  change rule 3, or add a rule before it: the first rule that matches wins
 """,
         ),
         (
             "d1",
             r"""
 d1: rule 2  d1 -> (unsharded,)
-  change it  a rule that is the path itself wins over all others: change rule 2
+  change it  change rule 2: a rule that equals the path wins over all others
 """,
         ),
         (

@@ -771,7 +771,7 @@ def test_the_page_of_a_checkpoint(browser, show, tmp_path):
     show(SimpleNamespace(to_html=lambda: found.to_html(found.verify())))
 
     assert "damage\n1 error" in text(browser, "#totals")
-    assert "up.bias: its values are not those that were saved" in text(browser, "#problems")
+    assert "up.bias: its values differ from the saved ones" in text(browser, "#problems")
     find(browser, "#problems button").click()
     assert "up.bias" == chosen(browser)
 

@@ -167,6 +167,6 @@ def test_a_key_that_is_no_regex_is_refused_with_what_to_write():
 @pytest.mark.parametrize("given", [{}, None, "a map", lm.LayoutMap(MESH)])
 def test_what_is_no_map_of_keras_is_refused(given):
     """By what it is."""
-    with pytest.raises(RuleError, match=r"from_keras: .* is not a layout map of Keras") as refused:
+    with pytest.raises(RuleError, match=r"from_keras: .* is not a Keras layout map") as refused:
         lm.LayoutMap.from_keras(given)
     assert "Llama3Backbone.get_layout_map(device_mesh)" in refused.value.fix

@@ -114,14 +114,14 @@ def test_an_array_without_a_spec_has_no_rule():
 SHAPES = {"d.kernel": (8, 8), "d.bias": (8,)}
 REFUSED = {
     "a list": ([("d", ())], "is not a dict", "pass a dict by path"),
-    "another array": ({"d.kernal": ()}, "d.kernal is none of the arrays", "did you mean d.kernel?"),
+    "another array": ({"d.kernal": ()}, "d.kernal is not one of the arrays", "did you mean d.kernel?"),
     "a text": (
         {"d.kernel": "tensor"},
         "'tensor' is not a PartitionSpec",
         'write PartitionSpec(None, "model")',
     ),
     "a number": ({"d.kernel": 3}, "3 is not a PartitionSpec", "or a tuple"),
-    "an entry": ({"d.kernel": (3,)}, "entry 3 of axis 0 cannot be expressed in a layout", "leave it out"),
+    "an entry": ({"d.kernel": (3,)}, "entry 3 of axis 0 is not supported in a layout", "leave it out"),
     "too many": ({"d.bias": ("fsdp", None)}, "2 entries for an array of 1 axes", "leave entries out"),
     "a dim": ({"d.bias": ("model",)}, "spec 'model' of axis 0 is not allowed", "use one of 'fsdp', 'tensor'"),
     "a dim twice": ({"d.kernel": ("fsdp", "fsdp")}, "spec 'fsdp' of axis 1 is not allowed", "leave axis 1"),
@@ -129,7 +129,7 @@ REFUSED = {
 
 
 BAD_RULES = {
-    "a dict": ({"wq": ()}, "are no rules", "write a list of pairs"),
+    "a dict": ({"wq": ()}, "are not rules", "write a list of pairs"),
     "no pair": (["wq"], "rule 1 is 'wq'", "write it as in"),
     "three": ([("wq", (), ())], "rule 1 is ('wq', (), ())", "write it as in"),
     "no regex": ([("*wq", ())], "from_partition_rules: rule 1 '*wq' is not a regex", "'.*wq'"),
@@ -188,7 +188,7 @@ BAD_LOGICAL = {
         "different",
     ),
     "rank": ([("mlp", None)], {"up.bias": ("mlp", None)}, "linen", "up.bias: 2 entries", "leave entries out"),
-    "path": ([], {"up.bia": ("mlp",)}, "nnx", "up.bia is none of the arrays", "did you mean up.bias?"),
+    "path": ([], {"up.bia": ("mlp",)}, "nnx", "up.bia is not one of the arrays", "did you mean up.bias?"),
     "both": ([("mlp", "fsdp"), ("embed", "fsdp")], LOGICAL, "nnx", "spec 'fsdp' of axis 1", "leave axis 1"),
 }
 WRONG = {

@@ -97,7 +97,7 @@ def test_the_message_says_what_to_write():
         lm.LayoutMap.from_yaml(write_rules(["(a+)+b"]))
 
     assert r"""
-rules file: rule '(a+)+b' could take too long on a path that it does not match
+rules file: rule '(a+)+b' could take too long on a path without a match
   why   a repeated group holds a repeat or an alternative
   fix   write [^.]+ for a part of a path and (\w+\.)* for several, or make a repeat possessive, as in \w++""" == (
         f"\n{refused.value}"

@@ -239,7 +239,7 @@ BAD = {
         lambda: converted(Named()),
         f"""
         {Named.__module__}.Named has no tp_plan
-          why   transformers ships plans for part of its models, in the config of each part
+          why   transformers has plans only for some models, in the config of each submodel
           fix   pass a model, a config, or a plan: {{"layers.*.self_attn.q_proj": "colwise", ...}}
         """,
     ),
@@ -247,7 +247,7 @@ BAD = {
         lambda: converted(Named),
         f"""
         {Named.__module__}.Named has no tp_plan
-          why   it is a class, and the plan is in part that of a model's config
+          why   it is a class, and part of the plan is in the config of an instance
           fix   pass a model, a config, or a plan: {{"layers.*.self_attn.q_proj": "colwise", ...}}
         """,
     ),
@@ -255,7 +255,7 @@ BAD = {
         lambda: converted(SimpleNamespace(base_model_tp_plan=None, text_config=1, vision_config=2)),
         """
         types.SimpleNamespace has no tp_plan
-          why   transformers ships plans for part of its models, in the config of each part
+          why   transformers has plans only for some models, in the config of each submodel
           fix   pass the config of a part, as in config.text_config, and its prefix
         """,
     ),
@@ -278,8 +278,8 @@ BAD = {
     "a star that is no layer's number": (
         lambda: converted({"layer*": "colwise"}),
         """
-        tp_plan entry 'layer*': its * is next to other characters
-          why   * stands for the number of a layer, alone between dots
+        tp_plan entry 'layer*': its * is not a complete part of the path
+          why   * stands for the number of a layer, and must be between dots
           fix   write it as in 'layers.*.mlp.up_proj'
         """,
     ),
@@ -295,21 +295,21 @@ BAD = {
     "no prefix": (
         lambda: converted(LLAMA, SHAPES),
         """
-        tp_plan: none of its entries is for a parameter of the model
+        tp_plan: no entry matches a parameter of the model
           entry      layers.*.self_attn.q_proj
           parameter  model.embed_tokens.weight
-          why        their paths begin differently
+          why        the model's paths have another prefix
           fix        from_tp_plan(..., prefix='model.')
         """,
     ),
     "another model": (
         lambda: converted(LLAMA, {"a": (2, 2)}),
         """
-        tp_plan: none of its entries is for a parameter of the model
+        tp_plan: no entry matches a parameter of the model
           entry      layers.*.self_attn.q_proj
           parameter  a
-          why        it is another model's plan
-          fix        use the model's own plan
+          why        the plan belongs to another model
+          fix        use the plan of this model
         """,
     ),
     "one entry for two ranks": (
@@ -317,7 +317,7 @@ BAD = {
         """
         tp_plan entry 'a.*': its parameters have 2 and 3 axes
           one of them  a.1.weight
-          why          one rule gives one layout, with a spec for each axis
+          why          a rule gives one layout, with a spec for each axis
           fix          write an entry for each of them
         """,
     ),

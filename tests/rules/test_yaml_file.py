@@ -118,7 +118,7 @@ def test_another_mesh_may_take_the_place_of_the_files():
         (
             "version: 1\nrules:\n  a: [model]\n  a: [null]\n",
             """\
-rules file: 'a' is there twice
+rules file: 'a' appears twice
   line  4
   why   two rules for one pattern contradict each other
   fix   delete one of them""",

@@ -316,7 +316,7 @@ def test_a_wrong_value_is_found_before_anything_is_replaced(monkeypatch):
         return [(numbers, spoil(move)) for numbers, move in real(*args)]
 
     monkeypatch.setattr(sync, "_get_movers", get_movers)
-    with pytest.raises(lm.CheckpointError, match="1 variable arrived with other values") as error:
+    with pytest.raises(lm.CheckpointError, match="1 variable arrived with wrong values") as error:
         sync(verify=True)
 
     assert "layer1" in str(error.value)

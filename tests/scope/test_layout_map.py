@@ -60,7 +60,7 @@ def test_a_key_that_does_not_match_itself_is_found_exactly():
     assert ROW == layout_map["a0"]
     assert """\
 a[0]: rule 1  a[0] -> (model, unsharded)
-  change it  a rule that is the path itself wins over all others: change rule 1""" == str(
+  change it  change rule 1: a rule that equals the path wins over all others""" == str(
         layout_map.match("a[0]")
     )
 
@@ -94,7 +94,7 @@ def test_a_match_explains_itself():
     assert """\
 d1.kernel: rule 1  .*\\.kernel -> (unsharded, model)
   also matches  rule 2  d1.*: would give (model, unsharded)
-  change it     the first rule that matches wins: put one before rule 1, or change that""" == str(
+  change it     change rule 1, or add a rule before it: the first rule that matches wins""" == str(
         layout_map.match("d1.kernel")
     )
 
@@ -428,7 +428,7 @@ rule 'new': layout (unsharded, modle): spec 'modle' of axis 1 is not allowed
 rule 'new': its layout is on another mesh
   map's     batch=2, model=4
   layout's  model=8
-  why       all variables of a model are on one mesh
+  why       all variables of a model share one mesh
   fix       use the map's mesh, or make another map""",
     ),
     "an activation that is there": (
@@ -484,8 +484,8 @@ def test_specs_for_a_map_without_a_mesh_are_refused_and_it_takes_no_mesh():
 
     assert """\
 rule 'new': sharding specs (None, 'model') have no mesh
-  why   a tuple of specs is bound to the layout map's mesh, and it has none
-  fix   make the map with one, LayoutMap(mesh), or pass a Layout""" == str(raised.value)
+  why   sharding specs need the layout map's mesh, and this map has none
+  fix   create the map with a mesh, LayoutMap(mesh), or pass a Layout""" == str(raised.value)
     assert layout_map.mesh is None
     assert 0 == len(layout_map)
 

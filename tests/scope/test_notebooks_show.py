@@ -61,7 +61,7 @@ def test_treescope_shows_it(shown, name, words):
 CELLS = [
     """
 import importlib, keras, layoutmap as lm
-importlib.import_module("layoutmap.scope.progress")._PATIENCE_SECONDS = 0  # as if it took long
+importlib.import_module("layoutmap.scope.progress")._DELAY_SECONDS = 0  # as if it took long
 
 def make():
     return keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="up"), keras.layers.Dense(8, name="out")])

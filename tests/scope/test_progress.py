@@ -31,7 +31,7 @@ def test_without_a_terminal_only_a_log_is_written(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing by default, and one line that is overwritten where the program asks for it."""
-    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(progress, "_DELAY_SECONDS", 0)
     assert "" == said(capsys, None) == said(capsys, False)
     assert "\rlayoutmap: it takes, 0 s" in said(capsys, True)
 
@@ -40,7 +40,7 @@ def test_on_a_terminal_a_log_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is overwritten as without."""
-    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(progress, "_DELAY_SECONDS", 0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert "\n" not in said(capsys, "log")
     assert "" != said(capsys, "log")

@@ -1,4 +1,4 @@
-"""Read and write checkpoints: the place and the checksum of each variable's bytes in files.
+"""Read and write checkpoints: files with the chunks of each variable, and a manifest with their offsets and checksums.
 
 Nothing here knows a framework or a model. `scope.saving` and `scope.loading` join it with engines and adapters.
 """

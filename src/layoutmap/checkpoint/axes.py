@@ -1,9 +1,8 @@
 """Permute, split, and merge the axes of arrays by expressions such as `(heads size) width -> width heads size`.
 
 Each side names the axes of an array in their order. Several names in parentheses are one axis, the first of them the
-slowest. `1/3` stands for a fixed place: the second of three equal parts, counted from 0. With nothing but that, values
-are moved and never computed, so whatever is written this way can be read both ways, bit for bit, and a block of one
-array is found in blocks of the other.
+slowest. `1/3` selects a part: the second of three equal parts, counted from 0. An expression moves values and never
+computes any, so it is exact in both directions, and each block of one array maps to blocks of the other.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from layoutmap.checkpoint.chunks import choose_chunk_shape, split_shard
 from layoutmap.core.blocks import Index, NumpyArray, compute_block_shape, make_relative_index
 
 _TOKEN = re.compile(r"\s*([()]|\d+/\d+|[A-Za-z_]\w*|\S)")
-_STEP_BYTES = 1 << 24  # bytes of a block to read at once, before they are copied into the result
+_STEP_BYTES = 1 << 24  # maximum bytes to read at once before they are copied into the result
 
 Span = tuple[int, int]
 
@@ -36,14 +35,14 @@ class AxisPart:
 
 Atom = str | AxisPart
 Side = tuple[tuple[Atom, ...], ...]
-"""The axes of an array, each of one or several atoms, the slowest first."""
+"""The axes of an array. Each axis joins one or several atoms, the slowest first."""
 
 
 def parse_axes(text: str) -> tuple[Side, Side]:
-    """Return the two sides of an expression such as `(heads size) width -> width heads size`.
+    """Parse an expression such as `(heads size) width -> width heads size` into its two sides.
 
     Raises:
-        ValueError: It cannot be read; says why.
+        ValueError: The expression is invalid; the message says why.
 
     Example:
         >>> parse_axes("(heads size) width -> width heads size")
@@ -56,7 +55,7 @@ def parse_axes(text: str) -> tuple[Side, Side]:
 
 
 def check_sides(here: Side, there: Side) -> None:
-    """Raise unless both sides have the same names, each once.
+    """Raise unless both sides have the same axis names, each once.
 
     Raises:
         ValueError: They do not; says which.
@@ -64,13 +63,13 @@ def check_sides(here: Side, there: Side) -> None:
     names = [[atom for axis in side for atom in axis if isinstance(atom, str)] for side in (here, there)]
     for found in names:
         if again := next((name for name in found if found.count(name) > 1), None):
-            raise ValueError(f"{again!r} is there twice on one side")
+            raise ValueError(f"{again!r} appears twice on one side")
     if one := next(iter({*names[0]} ^ {*names[1]}), None):
         raise ValueError(f"{one!r} is on one side only")
 
 
 def solve_sizes(sides: Sequence[tuple[Side, Sequence[int]]]) -> dict[str, int] | None:
-    """Return the size of each axis name from array shapes, or `None` if they do not determine all sizes.
+    """Compute the size of each axis name from array shapes, or return `None` if they do not determine all sizes.
 
     Example:
         >>> here, there = parse_axes("(heads size) width -> width heads size")
@@ -110,7 +109,7 @@ def fill_block(
     sizes: Mapping[str, int],
     read: Callable[[Index], NumpyArray],
 ) -> int:
-    """Fill a block of one array from another array with permuted, split, or merged axes.
+    """Fill a block of an array from another array, and permute, split, or merge the axes.
 
     Args:
         result: The block.
@@ -136,7 +135,7 @@ def fill_block(
                 for atom, (start, _) in zip(inside, box, strict=True)
             ]
             spans = {atom: span for atom, span in zip(inside, box, strict=True) if isinstance(atom, str)}
-            # One axis per name. Splitting axes is a view in numpy, so nothing is copied.
+            # Give each axis name an axis of its own. Splitting axes is a view in numpy, so nothing is copied.
             view = result[(*make_relative_index(place, index), ...)].reshape(
                 [b - a for a, b in box], copy=False
             )[(*at, ...)]
@@ -150,7 +149,7 @@ def fill_block(
 
 @dataclass(frozen=True)
 class AxisConversion:
-    """The making of an array from others by a name table (see `layoutmap.core.pieces.Conversion`).
+    """Compute an array from source arrays by permuting, splitting, and joining axes.
 
     Args:
         shape: Shape of the array.
@@ -161,18 +160,18 @@ class AxisConversion:
     parts: tuple[tuple[Side, Side, Mapping[str, int]], ...]
 
     def list_blocks(self, index: Index) -> list[list[Index]]:
-        """Return for each source the blocks that make up a block of the array."""
+        """Return, for each source, the blocks needed for a block of the result."""
         return [list(self._iterate_blocks(index, *part)) for part in self.parts]
 
     def fill(self, index: Index, sources: Sequence[Callable[[Index], NumpyArray]], dtype: Any) -> NumpyArray:
-        """Return a block of the array, read from the sources."""
+        """Compute a block of the result from the sources."""
         result = np.empty(compute_block_shape(index), dtype)
         for part, read in zip(self.parts, sources, strict=True):
             fill_block(result, index, *part, read)
         return result
 
     def compute(self, namespace: Any, sources: Sequence[Any]) -> Any:
-        """Return the array as one of a numpy-like namespace, which may be traced."""
+        """Compute the result as an array of a numpy-like namespace, which may be traced."""
         here, _, sizes = self.parts[0]
         places = [
             n for n, atom in enumerate(atom for axis in here for atom in axis) if isinstance(atom, AxisPart)
@@ -197,7 +196,7 @@ class AxisConversion:
 
 
 def _permute_source(namespace: Any, here: Side, there: Side, sizes: Mapping[str, int], source: Any) -> Any:
-    """Return a source with an axis for each name, in the order of the result."""
+    """Reshape and transpose a source so that it has one axis per name, in the order of the result."""
     atoms = [atom for axis in there for atom in axis]
     split = source.reshape([get_atom_size(atom, sizes) for atom in atoms])
     taken = split[tuple(slice(None) if isinstance(atom, str) else atom.number for atom in atoms)]
@@ -207,7 +206,7 @@ def _permute_source(namespace: Any, here: Side, there: Side, sizes: Mapping[str,
 
 
 def _split_block(index: Index, side: Side, sizes: Mapping[str, int]) -> Iterator[tuple[Index, list[Span]]]:
-    """Yield parts of a block that are a box in all axis names: the index and the span of each name."""
+    """Split a block into boxes that are contiguous in every axis name, and yield the index and spans of each."""
     dims = [[get_atom_size(atom, sizes) for atom in axis] for axis in side]
     ranges = [list(_split_range(part.start, part.stop, each)) for part, each in zip(index, dims, strict=True)]
     for chosen in itertools.product(*ranges):
@@ -225,7 +224,7 @@ def _split_block(index: Index, side: Side, sizes: Mapping[str, int]) -> Iterator
 
 
 def _split_range(start: int, stop: int, dims: Sequence[int]) -> Iterator[list[Span]]:
-    """Yield a range of a merged axis as boxes: one range for each of the merged names."""
+    """Split a range of a merged axis into boxes, with one range for each merged name."""
     if start >= stop:
         return
     if not dims:
@@ -247,7 +246,7 @@ def _split_range(start: int, stop: int, dims: Sequence[int]) -> Iterator[list[Sp
 def _list_blocks(
     side: Side, spans: Mapping[str, Span], sizes: Mapping[str, int]
 ) -> Iterator[tuple[Index, dict[str, Span]]]:
-    """Yield the blocks of an array that cover a box of axis names: the index and the span of each name."""
+    """List the blocks of an array that cover a box of axis names, with the span of each name."""
     axes = [list(_list_ranges(axis, spans, sizes)) for axis in side]
     for chosen in itertools.product(*axes):
         found = {name: span for _, own in chosen for name, span in own.items()}
@@ -257,10 +256,10 @@ def _list_blocks(
 def _list_ranges(
     axis: Sequence[Atom], spans: Mapping[str, Span], sizes: Mapping[str, int]
 ) -> Iterator[tuple[slice, dict[str, Span]]]:
-    """Yield the contiguous ranges of one axis that cover a box, and the span of each name."""
+    """List the contiguous ranges of one axis that cover a box, with the span of each name."""
     dims = [get_atom_size(atom, sizes) for atom in axis]
     wanted = [(a.number, a.number + 1) if isinstance(a, AxisPart) else spans[a] for a in axis]
-    split = len(axis) - 1  # axes after it are read in full; axes before it need one range for each position
+    split = len(axis) - 1  # axes after `split` are read in full; axes before it need one range per position
     while split > 0 and wanted[split] == (0, dims[split]):
         split -= 1
     for place in itertools.product(*(range(*span) for span in wanted[:split])):
@@ -272,7 +271,7 @@ def _list_ranges(
 
 
 def _flatten_position(place: Sequence[int], dims: Sequence[int]) -> int:
-    """Return the position on a merged axis."""
+    """Convert positions on the axes of a merged axis to the position on that axis."""
     start = 0
     for each, dim in zip(place, dims, strict=True):
         start = start * dim + each
@@ -284,7 +283,7 @@ def _compute_axis_size(axis: Sequence[Atom], sizes: Mapping[str, int]) -> int:
 
 
 def _parse_side(text: str) -> Side:
-    """Return the axes on one side of an expression."""
+    """Parse the axes on one side of an expression."""
     found: list[tuple[Atom, ...]] = []
     group: list[Atom] | None = None
     for token in _TOKEN.findall(text):
@@ -298,9 +297,7 @@ def _parse_side(text: str) -> Side:
             if "/" in token:
                 number, count = map(int, token.split("/"))
                 if number >= count:
-                    raise ValueError(
-                        f"{token!r} is no part: of {count} they are 0/{count} to {count - 1}/{count}"
-                    )
+                    raise ValueError(f"{token!r} is not a valid part: use 0/{count} to {count - 1}/{count}")
                 atom = AxisPart(number, count)
             if group is None:
                 found.append((atom,))

@@ -1,4 +1,4 @@
-"""Store the chunks of a variable as columns, so that a lookup in half a million chunks is fast."""
+"""Store the chunks of each variable as columns, so that lookups are fast with half a million chunks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Chunk:
 
     Args:
         file: The number of the file.
-        start: The byte of the file at which it begins.
-        index: Where it is in the variable.
+        start: Its offset in the file in bytes.
+        index: Its position in the variable.
         checksum: Its checksum.
     """
 
@@ -42,7 +42,7 @@ class Chunk:
 
 
 class Columns(NamedTuple):
-    """Chunks of all variables of one rank, one row each: file, first byte, index, and checksum."""
+    """Store the chunks of all variables of one rank as columns, with one row per chunk."""
 
     files: NumpyArray
     starts: NumpyArray
@@ -60,8 +60,8 @@ class ChunkOverlap(NamedTuple):
         end: That at which it ends.
         shape: The shape of the chunk.
         checksum: Its checksum.
-        place: Where the part is in the block.
-        part: Where it is in the chunk; `None`: it is all of it.
+        place: The position of the part in the block.
+        part: The position of the part in the chunk; `None`: the whole chunk.
     """
 
     file: int
@@ -74,18 +74,18 @@ class ChunkOverlap(NamedTuple):
 
 
 class ChunkTable(Sequence[Chunk]):
-    """The chunks of a variable, stored as columns.
+    """Look up the chunks of one variable, which are stored as columns.
 
     Args:
-        columns: Chunks, with those of others.
-        rows: Which of them are the variable's.
+        columns: The chunks of all variables of this rank.
+        rows: The rows of this variable.
     """
 
     def __init__(self, columns: Columns, rows: range):
         self._columns, self._rows = columns, rows
 
     def find_overlaps(self, index: Index, itemsize: int) -> Iterator[ChunkOverlap]:
-        """Yield the overlaps of chunks with a block, in the order of the bytes in the files."""
+        """Yield the parts of chunks that overlap a block, in the order of their offsets in the files."""
         rows = slice(self._rows.start, self._rows.stop)
         columns, (first,), (last,) = self._columns, *stack_slice_ends([index], len(index))
         begins, ends = columns.begins[rows], columns.ends[rows]
@@ -118,7 +118,7 @@ class ChunkTable(Sequence[Chunk]):
 def build_chunk_tables(
     variables: Sequence[SavedVariable], rows_of: Sequence[Sequence[Any]], file_sizes: Sequence[int]
 ) -> dict[str, ChunkTable]:
-    """Return the chunks of each variable by path, after a check that they cover each element exactly once.
+    """Build the chunk table of each variable, and check that its chunks cover each element exactly once.
 
     Args:
         variables: The variables. Those of one rank are checked together: to call numpy for each takes far longer.
@@ -170,7 +170,7 @@ def _round_itemsize(variable: SavedVariable) -> int:
 
 
 def _make_columns(rows: Sequence[Any], rank: int) -> Columns:
-    """Return the columns of rows in the form of `chunk_to_json`.
+    """Convert JSON rows of `chunk_to_json` to columns.
 
     Raises:
         ValueError: They are not rows of chunks.
@@ -179,18 +179,18 @@ def _make_columns(rows: Sequence[Any], rank: int) -> Columns:
     if not {*map(type, checksums)} <= {str}:
         raise ValueError("a checksum of a chunk is not text")
     if not {*map(len, indices)} <= {rank}:
-        raise ValueError("a place of a chunk has not as many axes as its variable")
+        raise ValueError("a chunk has another number of axes than its variable")
     number, ends = len(rows), _convert_integers(indices, (len(rows), rank, 2))
     files, starts = _convert_integers(files, (number,)), _convert_integers(starts, (number,))
     return Columns(files, starts, ends[..., 0], ends[..., 1], checksums)
 
 
 def _convert_integers(values: Sequence[Any], shape: tuple[int, ...]) -> NumpyArray:
-    """Return whole numbers from JSON as an array of a shape."""
+    """Convert whole numbers from JSON to an array of a given shape."""
     found = np.array(values)
-    # The file may contain text, fractions, numbers over 64 bits, or nested lists instead.
+    # A damaged file may contain text, fractions, numbers over 64 bits, or nested lists instead.
     if found.size and (found.dtype != np.int64 or found.shape != shape):
-        raise ValueError(f"{found.dtype}{list(found.shape)} where whole numbers belong")
+        raise ValueError(f"{found.dtype}{list(found.shape)} instead of whole numbers")
     return found.reshape(shape).astype(np.int64, copy=False)
 
 

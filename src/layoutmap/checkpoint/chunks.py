@@ -1,4 +1,4 @@
-"""Divide shards into chunks: blocks that are written, checked, and read at once.
+"""Divide shards into chunks, the blocks that are written, checked, and read at once.
 
 A reader on another mesh needs blocks of a shard along any of its axes. What it reads beyond them is what its chunks
 stick out, so each axis of a variable is divided about as often as the others, and in halves: where a mesh of twice as
@@ -15,30 +15,30 @@ from layoutmap.core.blocks import Index, compute_block_shape
 
 LEAST_BYTES = 1 << 16
 MOST_BYTES = 1 << 23
-# Smallest chunk of a large checkpoint, because smaller ones take more time in Python than on the disk.
-_LARGE_BYTES = 1 << 20
-_OF_A_CHECKPOINT = 512  # number of chunks from which a checkpoint is large
-_MOST_CHUNKS = 500_000  # limit for one checkpoint, whose manifest then has about 50 MB
-_OF_A_VARIABLE = 512  # limit for one variable: 8 chunks along each of three axes
-_ODD = 16  # prefer to split even axes by this factor, because meshes rarely divide odd ones
+# Smaller chunks of a large checkpoint would take more time in Python than on the disk.
+_LARGE_MIN_BYTES = 1 << 20
+_LARGE_NUM_CHUNKS = 512  # a checkpoint with more chunks than this is large
+_MAX_CHUNKS = 500_000  # limit for one checkpoint; its manifest then has about 50 MB
+_MAX_VARIABLE_CHUNKS = 512  # limit for one variable: 8 chunks along each of three axes
+_ODD_PENALTY = 16  # meshes rarely divide odd axes, so prefer even ones by this factor
 
 
 def choose_chunk_bytes(variable_bytes: int, total_bytes: int) -> int:
-    """Return the size in bytes that the chunks of a variable should have.
+    """Choose the chunk size in bytes for a variable.
 
     Args:
         variable_bytes: Size of the variable.
         total_bytes: Size of all variables of the checkpoint.
     """
-    least = min(_LARGE_BYTES, total_bytes // _OF_A_CHECKPOINT)
-    least = max(LEAST_BYTES, least, math.ceil(total_bytes / _MOST_CHUNKS))
-    return max(least, min(MOST_BYTES, variable_bytes // _OF_A_VARIABLE))
+    least = min(_LARGE_MIN_BYTES, total_bytes // _LARGE_NUM_CHUNKS)
+    least = max(LEAST_BYTES, least, math.ceil(total_bytes / _MAX_CHUNKS))
+    return max(least, min(MOST_BYTES, variable_bytes // _MAX_VARIABLE_CHUNKS))
 
 
 def choose_chunk_shape(
     shape: Sequence[int], itemsize: int, most_bytes: int, variable_shape: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Return the shape of a shard's chunks. Those at its ends may be smaller.
+    """Choose the shape of a shard's chunks. Chunks at its ends may be smaller.
 
     Args:
         shape: The shard's shape.
@@ -57,14 +57,17 @@ def choose_chunk_shape(
     while math.prod(found) * itemsize > most_bytes and max(found) > 1:
         axis = min(
             (axis for axis, size in enumerate(found) if size > 1),
-            key=lambda axis: (of[axis] // found[axis] * (_ODD if found[axis] % 2 else 1), -found[axis]),
+            key=lambda axis: (
+                of[axis] // found[axis] * (_ODD_PENALTY if found[axis] % 2 else 1),
+                -found[axis],
+            ),
         )
         found[axis] = -(-found[axis] // 2)
     return tuple(found)
 
 
 def split_shard(index: Index, shape: Sequence[int]) -> Iterator[Index]:
-    """Yield the indices of a shard's chunks in row-major order.
+    """Yield the index of each chunk of a shard, in row-major order.
 
     Args:
         index: Where the shard is in its variable.

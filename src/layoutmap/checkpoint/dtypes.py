@@ -1,4 +1,4 @@
-"""Look up element types by name: as numpy dtypes, and as codes in safetensors headers."""
+"""Look up dtypes by name: as numpy dtypes, and as codes in safetensors headers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SAFETENSORS = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""Name of an element type -> what safetensors calls it. Others are written as unsigned integers of their size."""
+"""The safetensors code of each dtype. Other dtypes are written as unsigned integers of their size."""
 
-_OF_SIZE = {1: "U8", 2: "U16", 4: "U32", 8: "U64"}
+_UNSIGNED_CODES = {1: "U8", 2: "U16", 4: "U32", 8: "U64"}
 
 
 def get_numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
-    """Return the numpy dtype of a name, from ml_dtypes if numpy has none.
+    """Return the numpy dtype of a name, from ml_dtypes if numpy lacks it.
 
     Args:
         name: The name, as in `"bfloat16"`.
@@ -46,10 +46,10 @@ def get_numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
         found = np.dtype(name)
         if found.kind in "biufc" or (found.kind == "V" and found.name == name and found.fields is None):
             return found
-    except (TypeError, ValueError, SyntaxError):  # numpy parses the name and raises any of these
+    except (TypeError, ValueError, SyntaxError):  # numpy raises any of these while it parses the name
         pass
     try:
-        import ml_dtypes  # imported here, because it comes with frameworks and not with numpy
+        import ml_dtypes  # imported here, because numpy does not install it, and frameworks do
     except ModuleNotFoundError:
         ml_dtypes = None
     extended = getattr(ml_dtypes, name, None)
@@ -64,7 +64,7 @@ def get_numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
 
 
 def get_header_dtype(name: str, itemsize: int) -> tuple[str, int]:
-    """Return the code of an element type in a safetensors header, and the number of such values per element.
+    """Return the code of a dtype in a safetensors header, and the number of such values per element.
 
     Example:
         >>> get_header_dtype("bfloat16", 2), get_header_dtype("int4", 1), get_header_dtype("complex128", 16)
@@ -72,5 +72,5 @@ def get_header_dtype(name: str, itemsize: int) -> tuple[str, int]:
     """
     if name in SAFETENSORS:
         return SAFETENSORS[name], 1
-    size = next((n for n in (itemsize, 8) if n in _OF_SIZE and itemsize % n == 0), 1)
-    return _OF_SIZE[size], itemsize // size
+    size = next((n for n in (itemsize, 8) if n in _UNSIGNED_CODES and itemsize % n == 0), 1)
+    return _UNSIGNED_CODES[size], itemsize // size

@@ -17,8 +17,8 @@ from layoutmap.core.errors import CheckpointError
 from layoutmap.core.folders import open_hidden_folder, sync_folder
 from layoutmap.core.variables import Kind
 
-MOST_BYTES = 5 << 30
-"""The default size of a file, as in Hugging Face's libraries."""
+MAX_FILE_BYTES = 5 << 30
+"""The default maximum size of a file, as in Hugging Face's libraries."""
 
 
 def export_source(
@@ -27,7 +27,7 @@ def export_source(
     *,
     format: str = "safetensors",
     names: NameTable | str | os.PathLike[str] | Mapping[str, Any] | None = None,
-    max_shard_bytes: int = MOST_BYTES,
+    max_shard_bytes: int = MAX_FILE_BYTES,
     progress: Callable[[str], object] | None = None,
 ) -> str:
     """Write the weights and moving statistics of a source in a format of another library.
@@ -69,17 +69,17 @@ def export_source(
 
 
 def _check_target(target: Path, needed: int) -> None:
-    """Raise if the target exists with content, or its file system lacks the space."""
+    """Raise if the target has content, or its file system lacks space."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(
             f"{target}: it exists already",
-            why="an export creates its folder in one step, and overwrites nothing",
-            fix="name another folder; what else belongs in it, such as config.json, can be added then",
+            why="an export creates its folder in one step and never overwrites one",
+            fix="name a new folder; add other files, such as config.json, after the export",
         )
     free = LocalStorage(target).free_bytes()
     if free is not None and free < needed:
         raise CheckpointError(
-            f"{target}: there is not enough space for it",
+            f"{target}: there is not enough disk space",
             facts={"needed": f"{needed:,} bytes", "free": f"{free:,} bytes"},
             why="the file system has less space left than the weights need",
             fix="free some space, or export elsewhere",
@@ -88,7 +88,7 @@ def _check_target(target: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def _open_target(target: Path) -> Generator[tuple[LocalStorage, str]]:
-    """Open a hidden folder beside the target, and rename it to the target when all files are written."""
+    """Open a hidden folder next to the target, and rename it to the target once all files are written."""
     try:
         with open_hidden_folder(target, make_token()) as hidden:
             yield LocalStorage(target.parent), hidden.name
@@ -99,5 +99,5 @@ def _open_target(target: Path) -> Generator[tuple[LocalStorage, str]]:
         raise CheckpointError(
             f"{target}: it cannot be written",
             why=f"the system says: {error.strerror or error}",
-            fix="name a folder that this user may write; nothing has been left there",
+            fix="name a folder that this user may write to; nothing was written",
         ) from error

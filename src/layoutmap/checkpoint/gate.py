@@ -1,4 +1,4 @@
-"""Check each file of a checkpoint before it is used."""
+"""Check that a file is regular, complete, and small enough before it is read."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from pathlib import PurePosixPath
 
 from layoutmap.core.errors import CheckpointError, shorten_repr
 
-MOST_SMALL_BYTES = 1 << 28  # limit for metadata, indexes, and manifests; 500,000 chunks take 50 MB
+# limit for metadata, indexes, and manifests. A manifest of 500,000 chunks takes 50 MB.
+MOST_SMALL_BYTES = 1 << 28
 _LEAST_SPARSE_BYTES = 1 << 30
 FIX = "restore it from a copy, or save it again"
-"""Advice on a damaged file, if nothing better is known."""
+"""The default advice for a damaged file."""
 
 
 @contextlib.contextmanager
-# No list of parser errors is complete, so every error of a parser becomes a `CheckpointError` (decisions/0085).
+# Parsers raise undocumented errors, so every error becomes a `CheckpointError` (decisions/0085).
 def translate_parser_errors(where: str) -> Generator[None]:
-    """Raise a `CheckpointError` in place of any error that a damaged file causes in a parser.
+    """Convert any error that a damaged file causes in a parser to a `CheckpointError`.
 
     Args:
         where: The file or variable, for the message.
@@ -36,7 +37,7 @@ def translate_parser_errors(where: str) -> Generator[None]:
 
 
 def check_regular(path: str, found: os.stat_result) -> None:
-    """Raise unless a path is a regular file with all its bytes on the disk.
+    """Raise unless a file is a regular one and is not sparse.
 
     Raises:
         CheckpointError: It is a directory, a pipe or a device, or nearly all of a large file is a hole.
@@ -49,13 +50,13 @@ def check_regular(path: str, found: os.stat_result) -> None:
         raise CheckpointError(
             f"{path}: the file is sparse",
             facts={"bytes": f"{found.st_size:,}", "on the disk": f"{found.st_blocks * 512:,}"},
-            why="nearly all of its bytes were never written",
+            why="most of its bytes were never written",
             fix=FIX,
         )
 
 
 def check_small(path: str, num_bytes: int, most: int = MOST_SMALL_BYTES) -> None:
-    """Raise if a file that is read as one is larger than such files can be."""
+    """Raise if a file that is read as a whole exceeds the limit for its kind."""
     if num_bytes > most:
         raise CheckpointError(
             f"{path}: the file is too large",
@@ -66,11 +67,11 @@ def check_small(path: str, num_bytes: int, most: int = MOST_SMALL_BYTES) -> None
 
 
 def check_inside(where: str, name: str) -> None:
-    """Raise if a file name leads out of the folder of its checkpoint."""
+    """Raise if a file name points outside the folder of its checkpoint."""
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or {*"\\\0"} & {*name}:
         raise CheckpointError(
-            f"{where}: it names {shorten_repr(name)}",
-            why="files of a checkpoint are in its folder",
+            f"{where}: it refers to the file {shorten_repr(name)}",
+            why="all files of a checkpoint are in its folder",
             fix=FIX,
         )

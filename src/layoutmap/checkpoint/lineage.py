@@ -1,4 +1,4 @@
-"""Record the step that each step came from. A run that goes back begins another line in its directory.
+"""Record the parent of each saved step. A run that resumes from an earlier step starts another line.
 
 A manifest has, beside the step that it came from (`parent`), the lines that it is on: by name, up to which step. A line
 has the id of its first save as its name, and its steps rise. So it is known which steps a run comes from, whichever of
@@ -28,15 +28,15 @@ _HEAD_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """The lineage of one step of a directory.
+    """The lineage of one saved step.
 
     Args:
         step: Its number.
-        parent: The step that it came from; `None`: none, or it is not known.
-        lines: The lines that it is on, its own last: the last step of each that it comes from, by the line's name.
-        order: The how many-th save of the directory it was; 0 if it is not known.
+        parent: The step from which training resumed or continued; `None`: none, or unknown.
+        lines: Its lines, its own last: for each line's name, the last step on it among its ancestors.
+        order: The number of the save in its directory, counted from 1; 0 if unknown.
         created: When it was saved, in UTC.
-        metrics: The numbers that were saved with it.
+        metrics: The metrics that were saved with it.
     """
 
     step: int
@@ -48,7 +48,7 @@ class SavedStep:
 
     @property
     def line(self) -> str:
-        """Name of the line that the step is on."""
+        """The name of the step's line."""
         return list(self.lines)[-1]
 
     def is_descendant(self, other: SavedStep) -> bool:
@@ -62,11 +62,11 @@ class SavedStep:
         return other.step != self.step and self.lines.get(other.line, -1) >= other.step
 
 
-# A run can go back and save again, so each manifest names its parent and its line (decisions/0136).
+# A run can resume from an earlier step, so each manifest names its parent and its line (decisions/0136).
 def extend_lineage(
     step: int, token: str, position: SavedStep | None, there: Iterable[SavedStep]
 ) -> SavedStep:
-    """Return the lineage for the manifest of a step that is saved now.
+    """Return the lineage for the manifest of a new step.
 
     Args:
         step: Its number.
@@ -83,22 +83,22 @@ def extend_lineage(
     order = 1 + max((each.order for each in known), default=0)
     if position is None:
         return SavedStep(step, None, {token: step}, order)
-    # Steps that follow on the same line are allowed only if they branched off later.
+    # Later steps of the same line are allowed only if they branched off later.
     is_again = step == position.step
     is_left = any(each.lines.get(position.line, -1) + is_again > position.step for each in known)
     lines = {**position.lines, (token if is_left else position.line): step}
     return SavedStep(step, position.parent if is_again else position.step, lines, order)
 
 
-# Later steps may belong to another run, so a manager loads and deletes only on its own line (decisions/0136).
+# Later steps may belong to another run, so a manager loads and deletes only steps of its own line (decisions/0136).
 class History:
-    """The steps of a directory, with the ancestors of each.
+    """Track the steps of a directory with their ancestors.
 
     Args:
         storage: The directory.
 
     Attributes:
-        damaged: The steps that were there at the last look and whose manifests cannot be read.
+        damaged: The steps that existed at the last check and have an unreadable manifest.
     """
 
     def __init__(self, storage: Storage):
@@ -108,21 +108,21 @@ class History:
         self.damaged: list[int] = []
 
     def note(self, saved: SavedStep) -> None:
-        """Record a step that was just saved."""
+        """Record a new step."""
         self._known[saved.step] = saved
         self._distrusted.discard(saved.step)
 
     def mark_damaged(self, step: int) -> None:
-        """Record a step as damaged, even if the first lines of its manifest can be read."""
+        """Mark a step as damaged, even if the head of its manifest is readable."""
         self.forget(step)
         self._distrusted.add(step)
 
     def forget(self, step: int) -> None:
-        """Forget a step that is deleted or will be replaced."""
+        """Remove a step that is deleted or will be replaced."""
         self._known.pop(step, None)
 
     def steps(self) -> dict[int, SavedStep]:
-        """Return the lineages of the steps that exist now by number, in rising order."""
+        """Return the lineage of each existing step, in ascending order."""
         there = self._storage.steps()
         for step in there:
             is_unknown = step not in self._known and step not in self._distrusted
@@ -132,7 +132,7 @@ class History:
         return {step: self._known[step] for step in there if step in self._known}
 
     def last(self) -> SavedStep | None:
-        """Return the step that was saved last, or `None` without steps.
+        """Return the most recently saved step, or `None` without steps.
 
         One whose manifest cannot be read is the last if its number says so: who loads it hears of it.
         """
@@ -141,24 +141,24 @@ class History:
         return max([*damaged, *filter(None, (found,))], key=lambda each: each.step, default=None)
 
     def line(self, position: SavedStep | None) -> list[SavedStep]:
-        """Return the existing ancestors of a step, and the step itself, in rising order."""
+        """Return the existing ancestors of a step and the step itself, in ascending order."""
         there = self.steps().values()
         return [e for e in there if position and (e.step == position.step or position.is_descendant(e))]
 
 
 def find_last_step(storage: Storage) -> int | None:
-    """Return the number of the step that was saved last in a directory, or `None` without steps."""
+    """Find the most recently saved step of a directory, or return `None` without steps."""
     found = History(storage).last()
     return None if found is None else found.step
 
 
 def make_lineage_facts(saved: SavedStep) -> dict[str, Any]:
-    """Return the entries of a lineage in a manifest."""
+    """Convert a lineage to entries of a manifest."""
     return {"parent": saved.parent, "lines": saved.lines, "order": saved.order}
 
 
 def parse_lineage(step: int, facts: Mapping[str, Any]) -> SavedStep:
-    """Return the lineage of a step from the entries of its manifest."""
+    """Read a lineage from the entries of a manifest."""
     return SavedStep(
         step,
         facts.get("parent"),
@@ -170,7 +170,7 @@ def parse_lineage(step: int, facts: Mapping[str, Any]) -> SavedStep:
 
 
 def _read_lineage(storage: Storage, step: int) -> SavedStep | None:
-    """Return the lineage from the head of a step's manifest, or `None` if it cannot be read."""
+    """Read a step's lineage from the head of its manifest, or return `None` if it is unreadable."""
     try:
         size = storage.size(storage.folder(step), NAME) or 0
         found = _read_facts(storage, step, min(size, _HEAD_BYTES)) or _read_facts(storage, step, size)
@@ -183,12 +183,12 @@ def _read_lineage(storage: Storage, step: int) -> SavedStep | None:
 
 
 def _read_facts(storage: Storage, step: int, num_bytes: int) -> Any:
-    """Return the entries of a manifest before its metadata, or `None` if the bytes end within them."""
+    """Parse the entries of a manifest that precede its metadata, or return `None` if the data ends before."""
     check_small(f"{storage.where}/{storage.folder(step)}/{NAME}", num_bytes)
     data = bytearray(num_bytes)
     count = storage.read_into(storage.folder(step), NAME, 0, memoryview(data))
     head, is_there, _ = bytes(data[:count]).partition(b',\n "metadata": ')
     if is_there:
         return json.loads(head + b"}")
-    # Other programs format JSON differently, so the head is not complete.
+    # The manifest was reformatted by another program, so the head cannot be cut off; parse all of it.
     return None if num_bytes == _HEAD_BYTES else json.loads(data)

@@ -1,4 +1,4 @@
-"""Send files of weights to another process and wait for its answer: over a pipe or socket, or in a shared folder.
+"""Send weight files to another process over a pipe, a socket, or a shared folder, and wait for its answer.
 
 Over a pipe, a stream is a sequence of records: `BEGIN` lists the variables, then each safetensors file is a `FILE`
 with its name and several `DATA` with its bytes, then comes `END`. The receiver sends one `ANSWER`.
@@ -45,9 +45,10 @@ _FILE_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _POLL_SECONDS = 0.02
 
 
-# A blocked write would hide a receiver that has refused or hangs, so `poll` waits for all ends (decisions/0246).
+# A blocking write would not notice that the receiver refused or hangs, so `poll` waits on
+# both directions (decisions/0246).
 class PipeLink:
-    """A socket or a pair of pipes.
+    """Exchange weight streams over a socket or a pair of pipes.
 
     Args:
         reader: File descriptor to read from.
@@ -64,7 +65,7 @@ class PipeLink:
 
     @contextlib.contextmanager
     def open_stream(self, begin: Begin) -> Generator[tuple[FileMaker, str]]:
-        """Open a context that yields a storage and a folder for files, sends these, and then waits for the answer.
+        """Yield a storage and a folder for files, send the files, and then wait for the answer.
 
         Raises:
             CheckpointError: The receiver refuses the stream, has ended, or does not answer in time.
@@ -89,13 +90,13 @@ class PipeLink:
             self._receive_answer()
 
     def receive_begin(self) -> Begin:
-        """Return the first record of the next stream."""
+        """Read the first record of the next stream."""
         begin = parse_begin(read_record(self._read, 0, [Record.BEGIN], self._where)[1], self._where)
         self._token = begin.token
         return begin
 
     def receive_files(self, begin: Begin, spool: Path) -> Path:
-        """Return the folder of all files of the stream, once they are there and their checksums are right.
+        """Receive all files into a folder, verify their checksums, and return the folder.
 
         Args:
             begin: The first record.
@@ -106,8 +107,8 @@ class PipeLink:
             raise CheckpointError(
                 f"{spool}: there is not enough space for the weights",
                 facts={"needed": f"{begin.sent_bytes:,} bytes", "free": f"{free:,} bytes"},
-                why="all weights arrive before the model changes",
-                fix="name another folder by spool=",
+                why="all weights are stored before the model changes",
+                fix="pass another folder as spool=",
             )
         left, number, kinds = begin.sent_bytes + _MOST_HEADERS_BYTES, 1, [Record.FILE]
         with contextlib.ExitStack() as stack:
@@ -124,13 +125,13 @@ class PipeLink:
                 else:
                     left -= len(payload)
                     if left < 0:
-                        raise make_damage_error(self._where, "it sends more bytes than it has announced")
+                        raise make_damage_error(self._where, "it sends more bytes than it announced")
                     file.write(payload)
                 number += 1
         return spool
 
     def answer(self, error: str = "") -> None:
-        """Tell the sender that all values are in place, or the error that has prevented it."""
+        """Send the sender an empty error for success, or the error that prevented it."""
         payload = make_answer(self._token, error)
         with self._make_nonblocking():
             self._write(make_record(Record.ANSWER, 0, payload) + payload, is_sending=False)
@@ -151,7 +152,7 @@ class PipeLink:
         return bytes(data)
 
     def _write(self, data: bytes | memoryview, *, is_sending: bool) -> None:
-        """Write all bytes. An answer received while sending means that the receiver refused the stream."""
+        """Write all bytes. An answer that arrives while sending means that the receiver refused the stream."""
         left = memoryview(data).cast("B")
         while left:
             ends = {self._writer: select.POLLOUT}
@@ -160,12 +161,12 @@ class PipeLink:
             ready = self._wait(ends)
             if is_sending and ready.get(self._reader, 0) & ~select.POLLOUT:
                 self._receive_answer()
-                raise make_damage_error(self._where, "it answers before the end")
+                raise make_damage_error(self._where, "it answers before the end of the stream")
             with self._translate_errors():
                 left = left[os.write(self._writer, left) :]
 
     def _wait(self, ends: Mapping[int, int]) -> dict[int, int]:
-        """Wait for an event at one of these descriptors, and return the events of each."""
+        """Wait for an event on one of these file descriptors, and return the events of each."""
         poll = select.poll()
         for descriptor, events in ends.items():
             poll.register(descriptor, events)
@@ -175,7 +176,7 @@ class PipeLink:
 
     @contextlib.contextmanager
     def _make_nonblocking(self) -> Generator[None]:
-        """Return from each write when the pipe is full, so that `_wait` sees a process that does not read."""
+        """Set the descriptors to non-blocking, so that `_wait` notices a process that does not read."""
         before = os.get_blocking(self._writer)
         os.set_blocking(self._writer, False)
         try:
@@ -192,12 +193,12 @@ class PipeLink:
             raise CheckpointError(
                 f"{self._where} has ended, or closed the connection",
                 why=f"the system says: {error.strerror or error}",
-                fix="see its output; open a new connection before the next stream",
+                fix="read the output of that process, and open a new connection before the next stream",
             ) from error
 
 
 class FolderLink:
-    """A folder that both processes see, for one sender and one receiver at a time.
+    """Exchange weight streams through a folder that both processes can access, one stream at a time.
 
     Args:
         folder: The folder.
@@ -222,13 +223,13 @@ class FolderLink:
             storage = LocalStorage(self._folder)
             self._answer.unlink(missing_ok=True)
             yield storage, hidden.name
-            end = End({each.name: _sum_file(each) for each in hidden.iterdir()})
+            end = End({each.name: _checksum_file(each) for each in hidden.iterdir()})
             with storage.create(hidden.name, "stream") as sink:
                 for number, kind, value in (0, Record.BEGIN, begin), (1, Record.END, end):
                     payload = msgspec.json.encode(value)
                     sink.write(make_record(kind, number, payload) + payload)
             old = self._folder / f".{make_token()}"
-            if self._try_rename(self._sent, old):  # a finished stream without a receiver
+            if self._try_rename(self._sent, old):  # an earlier stream that nobody received
                 remove_folder(old)
             os.rename(hidden, self._sent)
         with self._translate_errors():
@@ -238,7 +239,7 @@ class FolderLink:
         check_answer(answer, begin.token, self._where)
 
     def receive_begin(self) -> Begin:
-        """Wait for the next stream, and take it."""
+        """Wait for the next stream, and claim it."""
         with self._translate_errors():
             remove_folder(self._received)
             self._wait(lambda: self._try_rename(self._sent, self._received))
@@ -255,15 +256,13 @@ class FolderLink:
         return begin
 
     def receive_files(self, begin: Begin, spool: Path) -> Path:
-        """Compare the files with their checksums."""
+        """Verify the checksums of the files."""
         names = {each.name for each in self._received.iterdir()} - {"stream"}
         if names != self._files.keys() or not all(map(_FILE_NAME.fullmatch, names)):
             difference = ", ".join(sorted(names ^ self._files.keys()))
-            raise make_damage_error(
-                self._where, f"files are missing, or there are too many: {difference:.200}"
-            )
+            raise make_damage_error(self._where, f"files are missing or unexpected: {difference:.200}")
         for name, expected in self._files.items():
-            if _sum_file(self._received / name) != expected:
+            if _checksum_file(self._received / name) != expected:
                 raise make_damage_error(self._where, f"the checksum or size of {name} is wrong")
         return self._received
 
@@ -276,7 +275,7 @@ class FolderLink:
             os.replace(hidden, self._answer)
 
     def _try_rename(self, source: Path, target: Path) -> bool:
-        """Rename a folder, and return whether it exists."""
+        """Rename a folder, and return whether it existed."""
         try:
             os.rename(source, target)
         except FileNotFoundError:
@@ -298,7 +297,7 @@ class FolderLink:
             raise CheckpointError(
                 f"{self._where}: the folder cannot be read or written",
                 why=f"the system says: {error.strerror or error}",
-                fix="name a folder that both processes see, and may write",
+                fix="name a folder that both processes can read and write",
             ) from error
 
 
@@ -306,7 +305,7 @@ Link = PipeLink | FolderLink
 
 
 class _RecordFiles(FileMaker):
-    """Files that are sent as records, one file after the other."""
+    """Send files as records, one file after the other."""
 
     def __init__(self, send: Callable[[Record, bytes | memoryview], None]):
         self._send = send
@@ -328,7 +327,7 @@ class _RecordFiles(FileMaker):
 
 
 def open_link(end: object, timeout_seconds: float) -> Link:
-    """Return the link for a folder, a socket, or a pair of pipes.
+    """Open the link for a folder, a socket, or a pair of pipes.
 
     Args:
         end: A path; an object that both reads and writes, such as a socket; or a pair of one to read from and one to
@@ -343,7 +342,8 @@ def open_link(end: object, timeout_seconds: float) -> Link:
     pair = cast("tuple[Any, ...]", end if isinstance(end, tuple) else (end, end))
     with contextlib.suppress(OSError, AttributeError, TypeError, ValueError):
         reader, writer = pair
-        if type(reader).__module__ != "ssl":  # TLS bytes must pass through the socket object
+        # a TLS socket must encrypt, so its descriptor cannot be used directly
+        if type(reader).__module__ != "ssl":
             if hasattr(writer, "flush"):
                 writer.flush()
             found = [each if isinstance(each, int) else each.fileno() for each in pair]
@@ -352,13 +352,13 @@ def open_link(end: object, timeout_seconds: float) -> Link:
             return PipeLink(found[0], found[1], timeout_seconds)
     raise CheckpointError(
         f"{end!r:.100}: weights cannot be sent or received through it",
-        why="it is no path, and it has no open file descriptor",
+        why="it is neither a path nor an object with an open file descriptor",
         fix="pass a folder, a connected socket, or a pair of pipes: (reader, writer)",
     )
 
 
-def _sum_file(path: Path) -> tuple[int, int]:
-    """Return the size and the CRC-32 of a file."""
+def _checksum_file(path: Path) -> tuple[int, int]:
+    """Compute the size and the CRC-32 of a file."""
     file, checksum = ByteFile(path), 0
     for start in range(0, file.num_bytes, MOST_DATA_BYTES):
         checksum = zlib.crc32(file.read(start, min(MOST_DATA_BYTES, file.num_bytes - start)), checksum)
@@ -367,7 +367,7 @@ def _sum_file(path: Path) -> tuple[int, int]:
 
 def _make_timeout_error(where: str, seconds: float) -> CheckpointError:
     return CheckpointError(
-        f"{where}: nothing has happened for {seconds:g} seconds",
-        why="the process at the other end does not run, or is not at the same call",
-        fix="see its output; or pass a larger timeout_seconds",
+        f"{where}: there was no progress for {seconds:g} seconds",
+        why="the process at the other end is not running, or has not reached the matching call",
+        fix="read its output, or pass a larger timeout_seconds",
     )

@@ -37,18 +37,18 @@ from layoutmap.core.variables import Kind
 NAME = "manifest.json"
 FORMAT = "layoutmap checkpoint"
 VERSION = 1
-_FIRST = '{{"checksum": "xxh3_64:{}",\n'
-_FIRST_LENGTH = len(_FIRST.format("0" * 16))
+_FIRST_LINE = '{{"checksum": "xxh3_64:{}",\n'
+_FIRST_LENGTH = len(_FIRST_LINE.format("0" * 16))
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file of chunks, as the manifest lists it.
+    """A file of chunks as listed in the manifest.
 
     Args:
         name: Its name, in the folder of the step.
         num_bytes: Its size.
-        header_bytes: The size of its header, with which it begins.
+        header_bytes: The size of the header at its start.
         header: The checksum of the header.
     """
 
@@ -60,7 +60,7 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPart:
-    """The part of a step that one process has written.
+    """The part of a step that one process wrote.
 
     Args:
         files: Its files; chunks count from the first of them.
@@ -74,14 +74,14 @@ class ProcessPart:
 
 
 @dataclass(frozen=True, slots=True)
-# The manifest is written last, so a step exists only if all its chunks do (decisions/0086).
+# The manifest is written last, so a step with a manifest has all its chunks (decisions/0086).
 class Manifest:
     """The content of one step of a checkpoint.
 
     Args:
         step: The step.
-        facts: What else is known of it: `created`, `writer`, `library`, `engine`, `mesh`, `plan`, `id`.
-        metadata: What the user has saved along.
+        facts: Further entries: `created`, `writer`, `library`, `engine`, `mesh`, `plan`, `id`.
+        metadata: The user's metadata.
         states: States by name, encoded.
         files: The files.
         variables: The variables, in order.
@@ -99,13 +99,13 @@ class Manifest:
 
 def compute_xxh3(data: Any) -> str:
     """Return the XXH3 checksum of bytes as hexadecimal text."""
-    import xxhash  # imported here, because most programs save nothing
+    import xxhash  # imported here, because most programs never save
 
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def manifest_to_bytes(manifest: Manifest) -> bytes:
-    """Convert a manifest to bytes. Equal manifests give equal bytes."""
+    """Serialize a manifest. Equal manifests give equal bytes."""
     head: dict[str, Any] = {"format": FORMAT, "version": VERSION, "step": manifest.step, **manifest.facts}
     head |= {"metadata": manifest.metadata, "states": manifest.states}
     lines = [f'"{name}": {_format_json(value)}' for name, value in head.items()]
@@ -113,7 +113,7 @@ def manifest_to_bytes(manifest: Manifest) -> bytes:
     variables = [_format_variable(each, manifest.chunks[each.path]) for each in manifest.variables]
     lines.append(f'"variables": {_format_list(variables)}')
     text = (" " + ",\n ".join(lines) + "}\n").encode()
-    return _FIRST.format(compute_xxh3(text)).encode() + text
+    return _FIRST_LINE.format(compute_xxh3(text)).encode() + text
 
 
 def manifest_from_bytes(data: bytes, where: str) -> Manifest:
@@ -127,7 +127,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
         CheckpointError: It is not as it was written, no manifest, or of a newer version.
     """
     body = data[_FIRST_LENGTH:]
-    if data[:_FIRST_LENGTH] != _FIRST.format(compute_xxh3(body)).encode():
+    if data[:_FIRST_LENGTH] != _FIRST_LINE.format(compute_xxh3(body)).encode():
         raise CheckpointError(
             f"{where}: the manifest was damaged or changed",
             facts={"bytes": len(data)},
@@ -135,7 +135,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
             fix="restore the file from a copy, or load another step",
         )
     try:
-        with pause_garbage_collection():  # a large manifest decodes to a million lists
+        with pause_garbage_collection():  # decoding a large manifest creates a million lists
             found: Any = json.loads(data, parse_constant=_refuse_constant)
             is_known = (found["format"], found["version"]) == (FORMAT, VERSION)
             manifest = _convert_manifest(found) if is_known else None
@@ -145,8 +145,8 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
     ) as error:
         raise CheckpointError(
             f"{where}: this is not a manifest of a checkpoint",
-            why=f"its checksum is right, but its contents are not: {error!r}",
-            fix="it was written by another program; load another step",
+            why=f"its checksum is correct, but its content is invalid: {error!r}",
+            fix="load another step; another program wrote this file",
         ) from error
     if manifest is None:
         raise CheckpointError(
@@ -159,7 +159,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
 
 
 def _convert_manifest(found: Mapping[str, Any]) -> Manifest:
-    """Return the manifest of JSON values, after a check that its chunks are inside their files and complete.
+    """Build a manifest from JSON, and check that its chunks are complete and inside their files.
 
     Raises:
         ValueError: It does; whoever wrote it can have given it the right checksum.
@@ -178,7 +178,7 @@ def _convert_manifest(found: Mapping[str, Any]) -> Manifest:
 
 
 def part_to_bytes(part: ProcessPart) -> bytes:
-    """Convert the part of a process to bytes, for the process that writes the manifest."""
+    """Serialize the part of a process for the process that writes the manifest."""
     chunks = {path: list(map(chunk_to_json, found)) for path, found in part.chunks.items()}
     return _format_json(
         {"files": list(map(file_to_json, part.files)), "chunks": chunks, "states": part.states}
@@ -222,7 +222,7 @@ def _format_variable(variable: SavedVariable, chunks: Sequence[Chunk]) -> str:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} where a number belongs")
+    raise ValueError(f"{name} instead of a number")
 
 
 def _format_list(lines: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Declare the fields of a manifest. The whole form is checked before any field is used.
+"""Declare the fields of a manifest. All fields are checked before any is used.
 
 A changed manifest can have the right checksum.
 """
@@ -29,7 +29,7 @@ class _Variable(msgspec.Struct):
     path: str
     shape: tuple[_Number, ...]
     dtype: str
-    chunks: list[Any]  # up to a million rows, which are checked in numpy
+    chunks: list[Any]  # up to a million rows, which numpy checks faster
     kind: Kind = Kind.WEIGHT
     aliases: tuple[str, ...] = ()
     layout: Specs | None = None
@@ -44,9 +44,9 @@ class _States(msgspec.Struct):
     processes: list[_Random] = []
 
 
-# A msgspec struct checks types and bounds while it decodes, so no other code does (decisions/0190).
+# The msgspec struct checks types and bounds while decoding, so other code need not (decisions/0190).
 class ManifestForm(msgspec.Struct):
-    """The fields of a manifest with their types. Other fields are allowed."""
+    """Declare the fields of a manifest with their types. Unknown fields are allowed."""
 
     step: _Number
     metadata: Any
@@ -67,7 +67,7 @@ class ManifestForm(msgspec.Struct):
 
 
 def read_form(found: Any) -> ManifestForm:
-    """Check the JSON of a manifest against its form.
+    """Check the JSON of a manifest, and return its fields.
 
     Raises:
         msgspec.ValidationError: A value has another type.
@@ -86,18 +86,18 @@ def read_form(found: Any) -> ManifestForm:
     layouts: set[Specs] = set()
     for each in form.variables:
         if each.path in paths:
-            raise ValueError(f"path {each.path!r:.200} is there twice")
+            raise ValueError(f"path {each.path!r:.200} appears twice")
         paths.add(each.path)
         if each.layout is not None and len(each.layout) != len(each.shape):
             raise ValueError(f"{each.path}: layout {each.layout!r:.200}")
         if each.layout is not None and each.layout not in layouts:
-            Layout(each.layout, mesh)  # raises if the specs are not a layout
+            Layout(each.layout, mesh)  # raises if the specs do not fit the mesh
             layouts.add(each.layout)
     return form
 
 
 def _is_inside(name: str) -> bool:
-    """Return whether a name is a file in the folder of the step or below it."""
+    """Return whether a file name stays inside the folder of the step."""
     parts = name.split("/")
     return (
         not any(part in ("", ".", "..") for part in parts) and not {*"\\\0"} & {*name} and bool(name.encode())

@@ -1,4 +1,4 @@
-"""Read the variables of one model from a checkpoint, after a comparison of their shapes and types."""
+"""Read the values of a model's variables from a checkpoint, after comparing shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Extra = Literal["error", "ignore"]
 
 
 class ModelValues:
-    """The values of a checkpoint for the variables of one model.
+    """Provide the checkpoint values of a model's variables.
 
     Args:
-        source: What they are read from.
-        names: What the variables are called in it; `None`: what they are called in the model.
+        source: The checkpoint.
+        names: The names of the variables in the checkpoint; `None`: the same as in the model.
         missing: See `load`.
         extra: See `load`.
         cast: See `load`.
@@ -53,7 +53,7 @@ class ModelValues:
         self._by_alias = {a: v.path for v in source.variables.values() for a in v.aliases}
 
     def find(self, variable: VariableSpec) -> SavedVariable | None:
-        """Return the saved variable under any of a variable's paths, or `None` without one."""
+        """Find the saved variable under any path of a model's variable, or return `None`."""
         if self._renamed is not None and variable.kind in (Kind.WEIGHT, Kind.STATE):
             self._renamed.fit((variable.path, *variable.aliases), variable.shape)
         for path in (variable.path, *variable.aliases):
@@ -64,11 +64,11 @@ class ModelValues:
         return None
 
     def list_parts(self, saved: SavedVariable) -> list[str]:
-        """Return the names in the checkpoint of the tensors that make up a variable."""
+        """Return the names of the tensors in the checkpoint that make up a variable."""
         return [saved.path] if self._renamed is None else self._renamed.list_parts(saved.path)
 
     def check(self, variables: Sequence[VariableSpec], kinds: Collection[Kind] = (Kind.WEIGHT,)) -> None:
-        """Compare all variables of a model with the checkpoint, and raise once with all differences.
+        """Compare all variables of a model with the checkpoint, and raise one error with all differences.
 
         Args:
             variables: The variables.
@@ -79,7 +79,7 @@ class ModelValues:
         """
         found = [(variable, self.find(variable)) for variable in variables]
         if self._renamed is not None:
-            self._renamed.check_once(saved.path for _, saved in found if saved)
+            self._renamed.check_unique_parts(saved.path for _, saved in found if saved)
         wrong = [
             text
             for variable, saved in found
@@ -114,16 +114,16 @@ class ModelValues:
         fixes += ['pass extra="ignore" to leave out what the model does not have'] * bool(extra)
         fixes += ["pass cast=True to convert element types"] * any("dtype" in text for _, text in wrong)
         raise CheckpointError(
-            f"{self.source.where}: the checkpoint is not of this model",
+            f"{self.source.where}: the checkpoint does not match this model",
             facts=shown,
-            why=f"{len(facts)} variables differ; nothing has been loaded",
+            why=f"{len(facts)} variables differ; nothing was loaded",
             fix=", or ".join(fixes),
         )
 
     def make_reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
-        """Return a function that reads the shards of a variable, or `None` if the checkpoint lacks it."""
+        """Return a function that reads blocks of a variable, or `None` if the checkpoint lacks it."""
         saved = None if self._closed or _is_random_key(variable) else self.find(variable)
-        # Before all variables are known, a provisional path may belong to another variable, so compare the shapes.
+        # Paths are provisional until all variables exist, so compare shapes to detect a mix-up.
         if saved is None or saved.shape != variable.shape:
             return None
         self.taken.add(variable.path)
@@ -135,8 +135,8 @@ class ModelValues:
             if is_integer_state(variable, saved) and not np.array_equal(values, found):
                 raise CheckpointError(
                     f"{variable.path}: {'a random state' if variable.kind is Kind.RNG else 'a count'} does not fit",
-                    facts={"saved": f"{found.tolist()}, {saved.dtype}", "element type here": variable.dtype},
-                    why="libraries hold it as integers of different types, and this number does not fit the one here",
+                    facts={"saved": f"{found.tolist()}, {saved.dtype}", "dtype in the model": variable.dtype},
+                    why="libraries store it with different integer types, and this value exceeds the range of this one",
                     fix="load it where it was saved"
                     + ", or seed the generator with a number below 2**31" * (variable.kind is Kind.RNG),
                 )
@@ -162,7 +162,7 @@ class ModelValues:
         return True
 
     def close(self) -> None:
-        """Stop providing values, so that later variables keep their initial values."""
+        """Stop providing values. Variables created later keep their initial values."""
         self._closed = True
 
     def _describe_difference(self, variable: VariableSpec, saved: SavedVariable) -> tuple[str, str] | None:
@@ -176,7 +176,7 @@ class ModelValues:
 
 
 def is_integer_state(variable: VariableSpec, saved: SavedVariable) -> bool:
-    """Return whether a variable is a random state or a count. Its integer type differs between libraries."""
+    """Return whether a variable is an RNG state or a count, which libraries store with different integer types."""
     if variable.kind is Kind.RNG:
         return True
     integers = all(each.dtype.lstrip("u").startswith("int") for each in (variable, saved))
@@ -184,5 +184,5 @@ def is_integer_state(variable: VariableSpec, saved: SavedVariable) -> bool:
 
 
 def _is_random_key(variable: VariableSpec) -> bool:
-    """Return whether a variable has typed random keys of JAX, of which only the key data is saved."""
+    """Return whether a variable holds typed JAX random keys, of which only the key data is saved."""
     return variable.dtype.startswith("key<")

@@ -1,4 +1,4 @@
-"""Read name tables, which map the paths and axes of variables to those in other libraries.
+"""Read name tables, which map the paths and axes of a model's variables to those of another library.
 
     # A model of mine, in keras and as others publish it.
     version: 1
@@ -32,7 +32,7 @@ from layoutmap.core.strict_yaml import read_yaml
 from layoutmap.rules.near_misses import find_nearest
 
 VERSION = 1
-"""The version of the form."""
+"""The version of the table format."""
 
 _TOKEN = re.compile(r"(\*\*|\*|\([^()*]*\)\?)")
 _LEFT = "a path in the model"
@@ -40,7 +40,7 @@ _LEFT = "a path in the model"
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A name in which `*` stands for numbers.
+    """A name pattern in which `*` stands for numbers.
 
     Args:
         text: The name, with `*`, `**` and `(...)?`.
@@ -48,18 +48,20 @@ class Template:
 
     text: str
 
-    def find(self, name: str, *, at_end: bool = False) -> tuple[int, tuple[str, ...]] | None:
-        """Return the matched length of a name and the texts for the stars, or `None` if it does not match.
+    def find(self, name: str, *, allow_prefix: bool = False) -> tuple[int, tuple[str, ...]] | None:
+        """Match a name. Return the matched length and the text of each star, or `None`.
 
         Args:
             name: The name.
-            at_end: Whether it may also be what comes after a dot.
+            allow_prefix: Whether it may also be what comes after a dot.
         """
-        found = re.fullmatch((r"(?:.*?\.)??" if at_end else "") + f"(?P<own>{self._make_pattern()})", name)
+        found = re.fullmatch(
+            (r"(?:.*?\.)??" if allow_prefix else "") + f"(?P<own>{self._make_pattern()})", name
+        )
         return None if found is None else (len(found["own"]), found.groups()[1:])
 
     def write(self, stars: Sequence[str], *, optional: bool = True) -> str:
-        """Return the name with these texts in place of the stars."""
+        """Fill the stars of the name with these texts."""
         left = iter(stars)
         return "".join(
             next(left) if token.startswith("*") else token[1:-2] * optional if _is_optional(token) else token
@@ -68,7 +70,7 @@ class Template:
 
     @property
     def stars(self) -> list[str]:
-        """The stars of the name, in order."""
+        """The stars of the pattern, in order."""
         return [token for token in _TOKEN.findall(self.text) if token.startswith("*")]
 
     def _make_pattern(self) -> str:
@@ -85,11 +87,11 @@ def _is_optional(token: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor in the other library that is a variable of the model, or one of its equal parts.
+    """A tensor of the other library that holds a variable of the model or one of its equal parts.
 
     Args:
         theirs: Its name.
-        there: Its axes; `None`: they are those of the variable.
+        there: Its axes; `None`: the variable's axes.
         here: The axes of the variable.
     """
 
@@ -100,11 +102,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """One line of a table.
+    """One line of a name table.
 
     Args:
         ours: The path in the model.
-        pieces: What it is elsewhere.
+        pieces: The matching tensors of the other library.
     """
 
     ours: Template
@@ -112,9 +114,9 @@ class Renaming:
 
 
 @dataclass(frozen=True, slots=True)
-# A table moves values and computes none, so it is exact in both directions and by shards (decisions/0084).
+# A table only moves values, so it is exact in both directions and works shard by shard (decisions/0084).
 class NameTable:
-    """A name table: lines that map paths of a model to names in another library.
+    """Map paths of a model to names in another library.
 
     Args:
         where: The table, as messages name it.
@@ -127,25 +129,25 @@ class NameTable:
     exact: Mapping[str, Renaming] = field(default_factory=dict[str, Renaming])
 
     def find(self, path: str) -> tuple[Renaming, tuple[str, ...]] | None:
-        """Return the line with the longest match for a path of the model, and the texts for its stars."""
+        """Find the line with the longest match for a model path, and the text of each star."""
         if path in self.exact:
             return self.exact[path], ()
         found = [
             (size, -number, entry, stars)
             for number, entry in enumerate(self.entries)
-            if (match := entry.ours.find(path, at_end=True)) is not None
+            if (match := entry.ours.find(path, allow_prefix=True)) is not None
             for size, stars in [match]
         ]
         return max(found, key=lambda each: each[:2])[2:] if found else None
 
 
 def list_name_tables() -> list[str]:
-    """Return the names of the tables that the library ships."""
+    """Return the names of the tables shipped with this library."""
     return sorted(each.name[:-5] for each in _find_folder().iterdir() if each.name.endswith(".yaml"))
 
 
 def read_names(names: str | os.PathLike[str] | Mapping[str, Any]) -> NameTable:
-    """Read a table.
+    """Read a name table.
 
     Args:
         names: The name of a table of the library, such as `"llama"`; a YAML file; or a mapping, what such a file has
@@ -167,9 +169,9 @@ def read_names(names: str | os.PathLike[str] | Mapping[str, Any]) -> NameTable:
     if isinstance(names, str) and not names.endswith((".yaml", ".yml")) and os.sep not in names:
         if names not in list_name_tables():
             raise RuleError(
-                f"names={names!r}: there is no such table",
+                f"names={names!r}: there is no such name table",
                 facts={"near misses": ", ".join(find_nearest(names, list_name_tables()))},
-                why=f"the library has {', '.join(list_name_tables())}",
+                why=f"the tables are {', '.join(list_name_tables())}",
                 fix="name one of them, a file as in names='mine.yaml', or pass a mapping",
             )
         text = _find_folder().joinpath(f"{names}.yaml").read_text(encoding="utf-8")
@@ -178,20 +180,25 @@ def read_names(names: str | os.PathLike[str] | Mapping[str, Any]) -> NameTable:
             text = Path(where).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RuleError(
-                f"{where}: the table of names cannot be read", why=str(error), fix="name a YAML file"
+                f"{where}: the name table cannot be read", why=str(error), fix="name a YAML file"
             ) from error
     data: Any = read_yaml(text, where)
     there = shorten_repr(data)
     if not isinstance(data, dict) or (found := cast("dict[str, Any]", data)).get("version") != VERSION:
         raise RuleError(
-            f"{where}: not a table of names of version {VERSION}",
+            f"{where}: this is not a name table of version {VERSION}",
             facts={"there": there},
-            why="a table is a mapping that begins with its version",
+            why="a name table is a mapping that begins with its version",
             fix=f"begin with version: {VERSION}, then names:",
         )
     if unknown := next((key for key in found if key not in ("version", "names")), None):
         raise _make_error(
-            where, text, unknown, f"it has a key {unknown!r}", "the keys are version and names", "delete it"
+            where,
+            text,
+            unknown,
+            f"it has an unknown key {unknown!r}",
+            "the keys are version and names",
+            "delete it",
         )
     entries = found.get("names")
     if not isinstance(entries, dict):
@@ -207,7 +214,7 @@ def read_names(names: str | os.PathLike[str] | Mapping[str, Any]) -> NameTable:
 
 
 def make_model_table(where: str, names: Iterable[tuple[str, Sequence[tuple[str, str]]]]) -> NameTable:
-    """Return the table of one model from the names and axes of each of its variables.
+    """Build the table of one model from the name and axes of each variable.
 
     Args:
         where: The table, as messages name it.
@@ -248,17 +255,19 @@ def _read_entry(path: Any, value: Any) -> Renaming:
     several = isinstance(names, (list, tuple))
     listed = list(cast("Sequence[Any]", names)) if several else [names]
     if not listed or not all(isinstance(name, str) and name for name in listed):
-        raise ValueError(f"from is a name, or a list of names, and it is {shorten_repr(names)}")
+        raise ValueError(f"from must be a name or a list of names, not {shorten_repr(names)}")
     theirs = [Template(name) for name in listed]
     for each in theirs:
         if each.stars != ours.stars:
-            raise ValueError(f"{each.text!r} has the stars {each.stars}, and the path has {ours.stars}")
+            raise ValueError(f"{each.text!r} has the stars {each.stars}, but the path has {ours.stars}")
     if axes is None:
         if several:
-            raise ValueError("of several names, axes says how they are joined, as in: out in -> both out in")
+            raise ValueError(
+                "several names need axes, which says how to join them, as in: out in -> both out in"
+            )
         return Renaming(ours, (Piece(theirs[0]),))
     if not isinstance(axes, str):
-        raise ValueError(f"axes is text, as in: out in -> in out; it is {shorten_repr(axes)}")
+        raise ValueError(f"axes must be text, such as: out in -> in out, not {shorten_repr(axes)}")
     there, here = parse_axes(axes)
     if not several:
         check_sides(here, there)
@@ -266,7 +275,9 @@ def _read_entry(path: Any, value: Any) -> Renaming:
     known = {atom for axis in there for atom in axis}
     joined = [a for axis in here for a in axis if isinstance(a, str) and a not in known]
     if len(joined) != 1:
-        raise ValueError(f"of several names, one axis is on the right side alone, and here are {len(joined)}")
+        raise ValueError(
+            f"several names need exactly one axis that is only on the right side, not {len(joined)}"
+        )
     pieces: list[Piece] = []
     for number, each in enumerate(theirs):
         part = AxisPart(number, len(theirs))

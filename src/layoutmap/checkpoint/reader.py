@@ -24,24 +24,24 @@ from layoutmap.core.blocks import Ends, Index, NumpyArray, compute_block_shape, 
 from layoutmap.core.errors import CheckpointError, join_names
 from layoutmap.core.variables import get_itemsize
 
-_KEPT = 2  # partly read chunks to keep, because the next block often needs the rest
+_MAX_CACHED_CHUNKS = 2  # partly read chunks to cache, because the next block often needs the rest
 _THREADS = min(16, 2 * (os.cpu_count() or 1))
-_ALIGNMENT = 64  # alignment in bytes, because JAX and TensorFlow copy arrays that are not aligned
+_ALIGNMENT = 64  # in bytes; JAX and TensorFlow copy arrays that are not aligned
 
 
 class StepSource(Source):
-    """Reader of one saved step of a checkpoint.
+    """Read one saved step of a checkpoint.
 
     Args:
-        storage: Where the checkpoint is.
+        storage: The storage of the checkpoint.
         step: The step; `None`: the last one.
 
     Attributes:
         where: The folder of the step.
-        manifest: What is in it.
+        manifest: Its manifest.
         bytes_read: Number of bytes of values read so far.
-        verifies: Whether checksums of values are compared.
-        room: Of how many bytes that `check` reads the values are kept, until `read` returns them.
+        verifies: Whether reads verify the checksums of values.
+        cache_bytes: Bytes that `check` may still cache for the next `read`.
 
     Raises:
         CheckpointError: There is no such step, or its manifest is not as it was written.
@@ -57,7 +57,7 @@ class StepSource(Source):
             raise CheckpointError(
                 f"{where}: the manifest is missing",
                 facts={"file": NAME},
-                why="only the manifest says which bytes belong to which variable",
+                why="only the manifest maps variables to bytes in files",
                 fix="restore it from a copy, or load another step",
             )
         check_small(f"{where}/{NAME}", size)
@@ -65,7 +65,7 @@ class StepSource(Source):
         storage.read_into(self._folder, NAME, 0, data.data)
         self.manifest: Manifest = manifest_from_bytes(data.tobytes(), f"{where}/{NAME}")
         super().__init__(where, {each.path: each for each in self.manifest.variables})
-        self.bytes_read = self.room = 0
+        self.bytes_read = self.cache_bytes = 0
         self.verifies = True
         self._checked: dict[tuple[str, Ends], NumpyArray] = {}
         self._kept: OrderedDict[tuple[Any, ...], NumpyArray] = OrderedDict()
@@ -80,7 +80,7 @@ class StepSource(Source):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """All steps that exist now, in rising order."""
+        """All existing steps, in ascending order."""
         return tuple(self._storage.steps())
 
     @property
@@ -104,7 +104,7 @@ class StepSource(Source):
         return sum(math.ceil(math.prod(v.shape) * get_itemsize(v.dtype)) for v in self.manifest.variables)
 
     def check_files(self) -> None:
-        """Raise if a file is missing or its size has changed. Reads no file.
+        """Raise if a file is missing or its size changed, without reading files.
 
         Raises:
             CheckpointError: There is one.
@@ -125,7 +125,7 @@ class StepSource(Source):
             f"{self.where}/{file.name}: "
             + ("the file is missing" if size is None else "the size of the file has changed"),
             facts=facts,
-            why="the manifest says what was written",
+            why="the manifest lists another size",
             fix="restore it from a copy, or load another step",
         )
 
@@ -147,18 +147,18 @@ class StepSource(Source):
         self._read_chunks(variable, wanted, target)
 
     def _check(self, variable: SavedVariable, wanted: Index) -> None:
-        """Keep the checked values for the next `read` while `room` is left."""
+        """Verify a block, and cache its values for the next `read` while `cache_bytes` allows."""
         num_bytes = (
             math.prod(compute_block_shape(wanted)) * get_numpy_dtype(variable.dtype, variable.path).itemsize
         )
-        if num_bytes <= self.room:
+        if num_bytes <= self.cache_bytes:
             self._checked[variable.path, get_slice_ends(wanted)] = self._read(variable, wanted)
-            self.room -= num_bytes
+            self.cache_bytes -= num_bytes
             return
         self._read_chunks(variable, wanted, None)
 
     def problems(self, progress: Callable[[str], object] | None = None) -> Iterator[CheckpointError]:
-        """Read all files, and yield an error for each damaged file and chunk.
+        """Read all files, and yield an error for each damaged file or chunk.
 
         Args:
             progress: Called with the path of each variable when it has been read.
@@ -184,7 +184,7 @@ class StepSource(Source):
                 progress(path)
 
     def _find_damaged_chunks(self, path: str, missing: Collection[int]) -> Iterator[CheckpointError]:
-        """Yield an error for each damaged chunk of a variable, except in missing files."""
+        """Yield an error for each damaged chunk of a variable. Skip missing files."""
         for chunk in self.manifest.chunks[path]:
             if chunk.file not in missing:
                 try:
@@ -193,7 +193,7 @@ class StepSource(Source):
                     yield error
 
     def _read_chunks(self, variable: SavedVariable, wanted: Index, target: NumpyArray | None) -> None:
-        """Read and check the chunks that overlap a block, and copy them into an array if there is one.
+        """Read and verify the chunks that overlap a block, and copy them into an array if one is given.
 
         Neighbours in a file are read at once, and several such runs at the same time.
         """
@@ -217,7 +217,7 @@ class StepSource(Source):
         try:
             read_runs()
         finally:
-            deque(left, 0)  # after an error, do not read the rest
+            deque(left, 0)  # after an error, drop the remaining runs
             wait(helping)
         for each in helping:
             each.result()
@@ -225,14 +225,14 @@ class StepSource(Source):
     def _read_run(
         self, path: str, dtype: np.dtype[Any], run: Sequence[ChunkOverlap], target: NumpyArray | None
     ) -> None:
-        """Read and check adjacent chunks, in memory that the thread reuses for its next run."""
+        """Read and verify adjacent chunks, in memory that the thread reuses for its next run."""
         start, file = run[0].start, self.manifest.files[run[0].file]
         scratch: NumpyArray | None = getattr(self._local, "scratch", None)
         if scratch is None or scratch.size < run[-1].end - start:
             scratch = self._local.scratch = np.empty(run[-1].end - start, np.uint8)
         data = scratch[: run[-1].end - start]
         count = self._storage.read_into(self._folder, file.name, start, data.data)
-        # Threads check and copy at the same time, so only what they share needs the lock (decisions/0127).
+        # Threads verify and copy in parallel, so only shared state needs the lock (decisions/0127).
         with self._lock:
             self.bytes_read += count
         for found in run:
@@ -247,7 +247,7 @@ class StepSource(Source):
                 kept = values.copy()
                 with self._lock:
                     self._kept[found[:5]] = kept
-                    while len(self._kept) > _KEPT:
+                    while len(self._kept) > _MAX_CACHED_CHUNKS:
                         self._kept.popitem(last=False)
             _copy_overlap(found, values, target)
 
@@ -268,7 +268,7 @@ def _copy_overlap(found: ChunkOverlap, values: NumpyArray, target: NumpyArray | 
 
 
 def _group_adjacent(found: Iterable[ChunkOverlap], most_bytes: int) -> Iterator[list[ChunkOverlap]]:
-    """Yield groups of chunks that are adjacent in a file, up to a size."""
+    """Group chunks that are adjacent in a file, up to a size."""
     run: list[ChunkOverlap] = []
     for each in found:
         if run and (
@@ -283,7 +283,7 @@ def _group_adjacent(found: Iterable[ChunkOverlap], most_bytes: int) -> Iterator[
 
 def _make_damage_error(where: str, what: str, start: int, size: int, *, missing: int = 0) -> CheckpointError:
     return CheckpointError(
-        f"{what}: its values are not those that were saved",
+        f"{what}: its values differ from the saved ones",
         facts={"file": where, "bytes": f"{start} to {start + size}", "missing bytes": missing or ""},
         why="the file ends before them"
         if missing

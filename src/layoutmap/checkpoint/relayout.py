@@ -1,4 +1,4 @@
-"""Write a step again in other layouts, with chunks that end at the shards of another mesh.
+"""Rewrite a step for other layouts, with chunks that align with the shards of another mesh.
 
 Values go from file to file in blocks of bounded size, whatever the shards are: never is more than one block held.
 """
@@ -21,8 +21,8 @@ from layoutmap.core.blocks import Index, compute_block_shape, find_distinct_shar
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 
-MOST_BYTES = 1 << 26
-"""The size of a block that is read and written at once."""
+MAX_BLOCK_BYTES = 1 << 26
+"""The maximum size of a block that is read and written at once."""
 
 
 def write_relayout(
@@ -73,7 +73,7 @@ def _make_write_task(source: Source, variable: SavedVariable, layout: Layout) ->
     blocks: list[Index] = []
     for index, _ in find_distinct_shards(layout, variable.shape, range(layout.mesh.size)).values():
         blocks += split_shard(
-            index, choose_chunk_shape(compute_block_shape(index), itemsize, MOST_BYTES, variable.shape)
+            index, choose_chunk_shape(compute_block_shape(index), itemsize, MAX_BLOCK_BYTES, variable.shape)
         )
 
     def read() -> Shards:

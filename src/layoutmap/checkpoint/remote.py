@@ -26,13 +26,13 @@ from layoutmap.checkpoint.storage import LocalStorage, Storage, make_exists_erro
 from layoutmap.core.errors import CheckpointError
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_PART_BYTES = 1 << 26  # bytes of an upload part; S3 takes 10,000 parts, so files up to 640 GB
-_HEAD_BYTES = 1024  # the head of a manifest contains the token of its save
-_MAKE_BUCKET = "make the bucket, or correct its name in the URL, and save again"
+_PART_BYTES = 1 << 26  # bytes of an upload part; S3 allows 10,000 parts, so files up to 640 GB
+_HEAD_BYTES = 1024  # enough for the token of the save, which is at the start of a manifest
+_FIX_BUCKET = "create the bucket, or correct its name in the URL, and save again"
 
 
 def open_storage(directory: str | os.PathLike[str]) -> Storage:
-    """Return the storage of a directory: an object store for a URL, otherwise a local folder.
+    """Open the storage of a directory: an object store for a URL, else a local folder.
 
     Raises:
         CheckpointError: Nothing is installed that reaches the URL.
@@ -44,31 +44,31 @@ def open_storage(directory: str | os.PathLike[str]) -> Storage:
     return LocalStorage(text[found.end() :]) if found[1] == "file" else RemoteStorage(text)
 
 
-# Object stores cannot rename, so paths have a token and the manifest decides the winner (decisions/0086).
+# Object stores cannot rename, so each save writes under its own token, and the manifest selects one (decisions/0086).
 class RemoteStorage:
-    """Storage of steps in an object store.
+    """Store steps in an object store.
 
     Args:
         url: The folder, as in `"s3://bucket/runs/7"`. Endpoints and credentials are those of fsspec's configuration and
             the environment.
 
     Raises:
-        CheckpointError: Nothing is installed that reaches it.
+        CheckpointError: The package for this kind of URL is not installed.
     """
 
     read_bytes = 1 << 23
-    write_files = 1  # each open file takes the memory of two parts
+    write_files = 1  # each open file buffers two parts in memory
 
     def __init__(self, url: str):
         self.where = url.rstrip("/")
         try:
-            # Imported here, because few programs use remote storage.
+            # Imported here, because few programs use remote storage, so others need not install fsspec.
             fsspec: Any = importlib.import_module("fsspec.core")
             found: tuple[Any, str] = fsspec.url_to_fs(self.where, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise CheckpointError(
-                f"{self.where}: this cannot be reached",
-                why=f"fsspec, or what it needs for such a URL, is missing: {error}",
+                f"{self.where}: this store cannot be accessed",
+                why=f"fsspec, or its package for such a URL, is missing: {error}",
                 fix="pip install fsspec, and s3fs for s3://, gcsfs for gs:// or adlfs for az://",
             ) from error
         self._files, self._root = found[0], found[1].rstrip("/")
@@ -90,16 +90,16 @@ class RemoteStorage:
         return f"step-{step}"
 
     def begin(self, step: int, token: str) -> str:
-        """Return the name of the folder in which a step is written, and create nothing."""
+        """Return the folder name for a new step, without creating anything."""
         if self.size(self.folder(step), NAME) is not None:
             raise make_exists_error(self.where, step)
         return f"{self.folder(step)}/{token}"
 
     def commit(self, step: int, token: str) -> None:
-        """Write the manifest unless another one exists, which makes the step exist. Then delete leftovers."""
+        """Write the manifest, which makes the step exist, unless another save wrote it. Then delete leftovers."""
         folder = self.folder(step)
         path = self._join_path(folder, NAME)
-        with _translate_errors(self._files, path, f"step {step} cannot be completed", _MAKE_BUCKET):
+        with _translate_errors(self._files, path, f"step {step} cannot be completed", _FIX_BUCKET):
             manifest = self._files.cat_file(self._join_path(f"{folder}/{token}", NAME))
             try:
                 self._files.pipe_file(path, manifest, mode="create")
@@ -108,9 +108,9 @@ class RemoteStorage:
                     raise
         head = memoryview(bytearray(_HEAD_BYTES))
         if token.encode() not in bytes(head[: self.read_into(folder, NAME, 0, head)]):
-            # If the token is this save's own, only the answer was lost.
+            # If the manifest has this save's token, the write succeeded and only the store's answer was lost.
             raise make_exists_error(self.where, step)
-        # The manifest is final, so other files in the folder belong to saves that fail.
+        # The manifest is now final, so other files in the folder belong to saves that will fail.
         self.remove(f"{folder}/{token}", NAME)
         with suppress(Exception):
             for other in self._files.ls(self._join_path(folder), detail=False):
@@ -138,7 +138,7 @@ class RemoteStorage:
             self._files.rm(self._join_path(self.folder(step)), recursive=True)
 
     def create(self, folder: str, name: str) -> _RemoteSink:
-        """Open a new file for writing, which exists once it is closed."""
+        """Open a new file for writing. The file exists once it is closed."""
         return _RemoteSink(self._files, self._join_path(folder, name))
 
     def remove(self, folder: str, name: str) -> None:
@@ -165,7 +165,7 @@ class RemoteStorage:
                 data = self._files.cat_file(path, start=start, end=end) if buffer else b""
             except FileNotFoundError:
                 raise
-            except Exception:  # some stores refuse a range beyond the end
+            except Exception:  # some stores raise for a range beyond the end
                 if (self.size(folder, name) or 0) > start:
                     raise
                 data = b""
@@ -173,7 +173,7 @@ class RemoteStorage:
         return len(data)
 
     def free_bytes(self) -> None:
-        """Return `None`, since an object store does not report its free space."""
+        """Return `None`, because an object store does not report its free space."""
         return
 
     def _join_path(self, *names: str) -> str:
@@ -181,7 +181,7 @@ class RemoteStorage:
 
 
 class _RemoteSink:
-    """A new file in an object store."""
+    """Write a new file in an object store."""
 
     def __init__(self, files: Any, path: str):
         self._files = files
@@ -206,19 +206,20 @@ class _RemoteSink:
             return
         with suppress(Exception):
             self._file.discard()
-            self._file.closed = True  # otherwise fsspec uploads the file when it is garbage-collected
+            # without this, fsspec would upload the file when it is garbage-collected
+            self._file.closed = True
         with suppress(Exception):
             self._files.rm_file(self._path)
 
     def _translate_errors(self) -> AbstractContextManager[None]:
-        return _translate_errors(self._files, self._path, "the file cannot be written", _MAKE_BUCKET)
+        return _translate_errors(self._files, self._path, "the file cannot be written", _FIX_BUCKET)
 
 
 @contextmanager
 def _translate_errors(
     files: Any, path: str, what: str, fix: str = "restore it from a copy, or load another step"
 ) -> Generator[None]:
-    """Raise a `CheckpointError` that names the path in place of any error of the store."""
+    """Convert any error of the store to a `CheckpointError` that names the path."""
     try:
         yield
     except CheckpointError:
@@ -226,13 +227,13 @@ def _translate_errors(
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{files.unstrip_protocol(path)}: {what}",
-            why=f"there is no such file, or no such bucket: {error}",
+            why=f"the file or the bucket does not exist: {error}",
             fix=fix,
         ) from error
     except Exception as error:
         raise CheckpointError(
             f"{files.unstrip_protocol(path)}: {what}",
             why=f"the store says: {error!r}",
-            fix="look at the address, the credentials and the rights to the bucket, and try again; "
+            fix="check the URL, the credentials, and the access rights to the bucket, and try again; "
             "existing steps are unchanged",
         ) from error

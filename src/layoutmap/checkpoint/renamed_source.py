@@ -23,12 +23,12 @@ _CHECKED_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """The place of a variable's values in a source.
+    """The tensor of a source that holds a variable or a part of it.
 
     Args:
-        name: The name there.
+        name: The tensor's name.
         here: The axes of the variable.
-        there: Those of what has the name.
+        there: The axes of the tensor.
         sizes: The size of each axis.
     """
 
@@ -39,7 +39,7 @@ class SourcePart:
 
 
 class RenamedSource(Source):
-    """A source with the variable names of a name table.
+    """Present a source under the variable names of a name table.
 
     Args:
         source: The source.
@@ -47,7 +47,7 @@ class RenamedSource(Source):
 
     Attributes:
         where: The source's path.
-        variables: The variables by path: those that were asked for by `fit`, and what no table entry has used.
+        variables: The variables by path: those of `fit`, and the tensors that no table entry used.
     """
 
     def __init__(self, source: Source, names: NameTable):
@@ -62,7 +62,7 @@ class RenamedSource(Source):
         return self._source.states
 
     def fit(self, paths: Sequence[str], shape: Sequence[int]) -> None:
-        """Find the tensors in the source that make up a variable of the model, if there are any.
+        """Find the tensors of the source that make up a variable of the model, and add the variable.
 
         Args:
             paths: Its path, and its aliases.
@@ -84,20 +84,20 @@ class RenamedSource(Source):
                 return
 
     def is_left_out(self, path: str) -> bool:
-        """Return whether the table says that a variable of the model is not stored."""
+        """Return whether the table marks a variable of the model as not stored."""
         line = self._names.find(path)
         return line is not None and not line[0].pieces
 
     def list_parts(self, path: str) -> list[str]:
-        """Return the tensors of the source that a variable consists of."""
+        """Return the tensors of the source that make up a variable."""
         return [part.name for part in self._from[path]] if path in self._from else [path]
 
     def find_parts(self, path: str) -> Sequence[SourcePart]:
-        """Return the tensors that make up a variable that was asked for by `fit`. Empty if the table has none."""
+        """Return the tensors that make up a variable that was passed to `fit`, or an empty sequence."""
         return self._from.get(path, ())
 
-    def check_once(self, paths: Iterable[str]) -> None:
-        """Raise if two variables of a model read the same tensor or the same part.
+    def check_unique_parts(self, paths: Iterable[str]) -> None:
+        """Raise if two variables of a model read the same tensor or part.
 
         Raises:
             CheckpointError: They are.
@@ -110,8 +110,8 @@ class RenamedSource(Source):
                     raise CheckpointError(
                         f"{user} and {path} are one tensor in the checkpoint",
                         facts={"tensor": each.name, "table": self._names.where},
-                        why="the table gives both the same name",
-                        fix="give each a line of its own, with more of its path",
+                        why="the name table gives both the same name",
+                        fix="write a line for each, with a longer part of its path",
                     )
 
     def _find_name(self, piece: Piece, stars: Sequence[str]) -> str:
@@ -122,7 +122,7 @@ class RenamedSource(Source):
         saved = [self._source.variables[name] for name, _ in pieces]
         if len(types := {each.dtype for each in saved}) > 1:
             raise CheckpointError(
-                f"{path}: its parts have several element types",
+                f"{path}: its parts have different dtypes",
                 facts={each.path: each.dtype for each in saved},
                 why=f"the table {self._names.where} joins them into one variable",
                 fix=f"convert them to one of {', '.join(sorted(types))}",
@@ -131,7 +131,7 @@ class RenamedSource(Source):
         for (name, piece), each in zip(pieces, saved, strict=True):
             here, there = _get_sides(piece, len(each.shape))
             sizes = solve_sizes([(there, each.shape), (here, shape)])
-            if sizes is None:  # keep it, so that the comparison with the model reports it
+            if sizes is None:  # keep the tensor, so that the comparison with the model reports it
                 self.variables[path] = replace(saved[0], path=path, aliases=())
                 self.variables.pop(name, None)
                 return
@@ -142,7 +142,7 @@ class RenamedSource(Source):
                 self.variables.pop(name, None)
 
     def add(self, path: str, shape: tuple[int, ...], own: Sequence[SourcePart]) -> None:
-        """Add a variable that consists of these parts."""
+        """Add a variable made of these parts."""
         first = self._source.variables[own[0].name]
         self.variables[path] = SavedVariable(path, shape, first.dtype, first.kind)
         self._from[path] = list(own)
@@ -161,7 +161,7 @@ class RenamedSource(Source):
         super()._read_into(variable, wanted, target)
 
     def _find_unchanged(self, path: str) -> str | None:
-        """Return the variable of the source with the same axes, or `None` if the values are joined or permuted."""
+        """Return the source variable with the same axes, or `None` if axes are joined or permuted."""
         own = self._from.get(path)
         if own is None:
             return path
@@ -201,7 +201,7 @@ class RenamedSource(Source):
 
 
 def rename_source(source: Source, names: NameTable) -> RenamedSource:
-    """Return the weights and moving statistics of a source under the names of another library.
+    """Return the weights and moving statistics of a source under another library's names.
 
     Args:
         source: The source.
@@ -225,9 +225,9 @@ def rename_source(source: Source, names: NameTable) -> RenamedSource:
             sizes = solve_sizes([(ours, variable.shape)])
             if sizes is None:
                 raise CheckpointError(
-                    f"{path}: its shape does not fit the table",
+                    f"{path}: its shape contradicts the name table",
                     facts={"shape": variable.shape, "table": names.where, "line": entry.ours.text},
-                    why="it has other axes than the table names",
+                    why="it has other axes than the table lists",
                     fix="use the table of this model, or correct the axes of that line",
                 )
             found.setdefault(piece.theirs.write(stars), []).append(SourcePart(path, theirs, ours, sizes))
@@ -237,10 +237,10 @@ def rename_source(source: Source, names: NameTable) -> RenamedSource:
             path: f"not in the table; near: {', '.join(near.find_nearest(path, 1))}" for path in unknown[:10]
         }
         raise CheckpointError(
-            f"{source.where}: the table has no line for {len(unknown)} variables",
+            f"{source.where}: the name table has no line for {len(unknown)} variables",
             facts={"table": names.where} | facts,
-            why="all weights and moving statistics are written, or nothing is",
-            fix="use the table of this model, or add the lines to one of your own",
+            why="an export writes all weights and moving statistics, or nothing",
+            fix="use the table of this model, or add the lines to your own table",
         )
     renamed = RenamedSource(source, names)
     renamed.variables.clear()
@@ -251,7 +251,7 @@ def rename_source(source: Source, names: NameTable) -> RenamedSource:
 
 
 def _list_parts(side: Side) -> Side:
-    """Return the fixed parts on each axis."""
+    """List the fixed parts, such as `1/3`, on each axis."""
     return tuple(tuple(atom for atom in axis if isinstance(atom, AxisPart)) for axis in side)
 
 
@@ -280,6 +280,6 @@ def _check_parts(name: str, own: Sequence[SourcePart], source: Source, names: Na
 
 
 def _get_sides(piece: Piece, rank: int) -> tuple[Side, Side]:
-    """Return the axes of a variable in the model and in the other library."""
+    """Return a variable's axes in the model and in the other library."""
     plain: Side = tuple((f"axis_{n}",) for n in range(rank))
     return piece.here or plain, piece.there or plain

@@ -1,4 +1,4 @@
-"""Decide from numbers alone if a step is due and which steps are kept."""
+"""Decide from step numbers, times, and metrics whether a step is due and which steps to keep."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from layoutmap.core.arguments import as_int
 from layoutmap.core.errors import CheckpointError, join_names
 
 Metrics = Mapping[int, Mapping[str, float]]
-"""The facts of each step, by its number."""
+"""The metrics of each step by its number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Rules for saving steps and for keeping saved ones.
+    """Rules for saving and for deleting steps.
 
     Args:
         keep_last: Number of the last steps to keep, 1 or more; `None`: all.
-        best: The metric by which steps are compared; `None`: none is.
-        best_mode: Whether the best is the smallest or the largest.
+        best: The metric by which steps are compared; `None`: steps are not compared.
+        best_mode: Whether best_mode selects the smallest or the largest value.
         keep_best: Number of the best steps to keep beside the last.
-        keep_every: Steps that are a multiple of it are all kept; `None`: none is for its number.
-        every_steps: A step is due when a multiple of it is reached; `None`: that does not decide.
-        every_minutes: A step is due so long after the last save; `None`: that does not decide.
+        keep_every: Keep all steps that are a multiple of it; `None`: keep none for its number.
+        every_steps: A step is due when a multiple of it is reached; `None`: ignore the step number.
+        every_minutes: A step is due this long after the last save; `None`: ignore the time.
 
     Raises:
-        CheckpointError: One of these is no such number or name.
+        CheckpointError: An argument has an invalid value.
     """
 
     keep_last: int | None = 3
@@ -49,7 +49,10 @@ class Retention:
             raise _make_error("every_minutes", minutes, "it is a time in minutes", "every_minutes=10")
         if self.best_mode not in ("min", "max"):
             raise _make_error(
-                "best_mode", self.best_mode, "the best is the smallest or the largest", 'best_mode="max"'
+                "best_mode",
+                self.best_mode,
+                "best_mode selects the smallest or the largest value",
+                'best_mode="max"',
             )
 
     def is_due(self, step: int, seen: int | None, seconds: float) -> bool:
@@ -77,7 +80,7 @@ class Retention:
         return step // self.every_steps > seen // self.every_steps
 
     def rank_steps(self, metrics: Metrics) -> list[int]:
-        """Return the steps from best to worst, without those that lack a finite metric.
+        """Sort the steps from best to worst, without those that lack a finite metric.
 
         Example:
             >>> Retention(best="loss").rank_steps({1: {"loss": 0.5}, 2: {"loss": 0.25}, 3: {}, 4: {"loss": -math.inf}})
@@ -90,7 +93,7 @@ class Retention:
         return sorted(steps, key=lambda step: (sign * known[step], -step))
 
     def kept(self, metrics: Metrics, saved: int) -> set[int]:
-        """Return the steps that are kept.
+        """Return the steps to keep.
 
         Args:
             metrics: The existing steps of those that the last one comes from.
@@ -107,7 +110,7 @@ class Retention:
 
 
 def check_metrics(metrics: Mapping[str, Any] | None, best: str | None) -> dict[str, float]:
-    """Return metrics as numbers, or raise for a value that is none.
+    """Convert metrics to floats, or raise for a value that is not a number.
 
     Raises:
         CheckpointError: One is no number, or the one by which steps are compared is not among them.
@@ -125,10 +128,10 @@ def check_metrics(metrics: Mapping[str, Any] | None, best: str | None) -> dict[s
             ) from error
     if metrics is not None and best is not None and best not in found:
         raise CheckpointError(
-            f"metrics: there is no {best!r} among them",
+            f"metrics: {best!r} is missing",
             facts={"metrics": join_names(list(found)) or "none"},
             why=f"best={best!r} is the metric by which this manager compares steps",
-            fix="pass it, or name one of these as best",
+            fix="pass this metric, or set best= to one of these",
         )
     return found
 

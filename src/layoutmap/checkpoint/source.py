@@ -19,20 +19,20 @@ _MOST_NAME = 4096
 _MOST_AXES = 64  # limit of numpy
 
 Specs = tuple[str | tuple[str, ...] | None, ...]
-"""Sharding specs as JSON has them: `None` for an unsharded axis."""
+"""Sharding specs in JSON form: `None` for an unsharded axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedVariable:
-    """A variable as a checkpoint describes it.
+    """Describe a variable in a checkpoint.
 
     Args:
         path: Its path.
         shape: Its global shape.
         dtype: The name of its element type, as in `"bfloat16"`.
-        kind: What it is for.
+        kind: Its purpose.
         aliases: Its other paths.
-        layout: How its axes were sharded when it was saved; `None`: it was on no mesh, or it is not known.
+        layout: Its sharding specs when it was saved; `None`: it was on no mesh, or they are unknown.
     """
 
     path: str
@@ -49,7 +49,7 @@ class SavedVariable:
 
 
 def check_variables(where: str, variables: Iterable[SavedVariable], most_bytes: int | None = None) -> None:
-    """Raise if a variable has a name, rank, or size that its files cannot contain.
+    """Raise if a variable has a name, rank, or size that cannot be real, as in a damaged or malicious file.
 
     Args:
         where: The checkpoint, for messages.
@@ -71,11 +71,11 @@ def check_variables(where: str, variables: Iterable[SavedVariable], most_bytes: 
             if size > most or math.prod(max(n, 1) for n in each.shape) >= 2**63:
                 why = f"its shape {each.shape} needs {size:,} bytes, and its files can have {most:,}"
         if why:
-            raise CheckpointError(f"{where}: {shorten_repr(each.path)} cannot be right", why=why, fix=FIX)
+            raise CheckpointError(f"{where}: {shorten_repr(each.path)} is invalid", why=why, fix=FIX)
 
 
 def import_reader(what: str, name: str, why: str) -> Any:
-    """Import the package that reads a format, or raise with the install command.
+    """Import the package that reads a format, or raise an error with the install command.
 
     Raises:
         CheckpointError: It is not installed.
@@ -89,7 +89,7 @@ def import_reader(what: str, name: str, why: str) -> Any:
 
 
 class Source(ABC):
-    """Base of all sources: variables that are read block by block.
+    """Base of all sources, which read variables block by block.
 
     Args:
         where: The file or folder, as messages name it.
@@ -106,7 +106,7 @@ class Source(ABC):
         return {}
 
     def read(self, path: str, index: Index | None = None) -> NumpyArray:
-        """Return the values of a variable at an index (`None`: all) in new memory.
+        """Read the values of a variable at an index (`None`: all) into new memory.
 
         Raises:
             CheckpointError: There is no such variable, or its values cannot be read or are not those that were saved.
@@ -116,13 +116,13 @@ class Source(ABC):
             return self._read(*wanted)
 
     def read_into(self, path: str, index: Index, target: NumpyArray) -> None:
-        """Write the values at an index into an array of the variable's element type."""
+        """Read the values at an index into an array of the variable's dtype."""
         wanted = self._resolve_block(path, index)
         with translate_parser_errors(f"{self.where}: {path}"):
             self._read_into(*wanted, target)
 
     def check(self, path: str, index: Index | None = None) -> None:
-        """Raise the errors of `read`, as far as the format has checksums."""
+        """Raise the error that `read` would raise for a damaged block, if the format has checksums."""
         wanted = self._resolve_block(path, index)
         with translate_parser_errors(f"{self.where}: {path}"):
             self._check(*wanted)
@@ -152,7 +152,7 @@ class Source(ABC):
             from layoutmap.rules.near_misses import find_nearest
 
             raise CheckpointError(
-                f"{path}: the checkpoint has no such variable",
+                f"{path}: the checkpoint has no variable of this path",
                 facts={
                     "checkpoint": self.where,
                     "near misses": join_names(find_nearest(path, self.variables)),

@@ -1,4 +1,4 @@
-"""Describe the variables of a checkpoint for a plan, with the weight of each optimizer slot."""
+"""Convert the variables of a checkpoint to the specs of a plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from layoutmap.core.variables import Kind, VariableSpec
 
 
 def make_variable_specs(variables: Iterable[SavedVariable]) -> list[VariableSpec]:
-    """Return the specs that a plan needs, one per variable in the same order.
+    """Convert saved variables to the specs that a plan needs, in the same order.
 
     A slot's parent is the weight whose path is in its own, the longest if there are several, and that has its shape.
 

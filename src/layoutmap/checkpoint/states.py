@@ -1,4 +1,4 @@
-"""Convert states of data iterators, random generators, and schedules to JSON without running code.
+"""Convert states of data iterators, random generators, and schedules to JSON and back, without running code.
 
 What is no JSON of its own is an object with one key that begins with `__`: bytes, arrays, tuples, numbers that are not
 finite, mappings with other keys than text, counters.
@@ -57,17 +57,17 @@ def encode_state(value: Any, where: str) -> Any:
             found: dict[str, Any] = {"__array__": data, "dtype": array.dtype.name, "shape": list(array.shape)}
             return found | {"tensor": True} if type(value).__module__ == "torch" else found
     raise CheckpointError(
-        f"{where}: it cannot be saved",
-        facts={"it is": describe_type(value)},
-        why="a checkpoint holds data, never code: numbers, strings, bytes, arrays of up to 16 MiB, lists and mappings",
-        fix="keep such values only; an iterator returns them from state_dict() or get_state()",
+        f"{where}: this state cannot be saved",
+        facts={"type": describe_type(value)},
+        why="a state may contain only numbers, strings, bytes, arrays of up to 16 MiB, lists, and mappings",
+        fix="pass the result of the iterator's state_dict() or get_state(), with such values only",
     )
 
 
 def decode_state(value: Any) -> Any:
-    """Read the result of `encode_state`. Arrays are numpy's, and tensors torch's if torch is imported."""
+    """Read the result of `encode_state`. Arrays become numpy's, and tensors torch's if torch is imported."""
     if isinstance(value, list):
-        parts = cast("list[Any]", value)  # 625 numbers for a Mersenne Twister
+        parts = cast("list[Any]", value)  # a Mersenne Twister has 625 numbers
         return [decode_state(each) for each in parts] if {list, dict} & {*map(type, parts)} else [*parts]
     if not isinstance(value, dict):
         return value

@@ -34,18 +34,19 @@ from layoutmap.core.blocks import Ends, Index, NumpyArray, get_slice_ends
 from layoutmap.core.errors import CheckpointError, join_names
 
 PATIENCE_SECONDS = 600.0
-"""How long processes wait for one that does not respond: its data file does not grow."""
-_GRACE_SECONDS = 10.0  # after a failure, process 0 waits this long for the others to read the reason
-_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.25  # time between two polls of the files of other processes
-_HEAD_BYTES = 1024  # the head of a manifest contains its id
+"""How long processes wait for another one while its data file does not grow."""
+_GRACE_SECONDS = 10.0  # after a failure, process 0 waits this long so that the others can read the reason
+# minimum and maximum time between polls of other processes' files
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.25
+_HEAD_BYTES = 1024  # enough for the id at the start of a manifest
 
 
 Memory = dict[tuple[str, Ends], NumpyArray]
-"""An array for each shard, by its variable and where it is in it."""
+"""The memory for the copy of each shard, by variable and index."""
 
 
 def begin_step(storage: Storage, step: int, token: str, total_bytes: int) -> str:
-    """Check the free space, create the folder for a step, and return its name. Only one process calls it.
+    """Check the free space, create the folder of a step, and return its name. Only one process calls this.
 
     Args:
         storage: Where to.
@@ -61,15 +62,15 @@ def begin_step(storage: Storage, step: int, token: str, total_bytes: int) -> str
         raise CheckpointError(
             f"{storage.where}: there is not enough space for step {step}",
             facts={"needed": f"{total_bytes:,} bytes", "free": f"{free:,} bytes"},
-            why="the file system has less space left than the model needs",
+            why="the file system has less free space than the model needs",
             fix="free some space, or save elsewhere; existing steps are unchanged",
         )
     return storage.begin(step, token)
 
 
-# A collective on a second thread can deadlock, so processes communicate through files (decisions/0079).
+# Collectives on a second thread can deadlock, so processes communicate through files (decisions/0079).
 class StepWriter:
-    """Writer of one process's part of a step. As a context manager, it abandons the step on an error.
+    """Write one process's part of a step. As a context manager, abandon the step on an error.
 
     Args:
         storage: Where to.
@@ -83,7 +84,7 @@ class StepWriter:
         patience_seconds: How long to wait for a process that does not respond; `None`: `PATIENCE_SECONDS`.
     """
 
-    _is_over = True  # until the constructor has finished
+    _is_over = True  # `close` does nothing until the constructor has finished
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class StepWriter:
         self._count = count
         self._states = states or {}
         patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
-        # Process 0 times out first, because it can name the missing process.
+        # Process 0 times out first, because only it can name the missing process.
         self._patience_seconds = patience * (2 if number else 1)
         self._watched: Collection[int] = (0,) if number else range(1, count)
         self._silent: Collection[int] = ()
@@ -124,7 +125,7 @@ class StepWriter:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other process."""
+        """Whether this is the only process."""
         return self._count == 1
 
     @property
@@ -162,13 +163,14 @@ class StepWriter:
         if self.is_first:
             found = {0: part, **self._collect_parts()}
             within = self._folder.removeprefix(f"{self._storage.folder(self._manifest.step)}/")
-            within = "" if within == self._folder else f"{within}/"  # for a storage without rename
+            # Object stores write each save into a subfolder named by its token, so file names include the subfolder.
+            within = "" if within == self._folder else f"{within}/"
             parts = [found[number] for number in range(self._count)]
             manifest = _join_parts(self._manifest, parts, within)
             self._write_file(NAME, manifest_to_bytes(manifest))
             self._storage.commit(manifest.step, self._token)
         else:
-            self._is_committed()  # raises if process 0 has given up
+            self._is_committed()  # raises if process 0 failed
             self._has_promised = True
             self._write_file(_name_part(self._number), part_to_bytes(part))
             self._wait_until(self._is_committed, lambda: [0])
@@ -223,7 +225,7 @@ class StepWriter:
         if self._token.encode() in (self._read_head(step, NAME, _HEAD_BYTES) or b""):
             return True
         if is_gone:
-            raise self._make_failure_error(0, "its own error says why")
+            raise self._make_failure_error(0, "read the error of process 0")
         return False
 
     def _wait_until(self, reached: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
@@ -236,7 +238,7 @@ class StepWriter:
                 seen = [sum(self._find_data_files(n).values()) for n in range(self._count)]
                 if seen != signs:
                     signs, last = seen, now
-                # A launcher ends this process, too, when another one dies; this is for programs without one (0179).
+                # A launcher kills all processes when one dies; this timeout is for programs without a launcher (0179).
                 elif now - last > self._patience_seconds:
                     self._silent = tuple(missing())
                     raise CheckpointError(
@@ -245,22 +247,22 @@ class StepWriter:
                             "processes": join_names(list(map(str, self._silent))),
                             "waited": f"{self._patience_seconds:g} seconds",
                         },
-                        why="they have ended, or hang; a step exists only if every process writes its part",
-                        fix="read what they printed last, and start all processes again; existing steps are unchanged",
+                        why="they have ended or hang, and a step needs the parts of all processes",
+                        fix="read their last output, and start all processes again; existing steps are unchanged",
                     )
-            # Poll after a twentieth of the time waited so far, which adds at most 5 %.
+            # Poll after a twentieth of the time waited so far, which delays the save by at most 5 %.
             time.sleep(min(max(_SHORTEST_SECONDS, (time.monotonic() - began) / 20), _LONGEST_SECONDS))
 
     def _raise_reported_failures(self) -> None:
         for number in self._watched:
             if self._storage.size(self._folder, _name_failure(number)) is not None:
                 data, until = None, time.monotonic() + 1
-                # The file may be incomplete while it is written.
+                # The other process may still be writing the file, so retry.
                 while data is None and time.monotonic() < until:
                     data = self._read_json(self._folder, _name_failure(number))
                     time.sleep(_SHORTEST_SECONDS)
                 found: tuple[int, str] = (
-                    tuple(json.loads(data)) if data else (number, "its own error says why")
+                    tuple(json.loads(data)) if data else (number, "read the error of process 0")
                 )
                 raise self._make_failure_error(*found)
 
@@ -269,13 +271,14 @@ class StepWriter:
         return CheckpointError(
             f"{self.where}: process {number} could not write its part",
             facts={f"process {number}": text},
-            why="a step exists only if every process has written its part; nothing of this one is kept",
-            fix=f"fix what process {number} says, and save again",
+            why="a step needs the parts of all processes, so this step was discarded",
+            fix=f"correct the error of process {number}, and save again",
         )
 
     def _report_failure(self, error: BaseException) -> None:
-        if not self._has_promised:  # after the promise, process 0 may commit the step
-            for name in self._find_data_files(self._number):  # free the space on a full disk
+        if not self._has_promised:  # after the promise, process 0 may already commit the step
+            # delete data files first, to free space on a full disk
+            for name in self._find_data_files(self._number):
                 self._storage.remove(self._folder, name)
         text = str(error) if isinstance(error, CheckpointError) else repr(error)
         try:
@@ -283,7 +286,7 @@ class StepWriter:
                 _name_failure(self._number), json.dumps(self._failed or (self._number, text)).encode()
             )
         except CheckpointError:
-            return  # the folder is gone or read-only, which the other processes detect
+            return  # the folder is gone or read-only, and the other processes detect that themselves
         until = time.monotonic() + _GRACE_SECONDS
         waiting = [n for n in self._watched if self.is_first and n not in self._silent]
         while waiting and time.monotonic() < until:
@@ -308,12 +311,12 @@ class StepWriter:
         if size is None:
             return None
         data = bytearray(size if most_bytes is None else min(size, most_bytes))
-        with contextlib.suppress(CheckpointError):  # the file may be gone meanwhile
+        with contextlib.suppress(CheckpointError):  # another process may have deleted the file
             return bytes(data[: self._storage.read_into(folder, name, 0, memoryview(data))])
         return None
 
     def _read_json(self, folder: str, name: str) -> bytes | None:
-        """Return JSON that another process writes, or `None` until all bytes are written."""
+        """Read JSON that another process writes, or return `None` while it is incomplete."""
         data = self._read_head(folder, name)
         try:
             json.loads(data or b"")
@@ -331,7 +334,7 @@ def _name_failure(number: int) -> str:
 
 
 def _copy_shards(each: WriteTask, memory: Memory) -> WriteTask:
-    """Return the same shards with writable ones copied into reused memory."""
+    """Copy writable shards into reused memory, and return the task with the copies."""
     wanted = {get_slice_ends(index) for index in each.indices}
     shards: list[tuple[Index, NumpyArray]] = []
     for index, values in each.shards():

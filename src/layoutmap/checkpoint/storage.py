@@ -23,7 +23,7 @@ _UNFINISHED = re.compile(r"\.step-[0-9]+\.[0-9a-f]{16}")
 
 
 class Sink(Protocol):
-    """File that is written from start to end. It is durable once its `with` block ends without an error."""
+    """Write a file from start to end. The file is durable once its `with` block ends without an error."""
 
     def write(self, data: memoryview | bytes, /) -> object:
         """Append all bytes."""
@@ -37,7 +37,7 @@ class Sink(Protocol):
 
 
 class FileMaker(Protocol):
-    """Place where files are created."""
+    """Create files."""
 
     def create(self, folder: str, name: str) -> Sink:
         """Open a new file for writing."""
@@ -45,7 +45,7 @@ class FileMaker(Protocol):
 
 
 class Storage(FileMaker, Protocol):
-    """Folder of steps. A step exists once `commit` has returned."""
+    """Store steps. A step exists once `commit` has returned."""
 
     where: str
     """The folder, as messages name it."""
@@ -57,7 +57,7 @@ class Storage(FileMaker, Protocol):
     """Number of files that a process writes at the same time."""
 
     def steps(self) -> list[int]:
-        """Return the steps that exist, in rising order."""
+        """Return the existing steps, in ascending order."""
         ...
 
     def folder(self, step: int) -> str:
@@ -65,7 +65,7 @@ class Storage(FileMaker, Protocol):
         ...
 
     def begin(self, step: int, token: str) -> str:
-        """Create the folder in which a step is written, and return its name. Only one process calls it.
+        """Create the folder for a new step, and return its name. Only one process calls it.
 
         Raises:
             CheckpointError: The step exists already, or nothing can be written.
@@ -73,7 +73,7 @@ class Storage(FileMaker, Protocol):
         ...
 
     def commit(self, step: int, token: str) -> None:
-        """Turn the content of the folder of `begin` into the step.
+        """Turn the folder of `begin` into the step.
 
         Raises:
             CheckpointError: Another program has saved the step meanwhile.
@@ -85,7 +85,7 @@ class Storage(FileMaker, Protocol):
         ...
 
     def delete(self, step: int) -> None:
-        """Delete a step, even after an interrupt. A missing step is no error."""
+        """Delete a step so that an interrupt leaves no damaged step. Ignore a missing step."""
         ...
 
     def remove(self, folder: str, name: str) -> None:
@@ -106,12 +106,12 @@ class Storage(FileMaker, Protocol):
 
 
 def make_token() -> str:
-    """Return a random name for a save."""
+    """Return a random token that identifies a save."""
     return secrets.token_hex(8)
 
 
 def parse_step(name: str) -> int | None:
-    """Return the step number of a folder name, or `None` for other names.
+    """Return the step number in a folder name, or `None` for other names.
 
     Example:
         >>> parse_step("step-1000"), parse_step("step-07")
@@ -122,9 +122,9 @@ def parse_step(name: str) -> int | None:
 
 
 class LocalStorage:
-    """Storage of steps as folders such as `step-1000`. An unfinished step is `.step-1000.<token>`."""
+    """Store steps as folders such as `step-1000`. An unfinished step is `.step-1000.<token>`."""
 
-    read_bytes = 1 << 20  # fits into the processor's cache until it is copied
+    read_bytes = 1 << 20  # so that the bytes stay in the CPU cache until they are copied
     write_files = min(16, max(2, getattr(os, "process_cpu_count", os.cpu_count)() or 1))
 
     def __init__(self, directory: str | os.PathLike[str]):
@@ -133,7 +133,7 @@ class LocalStorage:
         self._locks: dict[str, folders.Lock | None] = {}
 
     def steps(self) -> list[int]:
-        """Return the steps that exist, in rising order."""
+        """Return the existing steps, in ascending order."""
         try:
             names = os.listdir(self._root)
         except FileNotFoundError:
@@ -147,7 +147,7 @@ class LocalStorage:
         return f"step-{step}"
 
     def begin(self, step: int, token: str) -> str:
-        """Create the folder in which a step is written, and lock it until this process ends."""
+        """Create the folder for a new step, and lock it until this process ends."""
         self._check_system()
         if os.path.lexists(self._root / self.folder(step)):
             raise make_exists_error(self.where, step)
@@ -160,11 +160,11 @@ class LocalStorage:
         except BaseException as error:
             self.abandon(step, token)
             if isinstance(error, OSError):
-                raise _make_error(self.where, "no checkpoint can be written there", error) from error
+                raise _make_error(self.where, "checkpoints cannot be written there", error) from error
             raise
 
     def commit(self, step: int, token: str) -> None:
-        """Rename the folder, after all its files are on the disk."""
+        """Flush all files to disk, then rename the folder."""
         name = _name_hidden_folder(step, token)
         try:
             sync_folder(self._root / name)
@@ -187,7 +187,7 @@ class LocalStorage:
         """Hide the step, then delete it."""
         hidden = self._root / _name_hidden_folder(step, make_token())
         try:
-            with contextlib.suppress(FileNotFoundError):  # another program may have deleted it
+            with contextlib.suppress(FileNotFoundError):  # another program may have deleted the step
                 os.rename(self._root / self.folder(step), hidden)
                 sync_folder(self._root)
         except OSError as error:
@@ -219,7 +219,7 @@ class LocalStorage:
         self._check_system()
         path, done = f"{self.where}/{folder}/{name}", 0
         try:
-            # O_NONBLOCK, so that opening a named pipe does not block.
+            # O_NONBLOCK: opening a named pipe must not block
             file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             try:
                 while done < len(buffer) and (count := os.preadv(file, [buffer[done:]], start + done)):
@@ -241,8 +241,8 @@ class LocalStorage:
         if folders.fcntl is None:
             raise CheckpointError(
                 f"{self.where}: checkpoints are not written or read on this system",
-                why="it lacks the locks, reads and renames of POSIX",
-                fix="run the program on Linux, on macOS or in WSL; or keep them in an object store: s3://bucket/run",
+                why="it lacks POSIX locks, reads, and renames",
+                fix="use Linux, macOS, or WSL, or save to an object store: s3://bucket/run",
             )
 
     def _make_root(self) -> None:
@@ -257,7 +257,7 @@ def _name_hidden_folder(step: int, token: str) -> str:
 
 
 class _LocalSink:
-    """A new file that is flushed to the disk when it is closed."""
+    """Write a new file, and flush it to disk on close."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -291,11 +291,11 @@ class _LocalSink:
 
 
 def make_exists_error(where: str, step: int) -> CheckpointError:
-    """Return the error for a step that exists already."""
+    """Return the error for a step that already exists."""
     return CheckpointError(
         f"{where}: step {step} exists already",
         why="a saved step is never overwritten",
-        fix="save another step, or delete that one first",
+        fix="save under another step number, or delete that step first",
     )
 
 
@@ -313,5 +313,5 @@ def _make_error(where: str, what: str, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"{where}: {what}",
         why=f"the system says: {error.strerror or error}",
-        fix=fixes.get(error.errno or 0, "see what the system says, and try again"),
+        fix=fixes.get(error.errno or 0, "correct the cause that the system reports, and try again"),
     )

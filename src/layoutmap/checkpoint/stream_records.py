@@ -1,4 +1,4 @@
-"""Encode and check the records of a weight stream, of which each has a number and checksums.
+"""Encode and check the records of a weight stream. Each record has a number and checksums.
 
 A record is a header and a payload. The header has:
 
@@ -33,7 +33,7 @@ _Token = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 
 class Record(IntEnum):
-    """The kind of a record."""
+    """The kinds of records."""
 
     BEGIN = 1
     FILE = 2
@@ -44,7 +44,7 @@ class Record(IntEnum):
 
 
 class StreamedVariable(msgspec.Struct, forbid_unknown_fields=True):
-    """A variable of a stream: its element type, shape, and other names."""
+    """Describe a variable of a stream: its dtype, shape, and aliases."""
 
     dtype: str
     shape: tuple[_Number, ...]
@@ -52,11 +52,11 @@ class StreamedVariable(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Begin(msgspec.Struct, forbid_unknown_fields=True):
-    """The first record of a stream.
+    """The first record of a stream, with its variables.
 
     Args:
         variables: The variables by name.
-        unchanged: Checksums of the variables that are not sent, since the receiver has them.
+        unchanged: Checksums of the variables that are not sent, because the receiver already has them.
         token: A random name of the stream.
         version: The version of the format.
     """
@@ -67,7 +67,7 @@ class Begin(msgspec.Struct, forbid_unknown_fields=True):
     version: int = VERSION
 
     def list_variables(self) -> list[SavedVariable]:
-        """Return the variables as a source has them."""
+        """Return the variables in the form of a source."""
         return [SavedVariable(n, e.shape, e.dtype, aliases=e.aliases) for n, e in self.variables.items()]
 
     @property
@@ -77,7 +77,7 @@ class Begin(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class End(msgspec.Struct, forbid_unknown_fields=True):
-    """The last record of a stream: size and CRC-32 of each file, in a folder."""
+    """The last record of a stream: the size and CRC-32 of each file."""
 
     files: dict[str, tuple[_Number, _Number]]
 
@@ -88,10 +88,12 @@ class _Answer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse_begin(payload: bytes, where: str) -> Begin:
-    """Return the first record of a stream, after a check of its content."""
+    """Parse and check the first record of a stream."""
     begin = decode(payload, Begin, where)
     if begin.version != VERSION or not begin.unchanged.keys() <= begin.variables.keys():
-        raise make_damage_error(where, f"it has version {begin.version}, or unchanged names of no variable")
+        raise make_damage_error(
+            where, f"it has version {begin.version}, or lists unchanged names that are not variables"
+        )
     if unknown := {each.dtype for each in begin.variables.values()} - SAFETENSORS.keys():
         raise make_damage_error(where, f"it has an element type {min(unknown)!r:.50}")
     check_variables(where, begin.list_variables())
@@ -99,26 +101,26 @@ def parse_begin(payload: bytes, where: str) -> Begin:
 
 
 def make_answer(token: str, error: str) -> bytes:
-    """Return the payload of an answer, with an empty error if all values are in the model."""
+    """Encode an answer. An empty error means that the model has all values."""
     return msgspec.json.encode(_Answer(token, error))
 
 
 def check_answer(payload: bytes, token: str, where: str) -> None:
-    """Raise if an answer is a refusal, or is to another stream."""
+    """Raise if an answer is a refusal or belongs to another stream."""
     answer = decode(payload, _Answer, where)
     if answer.token not in (token, ""):
-        raise make_damage_error(where, "the answer is to another stream")
+        raise make_damage_error(where, "the answer belongs to another stream")
     if answer.error:
         raise CheckpointError(
             f"{where}: the receiver refuses the weights",
             facts={"it says": answer.error},
-            why="its model has the old weights, unless it says otherwise",
-            fix="correct that, and open a new connection",
+            why="its model still has the old weights, unless its error says otherwise",
+            fix="correct the receiver's error, and open a new connection",
         )
 
 
 def make_record(kind: Record, number: int, payload: bytes | memoryview) -> bytes:
-    """Return the header of a record."""
+    """Encode the header of a record."""
     header = _HEADER.pack(_MAGIC, kind, number, len(payload), zlib.crc32(payload))
     return header + _SUM.pack(zlib.crc32(header))
 
@@ -126,7 +128,7 @@ def make_record(kind: Record, number: int, payload: bytes | memoryview) -> bytes
 def read_record(
     read: Callable[[int], bytes], number: int, kinds: Collection[Record], where: str
 ) -> tuple[Record, bytes]:
-    """Return the kind and payload of the next record.
+    """Read the next record, and return its kind and payload.
 
     Args:
         read: Returns the next bytes, of a given number.
@@ -140,9 +142,9 @@ def read_record(
     header, checksum = read(_HEADER.size), read(_SUM.size)
     magic, kind, found, length, payload_checksum = _HEADER.unpack(header)
     if magic != _MAGIC or _SUM.pack(zlib.crc32(header)) != checksum:
-        raise make_damage_error(where, "a record does not begin as it must")
+        raise make_damage_error(where, "a record has no valid header")
     if kind == Record.FAILED:
-        raise make_damage_error(where, "the sender could not read all values: see its own error")
+        raise make_damage_error(where, "the sender failed to read its values: read its error")
     most = MOST_DATA_BYTES if kind in (Record.FILE, Record.DATA) else MOST_SMALL_BYTES
     if found != number or kind not in kinds or length > most:
         why = f"record {found} of kind {kind} with {length:,} bytes is in place of record {number}"
@@ -154,13 +156,13 @@ def read_record(
 
 
 def decode(payload: bytes, kind: type[T], where: str) -> T:
-    """Return the value of a JSON payload."""
+    """Decode a JSON payload to a type."""
     with translate_parser_errors(where):
         return msgspec.json.decode(payload, type=kind)
 
 
 def make_damage_error(where: str, why: str) -> CheckpointError:
-    """Return the error for a stream that is damaged or not complete."""
+    """Return the error for a damaged or incomplete stream."""
     return CheckpointError(
         f"{where}: the weights are damaged or incomplete",
         why=why,

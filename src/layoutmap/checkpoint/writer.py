@@ -35,9 +35,9 @@ from layoutmap.core.blocks import (
 )
 from layoutmap.core.errors import CheckpointError
 
-_BATCH_BYTES = 1 << 22  # write adjacent chunks together up to this number of bytes
+_BATCH_BYTES = 1 << 22  # adjacent chunks are written together up to this size
 FILE_BYTES = 1 << 24
-"""The size of a file from which on a process writes several."""
+"""A process with more bytes than this writes several files."""
 Shards = Iterator[tuple[Index, NumpyArray]]
 
 
@@ -47,8 +47,8 @@ class WriteTask:
 
     Args:
         variable: The variable.
-        indices: Where the shards are in it.
-        shards: Returns the shards of this process, these among them, each once; they may be in the memory of an array.
+        indices: The positions of the shards in the variable.
+        shards: Yields the shards of this process, each once, including these. They may share an array's memory.
     """
 
     variable: SavedVariable
@@ -57,7 +57,7 @@ class WriteTask:
 
 
 def count_bytes(todo: Sequence[WriteTask]) -> int:
-    """Return the size in bytes of all shards to write, without headers."""
+    """Sum the bytes of all shards to write, without headers."""
     return sum(
         math.prod(compute_block_shape(index)) * get_numpy_dtype(each.variable.dtype).itemsize
         for each in todo
@@ -65,7 +65,7 @@ def count_bytes(todo: Sequence[WriteTask]) -> int:
     )
 
 
-# Several files, since the system lets one thread at a time write to a file (decisions/0225).
+# The system lets one thread at a time write to a file, so use several files (decisions/0225).
 def write_part(
     storage: Storage,
     folder: str,
@@ -74,7 +74,7 @@ def write_part(
     total_bytes: int,
     progress: Callable[[str], object] | None = None,
 ) -> ProcessPart:
-    """Write the shards of this process into several files at the same time.
+    """Write the shards of this process, several files in parallel.
 
     Args:
         storage: Where to.
@@ -121,14 +121,14 @@ def write_part(
 
 
 class _FileWriter:
-    """Writer of one file, on a thread of its own while the caller takes the next values.
+    """Write one file on a thread of its own, while the caller fetches the next values.
 
     Args:
         sink: The new file.
         header: Its first bytes.
 
     Attributes:
-        checksums: The checksum of each chunk by its `id`, since an empty one has the place of the next.
+        checksums: The checksum of each chunk by its `id`, because an empty chunk has the same offset as the next.
     """
 
     def __init__(self, sink: Sink, header: bytes):
@@ -143,7 +143,7 @@ class _FileWriter:
         self._is_open = False
 
     def put(self, chunk: Chunk, values: NumpyArray) -> None:
-        """Add the values of the next chunk, which must stay as they are until the file is closed."""
+        """Queue the values of the next chunk. They must not change until the file is closed."""
         self._batch.append((chunk, values))
         self._num_bytes += values.nbytes
         if self._num_bytes >= _BATCH_BYTES:
@@ -151,7 +151,7 @@ class _FileWriter:
             self._batch, self._num_bytes = [], 0
 
     def finish(self) -> None:
-        """Write the rest, and close the file."""
+        """Write the remaining chunks, and close the file."""
         self._submit(self._write, self._batch, self._num_bytes)
         self._submit(self._close)
 
@@ -159,7 +159,7 @@ class _FileWriter:
         self._wait(1)
         try:
             self._pending.append(self._pool.submit(work, *args))
-        except RuntimeError:  # the interpreter is shutting down and starts no threads
+        except RuntimeError:  # at interpreter shutdown, Python starts no more threads
             self._wait(0)
             work(*args)
 
@@ -197,7 +197,7 @@ class _FileWriter:
             if kind is None:
                 self._wait(0)
         finally:
-            # Waits for running writes, so that no thread writes to a closed file.
+            # Wait for running writes, so that no thread writes to a closed file.
             self._pool.shutdown(cancel_futures=True)
             if self._is_open:
                 self._sink.__exit__(kind, error, trace)
@@ -223,7 +223,7 @@ def name_chunk(path: str, index: Index, shape: Sequence[int]) -> str:
 def _plan_files(
     todo: Sequence[WriteTask], total_bytes: int, num_files: int
 ) -> tuple[dict[str, list[list[Chunk]]], list[bytes], list[int]]:
-    """Return the chunks of each shard by variable, and for each file its header and the size of its data.
+    """Assign chunks to files. Return the chunks of each shard, and each file's header and data size.
 
     Chunks have no checksum yet, and begin in the data of their file. Each chunk goes into the file with the fewest
     bytes so far, so that all files grow at the same time.
@@ -250,7 +250,7 @@ def _plan_files(
 
 
 def encode_header(form: str, rows: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
-    """Return the padded header of a safetensors file.
+    """Encode the padded header of a safetensors file.
 
     Args:
         form: What it says under `format`.
@@ -267,7 +267,7 @@ def encode_header(form: str, rows: Iterable[tuple[str, str, Sequence[int], int]]
 
 
 def _order_shards(each: WriteTask) -> Iterator[tuple[Index, NumpyArray]]:
-    """Yield the shards in the order of the indices."""
+    """Yield the shards in the order of the task's indices."""
     dtype = get_numpy_dtype(each.variable.dtype)
     shards, early = each.shards(), dict[Ends, NumpyArray]()
     for index in each.indices:
@@ -276,21 +276,21 @@ def _order_shards(each: WriteTask) -> Iterator[tuple[Index, NumpyArray]]:
             found = next(shards, None)
             if found is None:
                 raise CheckpointError(
-                    f"{each.variable.path}: a shard of it is not in this process",
+                    f"{each.variable.path}: this process lacks one of its shards",
                     facts={"index": str(index)},
-                    why="its layout says that a device of this process holds it",
-                    fix="this is a fault of the library; please report it",
+                    why="by its layout, a device of this process stores the shard",
+                    fix="this is a bug in layoutmap; please report it",
                 )
             early[get_slice_ends(found[0])] = found[1]
         values = early.pop(wanted)
         if values.dtype != dtype or values.shape != compute_block_shape(index):
             raise CheckpointError(
-                f"{each.variable.path}: a shard of it is not as its variable says",
+                f"{each.variable.path}: a shard has another dtype or shape than its variable",
                 facts={
                     "dtype": f"{values.dtype}, not {dtype}",
                     "shape": f"{values.shape}, not {compute_block_shape(index)}",
                 },
-                why="the engine returned other values than it said",
-                fix="this is a fault of the library; please report it",
+                why="the engine returned an array that contradicts its description",
+                fix="this is a bug in layoutmap; please report it",
             )
         yield index, values

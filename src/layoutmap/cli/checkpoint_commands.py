@@ -15,7 +15,7 @@ from layoutmap.checkpoint.relayout import write_relayout
 from layoutmap.checkpoint.remote import open_storage
 from layoutmap.checkpoint.renamed_source import rename_source
 from layoutmap.checkpoint.specs import make_variable_specs
-from layoutmap.cli.output import PROBLEMS, WELL, check_targets, get_width, print_text, write_all
+from layoutmap.cli.output import PROBLEMS, SUCCESS, check_targets, get_width, print_text, write_all
 from layoutmap.cli.plans import read_rules
 from layoutmap.core.errors import CheckpointError, LayoutMapError, join_names
 from layoutmap.core.layout import Layout
@@ -30,7 +30,7 @@ from layoutmap.scope.progress import Progress
 
 
 def run_describe(options: Any) -> int:
-    """Print the contents of a checkpoint, and write them as JSON and as a page."""
+    """Print the content of a checkpoint, and write it as JSON and as a page."""
     files = check_targets({"--json": options.json, "--html": options.html})
     found = describe(options.directory, step=options.step)
     if options.match is not None:
@@ -46,11 +46,11 @@ def run_describe(options: Any) -> int:
     out = write_all({path: texts[option]() for option, path in files.items()})
     width = get_width(out, options.wide)
     print_text(found.to_text(width), out, width)
-    return WELL
+    return SUCCESS
 
 
 def run_verify(options: Any) -> int:
-    """Read a checkpoint completely and print all damage."""
+    """Read a checkpoint completely, and print all damage."""
     for option, value in (("--step", options.step), ("--html", options.html)):
         if options.all and value is not None:
             raise LayoutMapError(
@@ -77,7 +77,8 @@ def _verify_step(directory: str, step: int | None, is_there: bool, pages: Sequen
     except CheckpointError as error:
         if not is_there:
             raise
-        print_text(f"{error}\n\nstep {step}: 1 problem", sys.stdout)  # the manifest is damaged
+        # a damaged manifest is the only problem that can be reported
+        print_text(f"{error}\n\nstep {step}: 1 problem", sys.stdout)
         return PROBLEMS
     with Progress(_collect_specs(found.plan), verb="verified") as shown:
         problems = found.verify(shown)
@@ -89,11 +90,11 @@ def _verify_step(directory: str, step: int | None, is_there: bool, pages: Sequen
     well = "all as they were saved" if found.has_checksums else "all are there; their files have no checksums"
     all_well = f"{len(found)} variables, {format_bytes(found.global_bytes)}, {well}"
     print_text(f"{name}: {count if problems else all_well}", out)
-    return PROBLEMS if problems else WELL
+    return PROBLEMS if problems else SUCCESS
 
 
 def run_history(options: Any) -> int:
-    """Print the step that each step came from."""
+    """Print the parent of each step."""
     storage = open_storage(options.directory)
     found = History(storage)
     if not (steps := found.steps()):
@@ -108,11 +109,11 @@ def run_history(options: Any) -> int:
         print_text(
             f"step {step}: its manifest cannot be read; layoutmap checkpoint verify says why", sys.stdout
         )
-    return PROBLEMS if found.damaged else WELL
+    return PROBLEMS if found.damaged else SUCCESS
 
 
 def run_relayout(options: Any) -> int:
-    """Write a step again in other layouts."""
+    """Rewrite a step for other layouts."""
     source = describe(options.directory, step=options.step)
     layout_map = read_rules(options.rules, Mesh(None, options.mesh) if options.mesh else None)
     plan = make_plan(make_variable_specs(source.values()), layout_map).check()
@@ -124,7 +125,7 @@ def run_relayout(options: Any) -> int:
             source.source, open_storage(options.new), layouts, plan.mesh, plan.fingerprint, shown
         )
     print_text(f"{folder}: {plan!r}", sys.stdout)
-    return WELL
+    return SUCCESS
 
 
 def run_export(options: Any) -> int:
@@ -139,10 +140,10 @@ def run_export(options: Any) -> int:
         )
     try:
         text = repr(describe(folder))
-    except CheckpointError:  # a format that can be written but not read
+    except CheckpointError:  # the format can be written but not read
         text = f"{folder}: written as {options.format}"
     print_text(text, sys.stdout)
-    return WELL
+    return SUCCESS
 
 
 def run_convert(options: Any) -> int:
@@ -154,7 +155,7 @@ def run_convert(options: Any) -> int:
     with Progress(variables, verb="written") as shown:
         folder = write_relayout(source, open_storage(options.new), layouts, mesh, "", shown)
     print_text(repr(describe(folder)), sys.stdout)
-    return WELL
+    return SUCCESS
 
 
 def _collect_specs(plan: Plan) -> dict[str, VariableSpec]:

@@ -1,4 +1,4 @@
-"""Complete the command line in a shell with the script that shtab generates from the parser.
+"""Complete the command line in a shell, with a script that shtab generates from the parser.
 
 The script is text that the shell reads once, so that a tab starts no Python. Uses `ArgumentParser._actions`, as shtab
 itself does; tested with Python 3.11 and shtab 1.13.
@@ -14,7 +14,7 @@ from typing import Any
 from layoutmap.core.errors import LayoutMapError
 
 SHELLS = ("bash", "zsh", "fish")
-HOW_TO = """install it, in one of:
+INSTALL_HELP = """install it, in one of:
   bash    layoutmap completion bash > ~/.local/share/bash-completion/completions/layoutmap
   zsh     layoutmap completion zsh > ~/.zfunc/_layoutmap       with ~/.zfunc in fpath, before compinit
   fish    layoutmap completion fish > ~/.config/fish/completions/layoutmap.fish
@@ -22,11 +22,11 @@ or only for this shell:
   source <(layoutmap completion bash)
 """
 OPTIMIZERS = "adadelta adafactor adagrad adam adamax adamw ftrl lion muon nadam rmsprop sgd"
-"""Optimizers of Keras, by the names that `compile` takes."""
+"""The names of Keras optimizers that `compile` accepts."""
 
 
 def make_completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the script with which a shell completes commands, options, choices, and files."""
+    """Return the shell script that completes commands, options, choices, and files."""
     try:
         import shtab
     except ImportError as error:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from layoutmap.cli.output import WELL, print_text
+from layoutmap.cli.output import SUCCESS, print_text
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import ENGINES, get_engine
 from layoutmap.engines.launchers import Launcher, detect_launcher
 from layoutmap.scope.devices import list_device_names
 
-_JOIN = {
+_JOIN_HELP = {
     "jax": "call jax.distributed.initialize() first in the program",
     "tensorflow": "set DTENSOR_CLIENT_ID, DTENSOR_NUM_CLIENTS and DTENSOR_JOBS",
     "torch": "set RANK and WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or start it with torchrun",
@@ -26,7 +26,7 @@ def list_devices(options: Any) -> int:
     for engine in [options.engine] if options.engine else ENGINES:
         try:
             texts.append(_describe_devices(engine, started_by))
-        except Exception as error:  # drivers raise errors of any type
+        except Exception as error:  # device drivers raise errors of any type
             missing = isinstance(error, LayoutMapError | ImportError)
             if options.engine:
                 raise LayoutMapError(
@@ -46,7 +46,7 @@ def list_devices(options: Any) -> int:
         "\n".join([str(started_by or "process 0 of 1: neither SLURM nor torchrun started it"), *texts]),
         sys.stdout,
     )
-    return WELL
+    return SUCCESS
 
 
 def _describe_devices(engine: str, started_by: Launcher | None) -> str:
@@ -56,7 +56,7 @@ def _describe_devices(engine: str, started_by: Launcher | None) -> str:
     count = "1 device" if len(names) == 1 else f"{len(names)} devices"
     lines = [f"{engine}: {count}, {'all' if alone else len(here)} of this process"]
     if alone and started_by is not None and started_by.num_processes > 1:
-        lines.append(f"   to see those of all {started_by.num_processes} processes, {_JOIN[engine]}")
+        lines.append(f"   to see those of all {started_by.num_processes} processes, {_JOIN_HELP[engine]}")
     return "\n".join(
         lines + [f"   {name}{' here' * (i in here and not alone)}" for i, name in enumerate(names)]
     )

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from layoutmap.cli.output import PROBLEMS, WELL, add_wide_option, get_width, print_text
+from layoutmap.cli.output import PROBLEMS, SUCCESS, add_wide_option, get_width, print_text
 from layoutmap.cli.plans import read_plan
 from layoutmap.cli.users_code import import_function, parse_function_name, users_code
 from layoutmap.core.errors import LayoutMapError, format_count, join_names
@@ -46,7 +46,8 @@ def get_process_number() -> int:
 
 def inspect_model(options: Any) -> Plan:
     """Return the plan of the model that a function builds, compared across processes if there are several."""
-    from layoutmap.inspecting.inspect import inspect  # imported here, because it loads numpy
+    # imported here, so that other commands need not load numpy
+    from layoutmap.inspecting.inspect import inspect
 
     name, started_by = options.model, detect_launcher()
     if options.backend:
@@ -76,18 +77,18 @@ def report_difference(plan: Plan) -> int:
             f"{own}: holds {format_count(len(other), 'variable')} in other ways than process 0: {join_names(other)}",
             sys.stdout,
         )
-    return PROBLEMS if plan.errors else WELL
+    return PROBLEMS if plan.errors else SUCCESS
 
 
 def run_guard_command(options: Any) -> int:
-    """Compare a model with its stored plan and return the exit code, 1 if anything differs."""
+    """Compare a model with its stored plan. Return the exit code, 1 if anything differs."""
     kept = read_plan(options.golden)
     plan = inspect_model(options)
     difference = kept.diff(plan)
     if get_process_number():
-        return PROBLEMS if difference or plan.errors else WELL
+        return PROBLEMS if difference or plan.errors else SUCCESS
     width = get_width(sys.stdout, options.wide)
     print_text(difference.to_text(width), sys.stdout, width)
     for problem in group_problems(plan.errors):
         print_text(f"\nerror: {problem}", sys.stdout, width)
-    return PROBLEMS if difference or plan.errors else WELL
+    return PROBLEMS if difference or plan.errors else SUCCESS

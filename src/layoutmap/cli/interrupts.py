@@ -17,7 +17,7 @@ _INTERRUPTED = 130
 
 
 class _Handler:
-    """Handle SIGINT on the command line, and count the open blocks of `interruptible`."""
+    """Handle SIGINT, and count the open `interruptible` blocks."""
 
     def __init__(self) -> None:
         self.num_interruptible = 0
@@ -60,6 +60,6 @@ def finish(code: int) -> int:
     if isinstance(signal.getsignal(signal.SIGINT), _Handler):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if code == _INTERRUPTED:
-            # Exit handlers of frameworks can crash after an interrupt, so skip them.
+            # Frameworks' exit handlers can crash after an interrupt, so skip them.
             os._exit(code)
     return code

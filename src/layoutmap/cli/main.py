@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import layoutmap
 from layoutmap.cli import interrupts
 from layoutmap.cli.checkpoints import add_checkpoint_commands, run_checkpoint_command
-from layoutmap.cli.completion import HOW_TO, SHELLS, make_completion_script
+from layoutmap.cli.completion import INSTALL_HELP, SHELLS, make_completion_script
 from layoutmap.cli.device_list import list_devices
 from layoutmap.cli.inspecting import (
     add_inspect_options,
@@ -33,11 +33,11 @@ from layoutmap.cli.inspecting import (
 )
 from layoutmap.cli.models import find_published_model, list_presets
 from layoutmap.cli.output import (
-    CANNOT,
     CLOSED,
+    FAILED,
     INTERRUPTED,
     PROBLEMS,
-    WELL,
+    SUCCESS,
     add_wide_option,
     check_targets,
     drop_unwritten,
@@ -102,7 +102,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         finally:
             if sys.stdout is not None and not sys.stdout.closed:
                 sys.stdout.flush()
-    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
+    except BrokenPipeError:  # the reader closed the pipe, like `| head`
         drop_unwritten(sys.stdout)
         return CLOSED
     except KeyboardInterrupt:
@@ -114,22 +114,22 @@ def _run(arguments: Sequence[str] | None) -> int:
     except OSError as error:
         drop_unwritten(sys.stdout)
         return _report_failure(error.strerror or error)
-    except Exception as error:  # give unexpected errors an exit code of their own
+    except Exception as error:  # unexpected errors have their own exit code
         return _report_failure(
             f"{type(error).__name__}, which is a bug in layoutmap: please report it with the lines above",
             before=traceback.format_exc().rstrip(),
         )
 
 
-def _report_failure(message: object, code: int = CANNOT, *, before: str = "") -> int:
-    with contextlib.suppress(OSError):  # stderr may be closed
+def _report_failure(message: object, code: int = FAILED, *, before: str = "") -> int:
+    with contextlib.suppress(OSError):  # stderr may already be closed
         told = translate_to_yaml(f"layoutmap: {message}")
         print_text(f"{before}\n\n{told}" if before else told, sys.stderr)
     return code
 
 
 class _Parser(argparse.ArgumentParser):
-    """Escape repeated parts of the command line, and report a closed output while printing help."""
+    """Escape arguments in error messages, and report a closed output while printing help."""
 
     def print_help(self, file: Any = None) -> None:
         print_text(self.format_help().rstrip("\n"), file or sys.stdout)
@@ -252,7 +252,7 @@ def _make_parser() -> argparse.ArgumentParser:
     completion = add_command(
         "completion", _print_completion, "Print the script with which a shell completes this command."
     )
-    completion.epilog = HOW_TO
+    completion.epilog = INSTALL_HELP
     completion.add_argument("shell", choices=SHELLS)
     return parser
 
@@ -317,9 +317,9 @@ def _show(made: Plan, files: Mapping[str, str], options: Any, lint: str, refused
         print_text(f"\nLint: {findings.line}; to see them: layoutmap lint {lint} ...", out, width)
     if made.cost is not None:
         print_text(f"\n{made.cost.to_text(width)}", out, width)
-    # Repeat the verdict, because the first line has scrolled away.
+    # Repeat the verdict, because the first line has scrolled out of view.
     print_text(f"\nVerdict: {verdict.headline}", out, width)
-    return WELL if verdict.passes else PROBLEMS
+    return SUCCESS if verdict.passes else PROBLEMS
 
 
 def _run_explain(options: Any) -> int:
@@ -334,13 +334,13 @@ def _run_explain(options: Any) -> int:
             why="write a path as in the plan, with one number in place of {0..31}",
             fix=f"this prints all paths: layoutmap plan {options.model} ...",
         ) from None
-    return WELL
+    return SUCCESS
 
 
 def _run_lint(options: Any) -> int:
     findings = make_single_plan(options.model, options).lint(options.batch_dim)
     print_text(translate_to_yaml(str(findings)), sys.stdout, get_width(sys.stdout, options.wide))
-    return PROBLEMS if findings else WELL
+    return PROBLEMS if findings else SUCCESS
 
 
 def _run_diff(options: Any) -> int:
@@ -348,23 +348,23 @@ def _run_diff(options: Any) -> int:
     difference = before.diff(after)
     width = get_width(sys.stdout, options.wide)
     print_text(difference.to_text(width), sys.stdout, width)
-    return PROBLEMS if difference else WELL
+    return PROBLEMS if difference else SUCCESS
 
 
 def _list_presets(options: Any) -> int:
     print_text(list_presets(), sys.stdout, get_width(sys.stdout, options.wide))
-    return WELL
+    return SUCCESS
 
 
 def _print_completion(options: Any) -> int:
     print_text(make_completion_script(_make_parser(), options.shell), sys.stdout)
-    return WELL
+    return SUCCESS
 
 
 def _run_schema(options: Any) -> int:
     if not options.files:
         print_text(read_schema().rstrip("\n"), sys.stdout)
-    code = WELL
+    code = SUCCESS
     for name in options.files:
         try:
             print_text(f"{name}: {format_count(count_rules(name), 'rule')}", sys.stdout)

@@ -18,9 +18,9 @@ from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.text_table import ALL_COLUMNS, wrap_lines
 
-WELL, PROBLEMS, CANNOT, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
+SUCCESS, PROBLEMS, FAILED, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 """Exit codes, documented in `layoutmap.cli.main`."""
-_NARROWEST = 60  # narrowest table in columns; a narrower terminal wraps the lines
+_MIN_WIDTH = 60  # tables are never narrower; the lines wrap in a narrower terminal
 
 
 def add_wide_option(parser: argparse.ArgumentParser) -> None:
@@ -33,14 +33,14 @@ def add_wide_option(parser: argparse.ArgumentParser) -> None:
 
 
 def get_width(stream: TextIO | None, wide: bool) -> int | None:
-    """Return the width of the terminal in characters, or None for full lines: `wide`, or a file or a pipe."""
+    """Return the terminal's width in characters, or None for full lines (`wide`, a file, or a pipe)."""
     if wide or stream is None or stream.closed or not stream.isatty():
         return None
-    return max(_NARROWEST, shutil.get_terminal_size().columns)
+    return max(_MIN_WIDTH, shutil.get_terminal_size().columns)
 
 
 def print_text(text: str, stream: TextIO | None, width: int | None = None) -> None:
-    """Print lines for people, with control characters and unencodable characters escaped, broken at a width if given.
+    """Print lines with control and unencodable characters escaped, and wrap them at a width if given.
 
     Raises:
         OSError: The stream is closed, or cannot be written to.
@@ -63,7 +63,7 @@ def is_stdout(path: str) -> bool:
 
 
 def check_target(option: str, path: str) -> None:
-    """Refuse a path that no file can be written to, before the work starts."""
+    """Raise if a file cannot be written, before the work starts."""
     folder = os.path.dirname(os.path.realpath(path))
     if os.path.isdir(path) or not os.path.basename(path):
         why = "it is a folder"
@@ -79,21 +79,21 @@ def check_target(option: str, path: str) -> None:
 
 
 def check_targets(options: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the files that options name, and refuse unwritable paths and one file for two options."""
+    """Return the files of options. Raise for unwritable paths, and for one file in two options."""
     files = {option: path for option, path in options.items() if path is not None}
     for option, path in files.items():
         check_target(option, path)
     if len({os.path.realpath(path) for path in files.values()}) < len(files):
         raise LayoutMapError(
             f"{' and '.join(files)} are both {next(iter(files.values()))!r}",
-            why="the second would replace the first",
-            fix="name two files",
+            why="the second would overwrite the first",
+            fix="name two different files",
         )
     return files
 
 
 def write_all(texts: Mapping[str, str]) -> TextIO | None:
-    """Write texts to files, and return the stream for tables: stdout, or stderr if a text went to stdout."""
+    """Write texts to files, and return the stream for tables: stdout, or stderr if stdout is one of the files."""
     out = sys.stdout
     for path, text in texts.items():
         write_file(path, text)
@@ -114,7 +114,7 @@ def write_file(path: str, text: str) -> None:
         LayoutMapError: The file cannot be written. It names the system's reason.
         OSError: Stdout cannot be written to.
     """
-    data = text.encode("utf-8", "backslashreplace")  # half of a surrogate pair is written as its escape
+    data = text.encode("utf-8", "backslashreplace")  # an unpaired surrogate is written as its escape
     if is_stdout(path):
         return _write_to_stdout(data)
     target = os.path.realpath(path)
@@ -130,13 +130,13 @@ def write_file(path: str, text: str) -> None:
         raise LayoutMapError(
             f"{path} cannot be written",
             why=error.strerror or str(error),
-            fix="name a file that you may write to, on a disk that has room; if it existed, it has not changed",
+            fix="name a writable file on a disk with free space; an existing file is unchanged",
         ) from error
     return None
 
 
 def drop_unwritten(stream: TextIO | None) -> None:
-    """Silence the interpreter's error about unwritten output when it ends."""
+    """Discard output that could not be written, so that Python does not report it at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -163,19 +163,19 @@ def _replace(target: str, data: bytes, there: os.stat_result | None) -> None:
     mode = 0o666 if there is None else stat.S_IMODE(there.st_mode)
     file = None
     try:
-        # No `with`, because an interrupt at its end would leave the file open.
+        # No `with`: an interrupt at its end would leave the file open.
         file = open(new, "xb", opener=lambda name, flags: os.open(name, flags, mode))  # noqa: SIM115
         file.write(data)
         file.close()
         if there is not None:
-            # Fails for another user's file and on Windows.
+            # Copying the owner fails for another user's file, and is missing on Windows.
             with contextlib.suppress(PermissionError, AttributeError):
                 os.chown(new, there.st_uid, there.st_gid)
             os.chmod(new, mode)
         os.replace(new, target)
     finally:
         if file is not None:
-            with contextlib.suppress(OSError):  # a full disk was reported above
+            with contextlib.suppress(OSError):  # a full disk is already reported
                 file.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(new)

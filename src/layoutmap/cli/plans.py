@@ -26,7 +26,7 @@ from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import plan as make_plan
 
-_OF_MODELS = (
+_MODEL_OPTIONS = (
     *("rules", "preset", "model_dim", "fsdp_dim", "dtype", "mesh", "inputs", "optimizer"),
     *("backend", "library", "on", "verify", "remat", "fuse_attention"),
 )
@@ -38,14 +38,14 @@ _DTYPES = (
 
 @dataclass(frozen=True, slots=True)
 class _Shaped:
-    """The shape and type of a model's input, without values."""
+    """A model input: its shape and dtype, without values."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for how a model is planned."""
+    """Add the options for planning a model."""
     parser.add_argument("--rules", metavar="FILE", help="the rules file, as LayoutMap.to_yaml writes it")
     add_preset_options(parser)
     parser.add_argument(
@@ -111,7 +111,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_partial_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--partial`, which accepts a plan without all weights."""
+    """Add the option `--partial`, which accepts a plan that lacks weights."""
     parser.add_argument(
         "--partial",
         action="store_true",
@@ -120,7 +120,7 @@ def add_partial_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_attention_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--fuse-attention`, which counts attention as a fused kernel that the traced program lacks."""
+    """Add the option `--fuse-attention`, which counts attention as a fused kernel although the program has none."""
     parser.add_argument(
         "--fuse-attention",
         action="store_true",
@@ -136,14 +136,14 @@ def make_single_plan(name: str, options: Any) -> Plan:
 
 def make_plans(names: Sequence[str], options: Any) -> list[Plan]:
     """Return the plans of all models and files that a command names."""
-    given = [f"--{name.replace('_', '-')}" for name in _OF_MODELS if getattr(options, name)]
+    given = [f"--{name.replace('_', '-')}" for name in _MODEL_OPTIONS if getattr(options, name)]
     if given and all(map(_is_file, names)):
         raise LayoutMapError(
-            f"{given[0]} is for a model, and {names[0]} is the file of a plan",
+            f"{given[0]} needs a model, but {names[0]} is the file of a plan",
             why="the file has its own mesh, rules and variables",
             fix=f"leave out {', '.join(given)}, or name the model",
         )
-    # Read files first, so that a misspelled name fails before a model is planned, which can take minutes.
+    # Planning takes minutes, so read all files first to find a misspelled name.
     read = {name: check_complete(read_plan(name), name, options) for name in names if _is_file(name)}
     return [
         read[name] if name in read else check_complete(plan_model(name, options), name, options)
@@ -152,7 +152,7 @@ def make_plans(names: Sequence[str], options: Any) -> list[Plan]:
 
 
 def check_complete(plan: Plan, name: str, options: Any) -> Plan:
-    """Return the plan if it has all weights of its model or if `--partial` accepts it."""
+    """Return the plan if it has all weights of its model, or if `--partial` accepts it."""
     missing = find_missing_weights(plan)
     if missing is None or options.partial:
         return plan
@@ -165,7 +165,7 @@ def check_complete(plan: Plan, name: str, options: Any) -> Plan:
     raise LayoutMapError(
         f"{name}: the plan is incomplete: {missing.what}",
         why=missing.why,
-        fix=f"{fix}; or accept the plan as it is: --partial",
+        fix=f"{fix}; or accept the incomplete plan: --partial",
     )
 
 
@@ -181,7 +181,7 @@ def read_plan(name: str) -> Plan:
 
 
 def load_model_function(name: str, options: Any) -> tuple[Callable[[], Any], str | None]:
-    """Return the function that makes a model, and its library if an option or a published model names one."""
+    """Return the function that builds a model, and its library if known."""
     if known := find_published_model(name):
         return make_published_model(known, options.dtype), options.library or "keras"
     return import_function(*parse_function_name(name)), options.library
@@ -199,7 +199,7 @@ def plan_model(name: str, options: Any, layout_map: LayoutMap | None = None) -> 
     if options.backend:
         os.environ["KERAS_BACKEND"] = options.backend
     elif options.on:
-        # JAX, because steps are counted on it; the default of Keras is TensorFlow.
+        # Steps are counted on JAX, and the default of Keras is TensorFlow.
         os.environ.setdefault("KERAS_BACKEND", "jax")
     mesh = Mesh(None, options.mesh) if options.mesh else None
     known = find_published_model(name)
@@ -213,7 +213,7 @@ def plan_model(name: str, options: Any, layout_map: LayoutMap | None = None) -> 
     print_text(f"layoutmap: planning {name}{by}", sys.stderr)
     with users_code(name, choose_backend="add --backend {}"):
         make_model, library = load_model_function(name, options)
-        # torch creates slots in the first step, so its plans have none.
+        # torch creates slots in the first step, so its plans have no slots
         is_torch = (library or find_imported_library()) == "torch"
         optimizer = options.optimizer if is_torch and options.on else None
         if options.optimizer and not optimizer:
@@ -230,7 +230,7 @@ def plan_model(name: str, options: Any, layout_map: LayoutMap | None = None) -> 
             remat=options.remat,
             fuse_attention=options.fuse_attention,
             device_memory=getattr(options, "device_memory", None),
-            advise=hasattr(options, "device_memory"),  # only `plan` shows a verdict
+            advise=hasattr(options, "device_memory"),  # only the command `plan` shows a verdict
         )
 
 
@@ -249,13 +249,13 @@ def read_step(name: str) -> Any:
         raise LayoutMapError(
             f"{name} is not JSON",
             why=str(error),
-            fix="write it by json.dump(step.explain(..).to_json(), file)",
+            fix="write it with json.dump(step.explain(..).to_json(), file)",
         ) from error
     return found
 
 
 def count_rules(name: str) -> int:
-    """Check a rules file and return the number of its rules. Without a mesh in the file, any mesh is accepted."""
+    """Check a rules file, and count its rules. Without a mesh in the file, any mesh is accepted."""
     text = _read_text(name)
     with _error_names_file(name):
         fields = from_yaml(text)
@@ -320,7 +320,7 @@ def _parse_input(text: str) -> tuple[str | None, _Shaped]:
         raise LayoutMapError(
             f"--inputs {text!r} is not a dtype with a shape",
             facts={"dtypes": ", ".join(_DTYPES)} if found else {},
-            why="it gives the dtype and the shape of an input",
+            why="an input needs a dtype and a shape",
             fix='write it as in --inputs "float32[8,128]", or "name=int32[8,16]" for each of several',
         )
     return found[1], _Shaped(tuple(map(int, filter(None, found[3].split(",")))), found[2])
@@ -328,7 +328,7 @@ def _parse_input(text: str) -> tuple[str | None, _Shaped]:
 
 @contextlib.contextmanager
 def _error_names_file(path: str) -> Generator[None]:
-    """Name the file in errors about its contents."""
+    """Add the file's name to errors about its content."""
     try:
         yield
     except RecursionError as error:
@@ -350,7 +350,7 @@ def _read_text(path: str) -> str:
             why=f"it is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}",
             fix="save it as UTF-8, or name another file",
         ) from error
-    except (OSError, ValueError) as error:  # ValueError if the path contains a zero byte
+    except (OSError, ValueError) as error:  # ValueError: the path contains a zero byte
         raise LayoutMapError(
             f"{path} cannot be read",
             why=getattr(error, "strerror", None) or str(error),

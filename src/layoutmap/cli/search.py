@@ -1,4 +1,4 @@
-"""Search the layout map with the fastest training step on a machine: `layoutmap search`."""
+"""Search for the layout map with the fastest training step on a machine: `layoutmap search`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from layoutmap.adapters import ADAPTERS
 from layoutmap.cli import interrupts
 from layoutmap.cli.models import find_published_model
-from layoutmap.cli.output import WELL, add_wide_option, check_targets, get_width, print_text, write_all
+from layoutmap.cli.output import SUCCESS, add_wide_option, check_targets, get_width, print_text, write_all
 from layoutmap.cli.plans import (
     add_attention_option,
     add_partial_option,
@@ -109,7 +109,8 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
 
 def run_search_command(options: Any) -> int:
     """Search a layout map and print it beside the built-in expert maps."""
-    from layoutmap.cost.layout_map_search import search  # imported here, because it imports JAX
+    # imported here, so that other commands need not load JAX
+    from layoutmap.cost.layout_map_search import search
 
     files = check_targets({"--write": options.write, "--json": options.json, "--html": options.html})
     inputs = parse_inputs(options.inputs)
@@ -119,7 +120,7 @@ def run_search_command(options: Any) -> int:
         raise LayoutMapError(
             f"--dtype {options.dtype} is for published models",
             why="it has no effect here",
-            fix="leave it out, and make the model with that policy",
+            fix="leave it out, and build the model with that dtype",
         )
     parse_function_name(options.model)  # raises before anything is imported
     os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -153,8 +154,8 @@ def run_search_command(options: Any) -> int:
     }
     out = write_all({path: made[option]() for option, path in files.items()})
     width, rules = get_width(out, options.wide), found.to_yaml()
-    print_text(rules, out)  # full width, so that the rules can be copied from the terminal
+    print_text(rules, out)  # print full lines, so that users can copy the rules
     print_text(found.to_text(width).removeprefix(f"{rules}\n"), out, width)
     if not found.is_complete:
         print_text("layoutmap: interrupted; the best map so far is above", sys.stderr)
-    return WELL
+    return SUCCESS

@@ -16,6 +16,6 @@ def parse_size(text: str) -> int:
     if not num_bytes:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         raise argparse.ArgumentTypeError(
-            f'{shown!r} is not a size of memory; write a number and a unit (KB to TB, KiB to TiB), as in "80GiB"'
+            f'{shown!r} is not a memory size; write a number and a unit (KB to TB, KiB to TiB), as in "80GiB"'
         )
     return num_bytes

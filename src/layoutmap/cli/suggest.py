@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from layoutmap.adapters import ADAPTERS
-from layoutmap.cli.output import WELL, check_targets, print_text, write_all
+from layoutmap.cli.output import SUCCESS, check_targets, print_text, write_all
 from layoutmap.cli.plans import add_partial_option, check_complete, plan_model
 from layoutmap.core.specs import format_batch_dim, parse_batch_dim
 from layoutmap.plan.lint import list_named_batch_dims
@@ -53,7 +53,7 @@ def add_suggest_options(parser: argparse.ArgumentParser) -> None:
         "--backend", choices=("jax", "tensorflow", "torch"), help="the backend that Keras runs on"
     )
     parser.add_argument("--library", choices=tuple(ADAPTERS), help="the library of the model")
-    # Defaults for plan options without effect on the variables.
+    # Plan options without effect on the variables get their defaults.
     parser.set_defaults(
         on=None, dtype=None, optimizer=None, verify=None, remat=None, fuse_attention=False, wide=True
     )
@@ -76,4 +76,4 @@ def run_suggest_command(options: Any) -> int:
         write_all(dict.fromkeys(files.values(), text))
     else:
         print_text(text.rstrip("\n"), sys.stdout)
-    return WELL
+    return SUCCESS

@@ -13,7 +13,7 @@ _RAW = re.compile(r"""\br"([^"]+)\"""")
 
 
 def translate_to_yaml(text: str) -> str:
-    """Return a text with its Python rules and options rewritten as lines of a rules file.
+    """Rewrite Python rules and options in a text as lines of a rules file.
 
     Example:
         >>> print(translate_to_yaml(r'add a rule: layout_map[r"up\\.kernel$"] = (None, "model")'))

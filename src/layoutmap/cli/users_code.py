@@ -1,4 +1,4 @@
-"""Find and run the code that builds a user's model, and tell its errors from this library's."""
+"""Import and run the code that builds a user's model, and separate its errors from this library's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layoutmap.adapters.missing_backend import choose_only_backend, make_backend
 from layoutmap.cli.models import refuse_unknown_model
 from layoutmap.core.errors import LayoutMapError
 
-_NOT_THEIRS = (
+_LIBRARY_FILES = (
     str(Path(__file__).parents[1]) + os.sep,
     str(importlib.__file__),
     str(contextlib.__file__),
@@ -25,11 +25,11 @@ _NOT_THEIRS = (
 
 
 class UsersCodeError(LayoutMapError):
-    """Exception raised by a user's module or function. `trace` is its traceback from the user's first line on."""
+    """Raised if a user's module or function raised. `trace` is its traceback from the user's first line."""
 
     def __init__(self, name: str, error: BaseException):
         trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_NOT_THEIRS):
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_LIBRARY_FILES):
             trace = trace.tb_next
         self.trace = "".join(traceback.TracebackException(type(error), error, trace).format()).rstrip()
         super().__init__(
@@ -39,10 +39,10 @@ class UsersCodeError(LayoutMapError):
         )
 
 
-# A model's code may end the process, change the folder, or print, so all of it runs in here (decisions/0034).
+# A model's code may exit, change the folder, or print, so run it only in this context (decisions/0034).
 @contextlib.contextmanager
 def users_code(name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap ...") -> Generator[None]:
-    """Run a user's code: allow imports from the current folder, and prevent it from ending the program.
+    """Run a user's code with imports from the current folder, and prevent it from ending the program.
 
     The code's output goes to stderr, so that stdout has only the plan. The current folder and stdout are restored.
     """
@@ -97,7 +97,7 @@ def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but one of its imports does not
+            raise  # the module exists, but one of its own imports is missing
         raise LayoutMapError(
             f"{module_name} cannot be imported",
             why=str(error),
@@ -120,6 +120,6 @@ def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
             why=str(error),
             fix=f"write a function that calls {function_name} with its arguments and returns the model, and name that",
         ) from error
-    except ValueError:  # the function has no signature
+    except ValueError:  # builtins may have no signature
         pass
     return made

@@ -1,1 +1,1 @@
-"""Values: meshes, layouts, variables, index arithmetic, errors. No framework, and no import of any other part."""
+"""Define meshes, layouts, variables, index arithmetic, and errors. Import no framework and no other package."""

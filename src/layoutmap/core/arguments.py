@@ -22,7 +22,7 @@ def describe_type(value: Any) -> str:
 
 
 def as_int(value: Any) -> int | None:
-    """Return a whole number of any type as Python's int, or None for everything else, bools included."""
+    """Convert any integer type to Python's int, and return None for every other value, bools included."""
     if type(value) is int:
         return value
     try:
@@ -32,15 +32,15 @@ def as_int(value: Any) -> int | None:
 
 
 def as_text(text: str) -> str:
-    """Return Python's str for an instance of a subclass such as numpy's, so that files contain only Python's str."""
+    """Convert a subclass of str, such as numpy's, to Python's str, so that files contain only Python's str."""
     return str.__str__(text)
 
 
 def check_rank(rank: int) -> int:
-    """Return a number of axes as an int, after a check.
+    """Check that a rank is a whole number of 0 or more, and return it as an int.
 
     Raises:
-        LayoutError: It is no whole number, or negative.
+        LayoutError: The rank is not a whole number, or is negative.
     """
     found = as_int(rank)
     if found is None or found < 0:
@@ -53,10 +53,10 @@ def check_rank(rank: int) -> int:
 
 
 def check_axis(axis: int, rank: int) -> int:
-    """Return the number of an axis as an int, after a check.
+    """Check that an axis exists in a tensor of this rank, and return it as an int.
 
     Raises:
-        LayoutError: It is no whole number, or there is no such axis.
+        LayoutError: The axis is not a whole number, or does not exist.
     """
     found = as_int(axis)
     if found is None:
@@ -82,10 +82,10 @@ def check_axis(axis: int, rank: int) -> int:
 
 
 def check_shape(shape: Iterable[Any]) -> tuple[int | None, ...]:
-    """Return a shape with Python's ints. None and -1 stand for an unknown size.
+    """Check a shape and convert its sizes to Python's ints. None and -1 stand for an unknown size.
 
     Raises:
-        LayoutError: A size is no whole number, or below -1.
+        LayoutError: A size is not a whole number, or is below -1.
     """
     sizes = tuple(shape)
     if all(type(n) is int and n >= 0 for n in sizes):
@@ -104,7 +104,7 @@ def check_shape(shape: Iterable[Any]) -> tuple[int | None, ...]:
 
 
 def check_encodable(name: str, what: str) -> None:
-    """Raise if a name has half a surrogate pair: it could be written neither as text nor as protobuf."""
+    """Raise if a name has half a surrogate pair, which no text or protobuf can encode."""
     if _HALF_A_PAIR.search(name):
         raise MeshError(
             f"{what} {name!r} has half a surrogate pair",

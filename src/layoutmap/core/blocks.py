@@ -1,4 +1,4 @@
-"""Index arithmetic on blocks of an array: split, cover, assemble.
+"""Split, intersect, and assemble blocks of an array by their indices.
 
 A block's index is a tuple of slices, one for each axis, each with both ends and no step. Engines hand out their
 shards with such indices, and everything that moves values between layouts, processes and files speaks in them.
@@ -18,17 +18,17 @@ from layoutmap.core.layout import Layout
 
 NumpyArray = npt.NDArray[Any]
 Index = tuple[slice, ...]
-"""Where a block is: one slice for each axis, with both ends."""
+"""The position of a block: one slice with a start and a stop for each axis."""
 
 BlockReader = Callable[[Index], NumpyArray]
-"""Gives the values at an index."""
+"""A function that returns the values at an index."""
 
 Ends = tuple[tuple[int, int], ...]
-"""An index as a value that has a hash."""
+"""The start and stop of each axis: an index that can be a dict key."""
 
 
 def make_full_index(shape: Sequence[int]) -> Index:
-    """Return the index of a whole array, with both ends of each slice.
+    """Return the index of a whole array, with the start and stop of each axis.
 
     Example:
         >>> make_full_index((2, 3))
@@ -40,12 +40,12 @@ def make_full_index(shape: Sequence[int]) -> Index:
 def find_distinct_shards(
     layout: Layout, shape: Sequence[int], devices: Iterable[int]
 ) -> dict[Ends, tuple[Index, list[int]]]:
-    """Return the distinct shards of a tensor on some devices: the index of each and the devices that store it.
+    """Group devices by the shard that they store. Return each shard's index and devices.
 
     Args:
         layout: The tensor's layout.
         shape: Its global shape.
-        devices: The devices' places in the order of the mesh.
+        devices: Positions of the devices in mesh order.
 
     Raises:
         LayoutError: The rank differs.
@@ -65,10 +65,10 @@ def find_distinct_shards(
 
 
 def normalize_index(index: Sequence[slice], shape: Sequence[int]) -> Index:
-    """Return an index with both ends of each slice written out.
+    """Return an index with the start and stop of each slice filled in.
 
     Raises:
-        LayoutMapError: A slice has a step, or there is not one for each axis.
+        LayoutMapError: A slice has a step, or an axis has no slice.
 
     Example:
         >>> normalize_index((slice(None), slice(1, None)), (2, 3))
@@ -78,27 +78,27 @@ def normalize_index(index: Sequence[slice], shape: Sequence[int]) -> Index:
     if len(index) != len(shape):
         why = f"an array of {len(shape)} axes needs {len(shape)} slices, not {len(index)}"
     elif any(part.step not in (None, 1) for part in index):
-        why = "a block is an unbroken run along each axis, without a step"
+        why = "a block is contiguous along each axis, so its slices have no step"
     if why:
         raise LayoutMapError(
             f"{tuple(index)} is no index of a block",
             facts={"shape": tuple(shape)},
             why=why,
-            fix="give one slice for each axis, from where to where",
+            fix="give one slice with a start and a stop for each axis",
         )
     ends = (part.indices(operator.index(n))[:2] for part, n in zip(index, shape, strict=True))
     return tuple(slice(start, max(start, stop)) for start, stop in ends)
 
 
 def split_numpy_index(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[Any, ...]]:
-    """Return the block that covers a numpy index, and the index within that block.
+    """Split a numpy index into the block that covers it and the index within that block.
 
     Args:
         index: Integers, slices and `...`, alone or as a tuple.
         shape: The shape of the array.
 
     Raises:
-        LayoutMapError: It has something else in it, too many parts, or is beyond the shape.
+        LayoutMapError: The index has other parts, has too many parts, or is outside the shape.
 
     Example:
         >>> split_numpy_index((-1, slice(1, 8, 3)), (4, 8))
@@ -125,7 +125,7 @@ def split_numpy_index(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[An
 
 def _split_numpy_slice(part: Any, size: int) -> tuple[slice, Any]:
     """Return the slice of one axis that covers an index, and the index within that slice."""
-    if isinstance(part, (bool, np.bool_)):  # numpy would read a bool as a mask
+    if isinstance(part, (bool, np.bool_)):  # numpy treats a bool as a mask, not as an index
         raise TypeError
     if not isinstance(part, slice):
         at = range(size)[operator.index(part)]
@@ -141,23 +141,23 @@ def compute_block_shape(index: Index) -> tuple[int, ...]:
 
 
 def get_slice_ends(index: Index) -> Ends:
-    """Return the ends of an index's slices as tuples, which can be a dict's key."""
+    """Return an index as (start, stop) tuples, which can be a dict key."""
     return tuple((part.start, part.stop) for part in index)
 
 
 def stack_slice_ends(indices: Sequence[Index], rank: int) -> tuple[NumpyArray, NumpyArray]:
-    """Return the starts and the ends of blocks as two arrays, with a row per block and a column per axis."""
+    """Return the starts and stops of blocks as two arrays, with a row per block and a column per axis."""
     ends = np.array([get_slice_ends(index) for index in indices], np.int64).reshape(len(indices), rank, 2)
     return ends[..., 0], ends[..., 1]
 
 
 def make_relative_index(part: Index, index: Index) -> Index:
-    """Return the index of a part of a block, counted from the start of the block."""
+    """Convert the index of an inner block to be relative to the start of the outer block."""
     return tuple(slice(p.start - i.start, p.stop - i.start) for p, i in zip(part, index, strict=True))
 
 
 def intersect_blocks(a: Index, b: Index) -> Index | None:
-    """Return the block that two blocks share, or None if they share nothing.
+    """Return the intersection of two blocks, or None if they do not overlap.
 
     Example:
         >>> intersect_blocks((slice(0, 4),), (slice(2, 6),))
@@ -173,13 +173,13 @@ def assemble_blocks(
     dtype: npt.DTypeLike,
     index: Index | None = None,
 ) -> npt.NDArray[np.generic]:
-    """Return the part of an array at an index, assembled from blocks that may overlap it in any way.
+    """Assemble an array, or the part at an index, from blocks that cover it.
 
     Args:
         blocks: Pairs of index and values.
         shape: The global shape.
         dtype: Its element type.
-        index: The part that is wanted; `None` means all of it.
+        index: The part to return; `None`: the whole array.
 
     Raises:
         LayoutMapError: The blocks leave a gap, or overlap each other, or one has another shape than its index.
@@ -222,15 +222,15 @@ _PRIME, _TIMES = (1 << 31) - 1, 3
 
 
 def find_coverage_error(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[Index, int] | None:
-    """Return a part of a block that other blocks do not cover exactly once, and how many of them cover it.
+    """Find a part of a block that other blocks cover less or more than once, and return it with the count.
 
     Args:
-        begins: Where these blocks begin, as `stack_slice_ends` returns it.
-        ends: Where they end.
-        wanted: The block that they are to cover.
+        begins: Starts of these blocks, as `stack_slice_ends` returns them.
+        ends: Stops of these blocks.
+        wanted: The block to cover.
 
     Returns:
-        `None` if each element is in exactly one of them.
+        The part and the number of blocks that cover it, or `None` if each element is in exactly one block.
 
     Example:
         >>> find_coverage_error(np.array([[0], [2], [2]]), np.array([[2], [4], [4]]), (slice(0, 6),))
@@ -254,7 +254,7 @@ def find_coverage_error(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> 
 
 
 def _clip_blocks(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[NumpyArray, NumpyArray]:
-    """Return blocks clipped to another block, without those that do not overlap it."""
+    """Clip blocks to another block, and drop those that do not overlap it."""
     begins = np.maximum(begins, np.array([part.start for part in wanted], np.int64))
     ends = np.minimum(ends, np.array([part.stop for part in wanted], np.int64))
     some = (begins < ends).all(axis=1)
@@ -262,7 +262,7 @@ def _clip_blocks(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[N
 
 
 def _is_covered_once(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> bool:
-    """Return whether the given inner blocks cover each element of a block exactly once."""
+    """Return whether inner blocks cover each element of a block exactly once."""
     first, last = stack_slice_ends([wanted], len(wanted))
     return bool(are_covered_once(begins, ends, [len(begins)], first, last)[0])
 
@@ -270,7 +270,7 @@ def _is_covered_once(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> boo
 def are_covered_once(
     begins: NumpyArray, ends: NumpyArray, counts: Sequence[int], first: NumpyArray, last: NumpyArray
 ) -> NumpyArray:
-    """Return for each of several blocks whether its inner blocks cover each element exactly once.
+    """Return, for each outer block, whether its inner blocks cover each element exactly once.
 
     To add up sizes is not enough: a gap and an overlap of one size make up for each other. So an element does not count
     as one, but as the product of random numbers of its row, its column, ... in a finite field, and sums of these are
@@ -278,7 +278,7 @@ def are_covered_once(
     which for blocks that form none would have more than anybody's memory.
 
     Args:
-        begins: Where the others begin, those of the first block first: a row for each, a column for each axis.
+        begins: Starts of the inner blocks, ordered by outer block: a row per block, a column per axis.
         ends: Where they end.
         counts: Number of them for each block.
         first: Where the blocks begin.

@@ -1,4 +1,4 @@
-"""Compute checksums of arrays, by which processes compare their values without sending them."""
+"""Compute checksums of arrays, so that processes can compare values without sending them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 _MOST_ELEMENTS = 1 << 21
-"""Most elements of a block whose positions are in memory at one time."""
+"""Maximum number of elements whose positions are computed at one time, to limit memory."""
 
 
 def compute_checksum(*arrays: npt.NDArray[Any]) -> int:
@@ -35,7 +35,7 @@ def compute_position_checksum(
     begins: Sequence[int],
     positions: npt.NDArray[Any] | None = None,
 ) -> int:
-    """Return a number of 64 bits for a block of an array. The numbers of its parts add up to it, modulo 2**64.
+    """Compute a 64-bit checksum of a block from bits and positions. Checksums of parts add up modulo 2**64.
 
     Each element counts by its bits and its position, so layouts can be compared without gathering. All NaN are equal.
 
@@ -51,7 +51,7 @@ def compute_position_checksum(
         >>> compute_position_checksum(whole, (2, 3), (0, 0)) == sum(parts) % 2**64
         True
     """
-    # Reduce after each step, because the product needs 64 bits.
+    # Reduce modulo the prime after each step, so that no product exceeds 64 bits.
     if values.ndim and values.size > _MOST_ELEMENTS and len(values) > 1:
         half = len(values) // 2
         parts = (

@@ -19,7 +19,7 @@ from typing import Any
 
 from layoutmap.core.escaping import escape_text
 
-# A public name is removed only after a deprecation, so the public errors are listed here (decisions/0060).
+# Public errors are listed here, because removing one needs a deprecation first (decisions/0060).
 __all__ = [
     "CheckpointError",
     "EngineError",
@@ -75,14 +75,14 @@ def format_message(what: str, facts: Mapping[str, object], why: str, fix: str) -
 
 
 def align_rows(head: str, rows: Sequence[tuple[str, str]]) -> str:
-    """Return a headline with rows of names and texts below it, where all texts start in one column."""
+    """Format a headline with rows of names and texts below it, with the texts aligned in one column."""
     width = max((4, *(len(name) for name, _ in rows)))
     indent = "\n" + " " * (width + 4)
     return "\n".join([head, *(f"  {name:<{width}}  {text.replace(chr(10), indent)}" for name, text in rows)])
 
 
 class _Message(Exception):
-    """The parts of an error or a warning, and the text made of them."""
+    """Store the parts of an error or a warning, and format its text."""
 
     def __init__(self, what: str, *, facts: Mapping[str, object] | None = None, why: str = "", fix: str = ""):
         self.what = what
@@ -111,7 +111,7 @@ class LayoutMapError(_Message, ValueError):
           fix   pass 2 devices
     """
 
-    ag_pass_through = True  # autograph then raises the error unchanged, not as a StagingError
+    ag_pass_through = True  # makes TensorFlow's autograph raise this error unchanged, not as a StagingError
 
 
 class MeshError(LayoutMapError):
@@ -127,7 +127,7 @@ class RuleError(LayoutMapError):
 
 
 class PlanError(LayoutError):
-    """Raised if a model and a layout map do not fit together. `problems` lists every problem found.
+    """Raised if a model and a layout map do not fit together.
 
     Attributes:
         problems: All problems of the plan that were counted as errors.
@@ -143,11 +143,11 @@ class EngineError(LayoutMapError):
 
 
 class ScopeError(LayoutMapError):
-    """Raised for a scope that is opened or used in a place where it cannot work."""
+    """Raised if a scope is opened or used where it cannot work."""
 
 
 class ShardingRefusedError(ScopeError):
-    """Raised for an operation of which JAX cannot infer the result's sharding under explicit axes."""
+    """Raised if JAX cannot infer the sharding of an operation's result under explicit axes."""
 
 
 class CheckpointError(LayoutMapError):
@@ -159,4 +159,4 @@ class ParityError(LayoutMapError):
 
 
 class LayoutMapWarning(_Message, UserWarning):
-    """Warn of a layout map that works but may not be intended, in the same parts as a `LayoutMapError`."""
+    """Warn of a layout map that works but is probably not intended."""

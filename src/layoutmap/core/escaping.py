@@ -1,6 +1,6 @@
 """Escape characters in names that would move a terminal's cursor, change its color, or reverse its text.
 
-A path, a pattern or a name of a mesh dim is any text. Escapes are those of JSON, so that escaped JSON stays the same
+Paths, patterns, and dim names can contain any text. The escapes are those of JSON, so that escaped JSON stays the same
 JSON. Letters of all scripts, accents and emoji stay as they are.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-# Control characters (C0, DEL, C1), line and paragraph separators, controls of direction, characters without width that
-# no script needs, and halves of surrogate pairs, which no encoding has.
+# Control characters (C0, DEL, C1), line and paragraph separators, direction controls, zero-width characters that no
+# script needs, and unpaired surrogates, which no encoding can write.
 _UNSAFE = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
@@ -21,7 +21,7 @@ def escape_text(text: str, *, keep: str = "") -> str:
 
     Args:
         text: Any text.
-        keep: Control characters that are meant, as the newlines of a text of several lines.
+        keep: Control characters to keep, such as the newlines of a text of several lines.
 
     Example:
         >>> print(escape_text("red \x1b[31m\n"), escape_text("a\nb", keep="\n"))

@@ -20,7 +20,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # errors of file system
 
 @contextlib.contextmanager
 def open_hidden_folder(target: Path, token: str) -> Generator[Path]:
-    """Make a hidden folder next to `target` for the time of a save, and remove it and leftovers of earlier saves.
+    """Create a hidden folder next to `target` for a save, remove leftovers of earlier saves, and delete it at the end.
 
     Its name is that of `make_hidden_path`.
     """
@@ -36,17 +36,17 @@ def open_hidden_folder(target: Path, token: str) -> Generator[Path]:
 
 
 def make_hidden_path(target: Path, token: str) -> Path:
-    """Return the path of a hidden folder with a token of 16 hexadecimal digits that no other save uses."""
+    """Return the path of a hidden folder that no other save uses, because its name ends in a unique token."""
     return target.parent / f".{target.name}.{token}"
 
 
 def make_locked_folder(path: Path) -> Lock | None:
-    """Make a folder and return its lock, or None on a file system without locks."""
+    """Create a folder and return its lock, or None on a file system without locks."""
     while True:
         path.mkdir(exist_ok=True)
         try:
             lock = Lock(path)
-            if lock.is_of(path):
+            if lock.is_locked_at(path):
                 return lock
         except FileNotFoundError:  # another process removed the folder before it was locked
             pass
@@ -57,7 +57,7 @@ def make_locked_folder(path: Path) -> Lock | None:
 
 
 def remove_leftovers(root: Path, unfinished: re.Pattern[str]) -> None:
-    """Delete the folders with a matching name that no running process has locked."""
+    """Delete unfinished folders that no running process has locked."""
     for name in os.listdir(root):
         if unfinished.fullmatch(name):
             with contextlib.suppress(OSError):
@@ -67,14 +67,14 @@ def remove_leftovers(root: Path, unfinished: re.Pattern[str]) -> None:
 
 
 class Lock:
-    """A folder that is locked until this is garbage, or the process ends.
+    """Lock a folder until this object is deleted or the process ends.
 
     Args:
         path: The folder.
-        wait: Whether to wait for who has locked it.
+        wait: Whether to wait for another process to release the lock.
 
     Raises:
-        OSError: Somebody else has locked it, or the file system has no locks.
+        OSError: Another process holds the lock, or the file system has no locks.
     """
 
     _file = -1
@@ -84,8 +84,8 @@ class Lock:
         assert fcntl is not None
         fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
-    def is_of(self, path: Path) -> bool:
-        """Return whether the locked folder is the one that exists at a path now."""
+    def is_locked_at(self, path: Path) -> bool:
+        """Return whether a path still leads to the locked folder."""
         return os.path.samestat(os.fstat(self._file), os.stat(path))
 
     def __del__(self) -> None:
@@ -94,7 +94,7 @@ class Lock:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder, or a link to one, as far as that is possible."""
+    """Delete a folder, or a link to one, and ignore errors."""
     with contextlib.suppress(OSError):
         if path.is_symlink():
             path.unlink()
@@ -102,7 +102,7 @@ def remove_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's list of names to disk, but not the content of its files."""
+    """Flush a folder's directory entries to disk, but not the content of its files."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)

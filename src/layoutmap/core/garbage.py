@@ -1,4 +1,4 @@
-"""Pause Python's garbage collection while very many objects are created and all of them are kept."""
+"""Pause Python's garbage collection while many long-lived objects are created."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 
 @contextmanager
-# A plan creates many objects that stay in use, so the garbage collector would scan them in vain (decisions/0027).
+# A plan creates many objects that stay in use, which the garbage collector would scan in vain (decisions/0027).
 def pause_garbage_collection() -> Generator[None]:
-    """Pause the search for unreachable cycles, which scans all objects again as their number grows."""
+    """Pause the garbage collector, which scans all objects again each time their number grows."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -12,7 +12,7 @@ from layoutmap.core.specs import BatchDim
 def make_idle_dims_warning(
     step: str, mesh: Mesh, dims: Sequence[str], batch_dim: BatchDim | None, called: str
 ) -> LayoutMapWarning:
-    """Return the warning that groups of devices compute the same step.
+    """Return the warning that devices along these mesh dims repeat the same computation.
 
     Args:
         step: The name of the step.

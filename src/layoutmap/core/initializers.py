@@ -1,4 +1,4 @@
-"""Describe the first value of a variable.
+"""Describe how the first value of a variable is computed.
 
 An initializer can always return the global value. Where the model library allows it, it can also return *blocks* of it,
 or it has a *program*: a function of a seed, and a key that says when two programs are the same function. An engine then
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """An initializer that an engine can compile.
+    """Describe an initializer that an engine can compile.
 
     Args:
         key: Equal for two programs that are the same function; shape and dtype are part of it.
-        seed: What the function is called with, as arrays or nested containers of arrays; may be empty.
+        seed: Argument of the function, as arrays or nested containers of arrays; may be empty.
         function: Computes the global value from the seed, in operations that the engine can trace.
     """
 
@@ -31,9 +31,9 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-# Shards have no element in common, so processes compare the recipes of their initializers (decisions/0181).
+# Processes hold different shards and cannot compare values, so they compare initializer recipes (decisions/0181).
 class Initializer:
-    """First value of one variable.
+    """Compute the first value of one variable.
 
     Args:
         global_value: Computes the global value, as an array of the engine's framework or of numpy.

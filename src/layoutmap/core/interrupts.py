@@ -1,4 +1,4 @@
-"""Delay interrupts while several changes are made that belong together."""
+"""Delay Ctrl-C and SIGTERM until a group of changes is complete."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def delay_interrupts() -> Generator[None]:
-    """Run the program's handlers of Ctrl-C and SIGTERM at the end of the block.
+    """Run the handlers of Ctrl-C and SIGTERM at the end of the block, not inside it.
 
-    Python runs handlers in the main thread alone, so in another thread nothing is to be delayed.
+    Python runs handlers only in the main thread, so this does nothing in other threads.
 
     Example:
         >>> with delay_interrupts():
@@ -32,7 +32,7 @@ def delay_interrupts() -> Generator[None]:
 
     try:
         for number in _SIGNALS:
-            # Only Python handlers can raise between two lines, so others need no delay.
+            # Only Python handlers can raise between two lines, so only these are delayed.
             if callable(handler := signal.getsignal(number)):
                 handlers[number] = handler
                 signal.signal(number, note)

@@ -96,7 +96,7 @@ class Layout:
 
     @classmethod
     def from_valid_specs(cls, specs: Iterable[ShardingSpec], mesh: Mesh, memory: str | None = None) -> Layout:
-        """Make a layout of specs that are known to be valid, without checking them.
+        """Make a layout from valid specs, without checking them.
 
         Args:
             specs: For each axis a dim, a tuple of dims, which may be empty, or `UNSHARDED`, of a layout on this mesh.
@@ -156,7 +156,7 @@ class Layout:
         return cls.batch_sharded(mesh, inner_dim, rank, axis=rank - 1)
 
     def delete(self, dims: int | Iterable[int]) -> Layout:
-        """Return this layout without some axes, for a tensor that is reduced over them.
+        """Return the layout of a tensor that is reduced over some axes.
 
         Args:
             dims: The axes to leave out, or one axis.
@@ -222,7 +222,7 @@ class Layout:
         return self.num_distinct_shards == 1
 
     def offset_to_shard(self) -> list[tuple[int, ...]]:
-        """Return the shard that each device stores, in mesh order, as one number per axis.
+        """List the shard that each device stores, in mesh order, as one number per axis.
 
         Example:
             >>> Layout(["x", UNSHARDED], Mesh(None, "x=2,y=2")).offset_to_shard()
@@ -247,10 +247,10 @@ class Layout:
         return tuple(offset)
 
     def offset_tuple_to_global_index(self, offset_tuple: Sequence[int]) -> int:
-        """Return the number of a shard when all shards are counted in row-major order.
+        """Return the number of a shard, counting all shards in row-major order.
 
         Args:
-            offset_tuple: Which shard: one number for each axis, as `offset_to_shard` gives.
+            offset_tuple: The shard, as one number per axis, as `offset_to_shard` returns it.
 
         Raises:
             LayoutError: There is no such shard.
@@ -280,7 +280,7 @@ class Layout:
         return index
 
     def local_shape_from_global_shape(self, global_shape: Sequence[int | None]) -> tuple[int | None, ...]:
-        """Return the shape of the largest shard, which is that of each shard where all axes divide.
+        """Return the shape of the largest shard. All shards have this shape if the layout divides evenly.
 
         Args:
             global_shape: The global shape; `None` or -1 stands for an unknown size and stays.
@@ -296,7 +296,7 @@ class Layout:
         )
 
     def global_shape_from_local_shape(self, local_shape: Sequence[int | None]) -> tuple[int | None, ...]:
-        """Return the global shape for the shape of a shard. Unknown sizes stay unknown.
+        """Return the global shape that has shards of this shape. Unknown sizes stay unknown.
 
         Raises:
             LayoutError: The rank differs, or a size is below -1.
@@ -319,18 +319,18 @@ class Layout:
                 f"the shape {tuple(global_shape)} is not fully known",
                 facts={"layout": str(self), "mesh": str(self.mesh)},
                 why="None and -1 stand for a size that is not known yet",
-                fix="give all sizes, or ask local_shape_from_global_shape, which leaves unknown ones as they are",
+                fix="give all sizes, or call local_shape_from_global_shape, which accepts unknown sizes",
             )
         return tuple(n for n in shape if n is not None)
 
     def shard_slices(self, global_shape: Sequence[int], device_index: int) -> tuple[slice, ...]:
-        """Return the part of a tensor that one device stores, as slices with both ends.
+        """Return the slices of a tensor that one device stores, with a start and a stop for each axis.
 
         Along an axis that does not divide, the last shards have fewer elements or none.
 
         Args:
             global_shape: The global shape.
-            device_index: The device's place in the mesh order.
+            device_index: The device's position in mesh order.
 
         Raises:
             LayoutError: The rank differs.
@@ -341,7 +341,7 @@ class Layout:
             (slice(3, 5, None), slice(0, 4, None))
         """
         shape = self.shard_shape(global_shape)
-        # Shards of ceil(n / shards) elements are those of torch.chunk and DTensor (decisions/0231).
+        # Shards have ceil(n / shards) elements, as in torch.chunk and DTensor (decisions/0231).
         parts = zip(self.locate_shard(device_index), shape, check_shape(global_shape), strict=True)
         return tuple(slice(min(i * part, n or 0), min((i + 1) * part, n or 0)) for i, part, n in parts)
 
@@ -359,35 +359,35 @@ class Layout:
         return tuple(part * count for part, count in sizes)
 
     def find_uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:
-        """Return the axes of a shape of this rank that the layout cannot split evenly."""
+        """Return the axes of a shape that the layout cannot split evenly."""
         sizes = zip(check_shape(global_shape), self.shard_counts, strict=True)
         return tuple(axis for axis, (n, count) in enumerate(sizes) if n is not None and n >= 0 and n % count)
 
     def check_rank(self, shape: tuple[int | None, ...], name: str = "layout") -> None:
-        """Raise a `LayoutError` if a tensor of this shape cannot have this layout because of its rank."""
+        """Raise a `LayoutError` if a shape has another rank than this layout."""
         if len(shape) != self.rank:
             raise self.make_rank_error(shape, name)
 
     def check_fits(self, shape: tuple[int | None, ...], name: str = "layout") -> None:
-        """Raise a `LayoutError` if this layout has another rank than a shape, or an axis cannot be split evenly."""
+        """Raise a `LayoutError` if a shape has another rank than this layout, or an axis cannot be split evenly."""
         self.check_rank(shape, name)
         for axis in self.find_uneven_axes(shape):
             raise self.make_uneven_error(shape, axis, name)
 
     def make_rank_error(self, shape: tuple[int | None, ...], name: str = "layout") -> LayoutError:
-        """Return the error that this layout and a tensor have different ranks."""
+        """Return the error for a tensor of another rank than this layout's."""
         fitted = (*self.sharding_specs[: len(shape)], *[UNSHARDED] * (len(shape) - self.rank))
         return LayoutError(
             f"{name}: a layout of rank {self.rank} for a tensor of rank {len(shape)}",
             facts={"shape": shape, "layout": str(self), "mesh": str(self.mesh)},
             why="a layout has one sharding spec for each axis",
-            fix=f"use {format_specs(fitted)}, or a rule that does not match this one",
+            fix=f"use {format_specs(fitted)}, or change the rule so that it does not match this tensor",
         )
 
     def make_uneven_error(
         self, shape: tuple[int | None, ...], axis: int, name: str = "layout"
     ) -> LayoutError:
-        """Return the error that one axis of a tensor cannot be split evenly."""
+        """Return the error for an axis that cannot be split evenly."""
         size, count = check_shape(shape)[axis] or 0, self.num_shards(axis)
         fitting = tuple(UNSHARDED if i == axis else s for i, s in enumerate(self.sharding_specs))
         return LayoutError(
@@ -461,7 +461,8 @@ class Layout:
 
     def _to_fields(self) -> tf_format.LayoutFields:
         specs = [(s,) if isinstance(s, str) else s for s in self.sharding_specs]
-        # No dim has an empty name, so this is no spec of an axis, and TensorFlow refuses it (decisions/0263).
+        # No mesh dim has an empty name, so readers recognize this entry as a memory kind, and TensorFlow
+        # rejects it (decisions/0263).
         if self.host_memory:
             specs.append((_MEMORY_SPEC, "", self.host_memory))
         return tf_format.LayoutFields(tuple(specs), self.mesh.to_fields())
@@ -483,7 +484,7 @@ class Layout:
 
 
 def check_memory(memory: object, where: str, error: type[LayoutMapError] = LayoutError) -> str | None:
-    """Return a kind of memory, or `None`, after a check.
+    """Raise if a value is not a memory kind.
 
     Raises:
         LayoutMapError: There is no such kind. It is of the type `error`.
@@ -500,7 +501,7 @@ def check_memory(memory: object, where: str, error: type[LayoutMapError] = Layou
 
 
 def convert_layout(value: Any, mesh: Mesh | None = None, rank: int | None = None) -> Layout:
-    """Return a `Layout` for a layout of this library, of TensorFlow or of JAX, or for sharding specs and a mesh.
+    """Convert a layout of TensorFlow or JAX, or sharding specs with a mesh, to a `Layout`.
 
     Args:
         value: A `Layout`, a TensorFlow layout, a `NamedSharding`, or sharding specs: a tuple, a list, or a
@@ -509,7 +510,7 @@ def convert_layout(value: Any, mesh: Mesh | None = None, rank: int | None = None
         rank: The rank of the tensor, up to which JAX's shardings are filled up with unsharded axes.
 
     Raises:
-        LayoutError: The value is neither, or the specs are no layout on the mesh.
+        LayoutError: The value is none of these, or the specs do not fit the mesh.
         LayoutMapError: There is no mesh to bind the specs to.
     """
     if isinstance(value, Layout):
@@ -523,7 +524,7 @@ def convert_layout(value: Any, mesh: Mesh | None = None, rank: int | None = None
         if getattr(value, "unreduced", None):
             raise LayoutError(
                 f"{value} is not a layout",
-                why=f"a sum over {', '.join(sorted(value.unreduced))} is pending, and a layout has whole values",
+                why=f"its sum over {', '.join(sorted(value.unreduced))} is pending, and layouts have no partial sums",
                 fix="add it up first: jax.reshard(x, jax.P(..)) without unreduced",
             )
         value = (*value, *[None] * ((rank or 0) - len(value)))
@@ -535,14 +536,14 @@ def convert_layout(value: Any, mesh: Mesh | None = None, rank: int | None = None
     if mesh is None:
         raise LayoutMapError(
             f"sharding specs {value!r} have no mesh",
-            why="a tuple of specs is bound to the layout map's mesh, and it has none",
-            fix="make the map with one, LayoutMap(mesh), or pass a Layout",
+            why="sharding specs need the layout map's mesh, and this map has none",
+            fix="create the map with a mesh, LayoutMap(mesh), or pass a Layout",
         )
     return Layout(value, mesh, memory=memory)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _find_memory(sharding: Any) -> str | None:
-    """Return the memory kind of a `NamedSharding`, or None for the default one of its devices."""
+    """Return the memory kind of a `NamedSharding`, or None for the default memory of its devices."""
     is_abstract = type(sharding.mesh).__name__ == "AbstractMesh"
     usual = None if is_abstract else sharding.mesh.devices.flat[0].default_memory().kind
     return None if sharding.memory_kind == usual else sharding.memory_kind
@@ -551,7 +552,7 @@ def _find_memory(sharding: Any) -> str | None:
 def _is_jax_class(value: object, name: str) -> bool:
     """Return whether a value is an instance of a class of JAX, without loading JAX."""
     kind = type(value)
-    # Releases of JAX differ in the module and the name under which a class is shown: `jax.P` is `PartitionSpec`.
+    # JAX releases name the class differently: `jax.P` is `PartitionSpec`.
     return kind.__module__.partition(".")[0] == "jax" and kind.__name__ in (
         name,
         "P" if name[0] == "P" else name,

@@ -1,4 +1,4 @@
-"""Define a rule of a layout map, and the result of matching the rules with a path."""
+"""Define a rule of a layout map, and the result of matching a path against the rules."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.uneven import UnevenSetting, format_uneven
 
 Rest = Literal["replicated"]
-"""The layout that a map gives variables that no rule matches."""
+"""The layout of variables that no rule matches."""
 
 KERAS = "keras:"
-"""How a rule over what Keras calls a variable begins, and how such a name does where it stands among paths."""
+"""The prefix of rules that match Keras variable names, and of these names in a list of paths."""
 
-AS_FOUND = "it is as it was found: no map was asked"
+AS_FOUND = "it keeps its layout: no layout map applies to it"
 
 AS_REST = 'it is replicated, as layout_map.rest = "replicated" says'
 
 
-# A last rule `.*` has only one rank, so this setting replicates variables without a rule (decisions/0054).
+# A final rule `.*` would fit tensors of one rank only, so `rest` replicates variables of any rank (decisions/0054).
 def check_rest(value: object, where: str) -> Rest | None:
-    """Return a layout map's `rest` setting for variables without a rule, after a check.
+    """Check the `rest` setting of a layout map, which applies to variables without a rule.
 
     Raises:
-        RuleError: It is something else.
+        RuleError: The value is not `"replicated"` or `None`.
     """
     if value is None or value == "replicated":
         return "replicated" if value else None
@@ -39,14 +39,14 @@ def check_rest(value: object, where: str) -> Rest | None:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule of a layout map.
+    """Store one rule of a layout map.
 
     Args:
         number: Its place in the map, counted from 1.
         pattern: The regex.
         layout: The layout it gives.
         uneven: What happens to an axis that does not divide.
-        reason: Why the rule gives this layout; empty if nobody says. It is no part of the rule's value.
+        reason: Why the rule gives this layout; empty if not given. Not compared.
     """
 
     number: int
@@ -61,12 +61,12 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The rules of a layout map for one path.
+    """Store the rules that match one path.
 
     Args:
         path: The path.
         rule: The rule that won, or `None` if no rule matches.
-        others: The rules that match too and lost, in the order of the map.
+        others: The other matching rules, which lost, in the order of the map.
         near_misses: Patterns that come close, if no rule matches.
         otherwise: What happens to the path if no rule matches.
     """
@@ -84,7 +84,7 @@ class Match:
 
     @property
     def is_found(self) -> bool:
-        """Whether another program has already placed the variable, so that no map was used."""
+        """Whether another program placed the variable, so that no map was used."""
         return self.otherwise == AS_FOUND
 
     @property
@@ -104,10 +104,10 @@ class Match:
 
 
 def suggest_rule_change(rule: Rule, paths: Sequence[str]) -> str:
-    """Return advice for the winning rule: how to give variables of these paths another layout."""
+    """Advise how to give variables of these paths another layout than the winning rule's."""
     if rule.pattern in paths:
-        return f"a rule that is the path itself wins over all others: change rule {rule.number}"
-    return f"the first rule that matches wins: put one before rule {rule.number}, or change that"
+        return f"change rule {rule.number}: a rule that equals the path wins over all others"
+    return f"change rule {rule.number}, or add a rule before it: the first rule that matches wins"
 
 
 def format_rule_layout(rule: Rule) -> str:

@@ -88,8 +88,8 @@ class Mesh:
             raise MeshError(
                 "a mesh has dims",
                 facts={"devices": shorten_repr(devices)},
-                why="they say how its devices lie in a grid",
-                fix='name them, as in Mesh(devices, "batch=2,model=4"), or Mesh("batch=2,model=4") without devices',
+                why="its dims arrange the devices in a grid",
+                fix='pass dims, as in Mesh(devices, "batch=2,model=4"), or Mesh("batch=2,model=4") without devices',
             )
         dims = parse_mesh_dims(mesh_dims)
         check_dims(dims)
@@ -120,7 +120,7 @@ class Mesh:
         return tuple(dim.name for dim in self.mesh_dims)
 
     @property
-    # `shape` is a property in numpy, JAX, and PyTorch, so it is no method as in TensorFlow (decisions/0001).
+    # numpy, JAX, and PyTorch have a property `shape`, so this is no method as in TensorFlow (decisions/0001).
     def shape(self) -> tuple[int, ...]:
         """Sizes of the mesh dims, in order."""
         return tuple(dim.size for dim in self.mesh_dims)
@@ -132,7 +132,7 @@ class Mesh:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """For each mesh dim, how far apart in the device order two neighbours along it are."""
+        """The distance in device order between neighbors along each mesh dim."""
         return (
             tuple(accumulate(reversed(self.shape[1:]), operator.mul, initial=1))[::-1] if self.shape else ()
         )
@@ -212,7 +212,7 @@ class Mesh:
         return [dict(zip(self.dim_names, self.coords(i), strict=True)) for i in range(self.size)]
 
     def with_devices(self, devices: Iterable[str], *, local_device_ids: Iterable[int] | None = None) -> Mesh:
-        """Return the same grid with these devices."""
+        """Return a mesh with the same dims and other devices."""
         return Mesh(devices, self.mesh_dims, self.name, local_device_ids=local_device_ids)
 
     def to_string(self) -> str:
@@ -251,7 +251,7 @@ class Mesh:
         return cls.from_fields(tf_format.read_mesh_proto(proto))
 
     def to_fields(self) -> tf_format.MeshFields:
-        """Return the fields from which the text and protobuf forms are made."""
+        """Return the fields for the text and protobuf forms."""
         return tf_format.MeshFields(
             name=self.name,
             dims=tuple((dim.name, dim.size) for dim in self.mesh_dims),
@@ -261,7 +261,7 @@ class Mesh:
 
     @classmethod
     def from_fields(cls, fields: tf_format.MeshFields) -> Mesh:
-        """Make a mesh of fields, and check all of them."""
+        """Make a mesh from fields, and check them."""
         local_ids = None if fields.devices is None else fields.local_device_ids
         return cls(fields.devices, fields.dims, fields.name, local_device_ids=local_ids)
 
@@ -306,7 +306,7 @@ def check_dim(
     error: type[LayoutMapError] = ScopeError,
     otherwise: str = ", or leave it out",
 ) -> None:
-    """Raise if a mesh lacks a dim, or one of several, or one is named twice. A `dim` of None always passes."""
+    """Raise if a mesh lacks one of these dims, or a dim is named twice. None always passes."""
     dims = () if dim is None else (dim,) if isinstance(dim, str) else tuple(dim)
     for number, name in enumerate(dims):
         if name not in mesh or name in dims[:number]:

@@ -17,7 +17,7 @@ _FORBIDDEN = re.compile(r"[,|\s]")
 
 
 def parse_device_type(device: str) -> str:
-    """Return the type in a device name: `"CPU"` for `"CPU:0"` and for `"/job:w/replica:0/task:0/device:CPU:0"`."""
+    """Return the type in a device name: `"CPU"` for `"CPU:0"` or `"/job:w/replica:0/task:0/device:CPU:0"`."""
     found = _DEVICE_TYPE.search(device)
     if not found:
         raise MeshError(
@@ -29,12 +29,12 @@ def parse_device_type(device: str) -> str:
 
 
 def check_device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) -> tuple[str, ...]:
-    """Return the names of a mesh's devices as a tuple, after a check.
+    """Check the device names of a mesh, and return them as a tuple.
 
     TensorFlow's full name of a device of a single process becomes the short one, such as `CPU:0`.
 
     Raises:
-        MeshError: They are one text, or cannot be iterated, or one of them is no text.
+        MeshError: The names are a single string, cannot be iterated, or include a value that is not a string.
     """
     fix = 'pass names, as in ["CPU:0", "CPU:1"], or None for an abstract mesh'
     why = ""
@@ -59,7 +59,7 @@ def check_device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) 
 
 
 def check_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ...], size: int) -> None:
-    """Raise if a mesh of this many places cannot have these devices.
+    """Raise if a mesh of this size cannot have these devices.
 
     Raises:
         MeshError: They are too many or too few, one cannot be written or appears twice, or they are of several types.
@@ -93,7 +93,7 @@ def check_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ..
         raise MeshError(
             f"device {repeated!r} appears twice in a mesh",
             facts=facts,
-            why="each place of a mesh is another device",
+            why="each position of a mesh has a different device",
             fix="list each device once",
         )
     types = {parse_device_type(name) for name in known}
@@ -123,10 +123,10 @@ def list_known_ids(devices: tuple[str, ...] | None, size: int) -> tuple[int, ...
 def check_local_ids(
     given: Iterable[int] | None, devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ...], size: int
 ) -> tuple[int, ...]:
-    """Return the positions of this process's devices, after a check. None selects all devices with a name.
+    """Check the mesh positions of this process's devices. None selects all devices with a name.
 
     Raises:
-        MeshError: They are no places of the mesh in ascending order, or the device of one has no name.
+        MeshError: The positions are outside the mesh or not ascending, or a device has no name.
     """
     if given is None:
         return list_known_ids(devices, size)
@@ -136,14 +136,14 @@ def check_local_ids(
         raise MeshError(
             f"local device ids {_shorten_device_names(tuple(map(str, ids)))} do not fit the mesh",
             facts={"mesh": ", ".join(map(str, dims))},
-            why=f"they are places in the mesh, 0 to {size - 1}, each once and ascending",
-            fix="list the places of this process's devices in ascending order, or leave them out",
+            why=f"they are positions in the mesh, 0 to {size - 1}, each once and in ascending order",
+            fix="list the positions of this process's devices in ascending order, or leave the argument out",
         )
     if devices is not None and not all(devices[i] for i in local):
         raise MeshError(
             f"local device {next(i for i in local if not devices[i])} has no name",
             facts={"mesh": ", ".join(map(str, dims))},
             why="only the devices of other processes may be unknown",
-            fix="name it, or take its place out of local_device_ids",
+            fix="name the device, or remove its position from local_device_ids",
         )
     return local

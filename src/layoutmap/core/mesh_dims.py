@@ -1,4 +1,4 @@
-"""Define mesh dims, and read the forms in which users write them."""
+"""Define mesh dims, and parse the forms in which users write them."""
 
 from __future__ import annotations
 
@@ -116,24 +116,27 @@ def _convert_dim(entry: Any) -> MeshDimension:
 
 
 def check_dims(dims: tuple[MeshDimension, ...]) -> None:
-    """Raise if dims have names or sizes that a mesh cannot have, or are too many devices together."""
+    """Raise if a dim has an invalid name or size, or the mesh has too many devices."""
     seen: set[str] = set()
     for dim in dims:
         why = fix = ""
         if not dim.name:
-            why, fix = "a dim is referred to by its name", 'name it, as in ("model", 4)'
+            why, fix = "layouts refer to a dim by its name", 'name it, as in ("model", 4)'
         elif dim.name in seen:
             why = "a layout could not tell the two dims of that name apart"
             fix = f"rename one of them, to {dim.name + '_2'!r} for instance"
         elif dim.name in (UNSHARDED, tf_format.MATCH):
-            why, fix = f"{dim.name!r} is a word of layouts, not a dim", "use another name"
+            why, fix = f"layouts reserve {dim.name!r} for axes that are not sharded", "use another name"
         elif _FORBIDDEN.search(dim.name):
             why = "blanks and the characters , | = : separate the parts of a mesh written as text"
             fix = f"name it {_FORBIDDEN.sub('_', dim.name)!r}"
         elif dim.size < 1:
-            why, fix = "a dim has at least one device", f"({dim.name!r}, 1) is a dim that shards nothing"
+            why, fix = (
+                "a dim has at least one device",
+                f"use size 1, ({dim.name!r}, 1), for a dim that shards nothing",
+            )
             if dim.size == -1:
-                fix = "only create_mesh works a size of -1 out, from the devices there are"
+                fix = "call create_mesh, which computes a size of -1 from the number of devices"
         check_encodable(dim.name, "mesh dim")
         if why:
             raise MeshError(
@@ -146,7 +149,7 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
     size = 1
     for dim in dims:
         size *= dim.size
-        if size > 10**18:  # the product of all sizes could have more digits than Python formats
+        if size > 10**18:  # the product could have more digits than Python formats
             break
     if size > _MOST_DEVICES:
         raise MeshError(
@@ -158,7 +161,7 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
 
 
 def set_axis_types(dims: tuple[MeshDimension, ...], axis_types: Any) -> tuple[MeshDimension, ...]:
-    """Return dims with other axis types: one for all, one for each, or some by name.
+    """Return the dims with other axis types: one for all, one for each, or some by name.
 
     Raises:
         MeshError: A type is neither `"auto"` nor `"explicit"`, or there is no such dim.
@@ -180,7 +183,7 @@ def set_axis_types(dims: tuple[MeshDimension, ...], axis_types: Any) -> tuple[Me
     else:
         by_name = {dim.name: axis_types for dim in dims}
     for name, value in by_name.items():
-        # JAX's own types are members of an enum with the names `Auto` and `Explicit`.
+        # JAX's axis types are enum members named `Auto` and `Explicit`.
         text = str(getattr(value, "name", value)).lower()
         if text not in AXIS_TYPES or name not in [dim.name for dim in dims]:
             raise MeshError(
@@ -196,20 +199,20 @@ def set_axis_types(dims: tuple[MeshDimension, ...], axis_types: Any) -> tuple[Me
 
 
 def fill_in_size(dims: tuple[MeshDimension, ...], num_devices: int) -> tuple[MeshDimension, ...]:
-    """Replace the one size of -1 by the size that follows from the number of devices."""
+    """Replace a size of -1 by the size that the number of devices implies."""
     unknown = [dim for dim in dims if dim.size == -1]
     if not unknown:
         return dims
     if len(unknown) > 1:
         raise MeshError(
             f"mesh dims {', '.join(dim.name for dim in unknown)} all have size -1",
-            why="only one size can be worked out from the number of devices",
+            why="the number of devices determines only one unknown size",
             fix="give all sizes but one",
         )
     known = math.prod(dim.size for dim in dims if dim.size != -1)
     if known < 1 or num_devices % known:
         raise MeshError(
-            f"mesh dim {unknown[0].name!r} of size -1 cannot be worked out",
+            f"mesh dim {unknown[0].name!r} of size -1 cannot be determined",
             facts={"mesh": ", ".join(map(str, dims)), "devices": num_devices},
             why=f"{num_devices} devices are not a multiple of {known}",
             fix="change the other sizes, or pass devices=",

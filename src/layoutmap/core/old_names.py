@@ -1,4 +1,4 @@
-"""Keep the old spellings of public names, which work with a warning until the next minor version."""
+"""Keep old spellings of public names, with a warning, until the next minor version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def warn_about_old_name(old: str, new: str, stacklevel: int = 3) -> None:
 
 
 class OldName:
-    """Attribute of a class that warns, and then gives the attribute of the new name.
+    """Forward an old attribute name to the new one, with a warning.
 
     Args:
         new: The new name.

@@ -1,7 +1,6 @@
-"""Group paths that differ only in numbers, and write them as one: `blocks.{0..31}.kernel`.
+"""Group paths that differ only in numbers, and write each group as one path: `blocks.{0..31}.kernel`.
 
-Repeated blocks make a model's variables long to list and quick to understand. Whatever is shown of many variables, a
-table or a list of problems, is shown for each group of them once.
+Models repeat their blocks, so tables and lists of problems show each group once.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ import re
 from collections.abc import Iterable, Sequence
 
 _NUMBER = re.compile(r"\d+")
-_MOST_DIGITS = 15  # longer digit strings are text, because JavaScript numbers are exact up to 15 digits
+_MOST_DIGITS = 15  # JavaScript numbers are exact up to 15 digits, so longer digit strings are text
 
 
 def split_at_numbers(path: str) -> tuple[str, ...]:
-    """Return the parts of a path between its numbers, which are equal for all paths of one group.
+    """Split a path at its numbers. All paths of one group have the same parts.
 
     Example:
         >>> split_at_numbers("blocks.12.mlp.kernel")
@@ -24,7 +23,7 @@ def split_at_numbers(path: str) -> tuple[str, ...]:
 
 
 def replace_numbers(path: str) -> str:
-    """Return a path with a star for each number, which is equal for all paths of one group.
+    """Replace each number in a path by a star. All paths of one group give the same text.
 
     Example:
         >>> replace_numbers("blocks.12.mlp.kernel")
@@ -34,10 +33,10 @@ def replace_numbers(path: str) -> str:
 
 
 def find_repeated_layers(paths: Iterable[str]) -> frozenset[str]:
-    """Return the paths of layers that differ from another layer's path only in one number.
+    """Find the layers with a path that differs from another layer's path in one number only.
 
     Args:
-        paths: The paths of its variables.
+        paths: The paths of the model's variables.
 
     Example:
         >>> sorted(find_repeated_layers(["blocks.0.up.kernel", "blocks.1.up.kernel", "head_1.kernel"]))
@@ -51,7 +50,7 @@ def find_repeated_layers(paths: Iterable[str]) -> frozenset[str]:
 
 
 def merge_paths(paths: Sequence[str]) -> str:
-    """Return one text for the paths of one group.
+    """Write the paths of one group as one path.
 
     Example:
         >>> merge_paths(["blocks.0.kernel", "blocks.1.kernel", "blocks.2.kernel", "blocks.7.kernel"])
@@ -65,7 +64,7 @@ def merge_paths(paths: Sequence[str]) -> str:
 
 
 def format_path_pattern(paths: Sequence[str]) -> str:
-    """Return a rule's pattern for the paths of one group, as Python source. It ends where the paths end.
+    """Return a rule's pattern for the paths of one group, as Python source that ends in `$`.
 
     Example:
         >>> print(format_path_pattern(["blocks.0.conv2d.kernel", "blocks.1.conv2d.kernel"]))
@@ -75,7 +74,7 @@ def format_path_pattern(paths: Sequence[str]) -> str:
 
 
 def make_path_regex(paths: Sequence[str]) -> str:
-    """Return a rule's pattern for the paths of one group, or for exactly one path. It ends where the paths end.
+    """Return a rule's pattern for the paths of one group, which ends in `$`.
 
     Example:
         >>> print(make_path_regex(["a.0.b", "a.1.b"]), make_path_regex(["a.0.b"]))
@@ -88,7 +87,7 @@ def make_path_regex(paths: Sequence[str]) -> str:
 
 
 def _format_ranges(texts: Sequence[str]) -> str:
-    """Return numbers as one text, such as `{0..3,7}`."""
+    """Format numbers as ranges, such as `{0..3,7}`."""
     if len(texts) == 1:
         return texts[0]
     if max(map(len, texts)) > _MOST_DIGITS:

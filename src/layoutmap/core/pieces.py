@@ -1,4 +1,4 @@
-"""Find the pieces that devices send each other so that each gets the blocks that it needs."""
+"""Find the blocks that devices must send each other to change a layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Device = TypeVar("Device", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Piece(Generic[Device]):
-    """A block of an array that one device gets from another one, or keeps.
+    """A block of an array that one device sends to another, or keeps.
 
     Args:
         sender: The device that holds it.
@@ -42,28 +42,28 @@ class Piece(Generic[Device]):
 
 
 class Conversion(Protocol):
-    """The making of one array from one or several others by permuting, splitting, and joining axes."""
+    """Permute, split, and join axes of source arrays to make one array."""
 
     def list_blocks(self, index: Index) -> Sequence[Sequence[Index]]:
-        """Return for each source array the blocks that make up a block of the result."""
+        """Return, for each source array, the blocks needed for a block of the result."""
         ...
 
     def fill(self, index: Index, sources: Sequence[BlockReader], dtype: Any) -> NumpyArray:
-        """Return a block of the result, read from the source arrays."""
+        """Compute a block of the result from the source arrays."""
         ...
 
     def compute(self, namespace: Any, sources: Sequence[Any]) -> Any:
-        """Return the result as an array of a numpy-like namespace, which may be traced."""
+        """Compute the result as an array of a numpy-like namespace, which may be traced."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An array that is to get values of other arrays.
+    """Describe an array that receives values from other arrays.
 
     Args:
         sources: The numbers of the arrays with the values.
-        conversion: The making of its values; `None`: they are those of one array of its shape.
+        conversion: How its values are computed; `None`: they are copied from one array of its shape.
         path: Its path, for messages.
     """
 
@@ -72,11 +72,11 @@ class Move:
     path: str = ""
 
 
-# The bytes that move follow from both layouts alone, so a plan counts them without a compiler (decisions/0240).
+# Both layouts determine the bytes that move, so a plan counts them without a compiler (decisions/0240).
 def find_pieces(
     held: Mapping[Device, Index], wanted: Mapping[Device, Sequence[Index]]
 ) -> list[Piece[Device]]:
-    """Return the pieces of an array that devices need, each from one device that holds it.
+    """Assign each missing block to one device that stores it, and return the blocks to send.
 
     A device keeps all that it holds. Each other piece comes from the holder that has sent least so far.
 

@@ -1,4 +1,4 @@
-"""Derive layouts that a plan does not list: of batches, of weights in a computation, and of layers' outputs."""
+"""Derive the layouts of batches, of weights during computation, and of layers' outputs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from layoutmap.core.users_line import find_user_stacklevel
 
 @dataclass(frozen=True, slots=True)
 class LayoutPolicy:
-    """Layouts that follow from a scope's mesh, its batch dim and its rules for activations. Knows no array.
+    """Derive layouts from a scope's mesh, batch dim, and activation rules.
 
     Args:
         mesh: The mesh.
         batch_dim: The mesh dim over which batches are sharded, or several; `None`: they are replicated.
-        activations: Looks up the rule for what the layer at a path returns; `None`: there are no such rules.
+        activations: Returns the layout of the output of the layer at a path; `None`: there are no such rules.
     """
 
     mesh: Mesh
@@ -30,11 +30,11 @@ class LayoutPolicy:
     """The rows of the last batch that was sharded, under `True`, and of the last that did not divide."""
 
     def replicated(self, rank: int) -> Layout:
-        """Return the layout of an array that every device holds all of."""
+        """Return the layout of an array that every device stores completely."""
         return Layout.replicated(self.mesh, rank)
 
     def derive_compute_layout(self, layout: Layout) -> Layout:
-        """Return the layout of a weight in a computation, which is not sharded over the batch dim."""
+        """Return the layout of a weight during computation, where it is not sharded over the batch dim."""
         batch_dims = list_batch_dims(self.batch_dim)
         dims = (
             [d for d in layout.list_mesh_dims(axis) if d not in batch_dims] for axis in range(layout.rank)
@@ -77,7 +77,7 @@ class LayoutPolicy:
     def choose_output_layouts(
         self, layout: Layout, shapes: Sequence[tuple[int, ...]], path: str
     ) -> Sequence[Layout | None]:
-        """Return the layout of each array in a layer's output, or None for an array that keeps its layout.
+        """Return the layout for each array in a layer's output, or None for an array that keeps its layout.
 
         Args:
             layout: The layout of the layer's rule.
@@ -85,7 +85,7 @@ class LayoutPolicy:
             path: The layer's path.
 
         Raises:
-            LayoutError: No array has the layout's rank, or an axis of one does not divide, and it is not the batch's.
+            LayoutError: No array has the layout's rank, or an axis other than the batch does not divide evenly.
         """
         if shapes and all(len(shape) != layout.rank for shape in shapes):
             raise layout.make_rank_error(shapes[0], f"the output of {path}")
@@ -94,10 +94,11 @@ class LayoutPolicy:
         ]
 
     def _choose_output_layout(self, layout: Layout, shape: tuple[int, ...], path: str) -> Layout:
-        """Return a rule's layout for an output, without the batch dim if the last batch does not divide."""
+        """Return a rule's layout for an output, without the batch dim if the batch does not divide evenly."""
         if not layout.find_uneven_axes(shape):
             return layout
-        without_batch = self.derive_compute_layout(layout)  # replicate a last batch that does not divide
+        # a last batch that does not divide evenly is replicated
+        without_batch = self.derive_compute_layout(layout)
         for axis in without_batch.find_uneven_axes(shape):
             raise without_batch.make_uneven_error(shape, axis, f"the output of {path}")
         return without_batch

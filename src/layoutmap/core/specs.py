@@ -12,24 +12,24 @@ from layoutmap.core.errors import LayoutError
 from layoutmap.core.mesh import UNSHARDED, Mesh
 
 ShardingSpec = str | tuple[str, ...]
-"""How one axis is sharded: over a mesh dim, over several (major to minor), or `UNSHARDED`."""
+"""The sharding of one axis: a mesh dim, several (major to minor), or `UNSHARDED`."""
 
 Specs = tuple[ShardingSpec | None, ...]
 """The sharding of all axes, with `None` for `UNSHARDED`."""
 
 
-# Rows have a spec as every axis has, and hybrid FSDP shards them over two dims (decisions/0202).
+# Hybrid FSDP shards rows over two dims, so the batch has a spec like any axis (decisions/0202).
 BatchDim = ShardingSpec
 """The mesh dim over which the first axis of batches is sharded, or several, major to minor."""
 
 
 def list_batch_dims(batch_dim: BatchDim | None) -> tuple[str, ...]:
-    """Return the mesh dims over which batches are sharded, or an empty tuple where they are replicated."""
+    """Return the mesh dims over which batches are sharded, or an empty tuple for replicated batches."""
     return () if batch_dim is None else list_spec_dims(batch_dim)
 
 
 def parse_batch_dim(text: str) -> BatchDim:
-    """Return the mesh dims that a command line names: `data`, or `replica,fsdp`."""
+    """Parse the mesh dims of a command line option: `data`, or `replica,fsdp`."""
     dims = tuple(part.strip() for part in text.split(","))
     return dims[0] if len(dims) == 1 else dims
 
@@ -45,10 +45,10 @@ def format_batch_dim(batch_dim: BatchDim) -> str:
 
 
 def read_specs(given: Any, mesh: Mesh) -> tuple[ShardingSpec, ...]:
-    """Return the sharding specs of a layout on a mesh, after a check.
+    """Check the sharding specs of a layout, and return them in one form.
 
     Raises:
-        LayoutError: They are no list of specs, a spec is no dim of the mesh, or a dim is used twice.
+        LayoutError: The value is not a list of specs, a spec is not a dim of the mesh, or a dim is used twice.
     """
     _check_order(given, mesh)
     specs = tuple(_normalize_spec(spec, mesh) for spec in given)
@@ -63,7 +63,7 @@ def read_specs(given: Any, mesh: Mesh) -> tuple[ShardingSpec, ...]:
 
 
 def replace_unsharded(specs: Sequence[ShardingSpec]) -> tuple[ShardingSpec | None, ...]:
-    """Return sharding specs as users write them, with None for an unsharded axis."""
+    """Replace `UNSHARDED` by None, as users write specs."""
     return tuple(None if spec == UNSHARDED else spec for spec in specs)
 
 
@@ -132,7 +132,7 @@ def _make_dim_error(
     """Return the error that a spec names an invalid mesh dim."""
     why, fix = f"the mesh has no dim {dim!r}", _suggest_dims(mesh)
     if dim == tf_format.MATCH:
-        why = "'match' is for TensorFlow's own use and lays nothing out"
+        why = "'match' is reserved for TensorFlow and shards nothing"
     elif dim == UNSHARDED:  # in a tuple with other dims; a single `unsharded` was handled above
         why = "an axis that is sharded over a mesh dim is not unsharded"
         fix = f"name mesh dims only, or {UNSHARDED!r} alone"

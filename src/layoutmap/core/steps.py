@@ -11,14 +11,14 @@ from layoutmap.core.errors import ScopeError
 from layoutmap.core.variables import VariableSpec
 
 Key = tuple[str, str]
-"""The model and the path of a variable."""
+"""A variable's model and path."""
 
 
 class Tracer(Protocol):
-    """The listener of a step while it is traced.
+    """Receive the layers of a step while the step is traced.
 
     Attributes:
-        unread: The values of variables of blocks that are left out: a model has them, and nothing should read them.
+        unread: Placeholders for variables of skipped blocks, which the step must not read.
     """
 
     unread: Mapping[Key, Any]
@@ -26,7 +26,7 @@ class Tracer(Protocol):
     def call(
         self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return the output of a layer. An engine may call the function with other inputs.
+        """Call a layer and return its output. An engine may call it with other inputs.
 
         Args:
             path: The layer's path.
@@ -37,7 +37,7 @@ class Tracer(Protocol):
         ...
 
     def should_recompute(self, path: str) -> bool:
-        """Return whether a layer stores only its input for the backward pass, and recomputes the rest.
+        """Return whether the backward pass recomputes a layer from its input.
 
         Args:
             path: The layer's path. Layers inside of one that does so do not.
@@ -45,16 +45,16 @@ class Tracer(Protocol):
         ...
 
     def open_update(self) -> AbstractContextManager[None]:
-        """Return a context in which the optimizer updates the variables."""
+        """Return a context for the optimizer's update of the variables."""
         ...
 
 
 @dataclass(frozen=True)
 class Shape:
-    """An array of a batch.
+    """Describe an array of a batch.
 
     Args:
-        name: What it is called.
+        name: The name of the array.
         shape: Its global shape.
         dtype: The name of its element type.
     """
@@ -66,16 +66,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A training step: loss, gradients and the optimizer's update.
+    """Describe a training step: loss, gradients, and the optimizer's update.
 
     Args:
-        name: What the model is called.
-        variables: What it changes or reads, in the order of the model.
+        name: The model's name.
+        variables: The variables that it reads or changes, in the order of the model.
         batch: The arrays of a batch, in their order.
         blocks: Paths of layers that are equal, one list for each stack, in their order.
         run: Called with a tracer, the values of variables and a batch, returns new values; variables that are not
             given are those of blocks that were left out.
-        notes: What it assumes, in sentences.
+        notes: Its assumptions, in sentences.
         how_to_recompute: How a person has the library compute what a layer keeps again in the backward pass; empty: the
             library has no layers.
     """
@@ -89,16 +89,16 @@ class TrainingStep:
     how_to_recompute: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a batch without rows, which costs nothing.
+        """Refuse a batch without rows, because its step costs nothing.
 
         Raises:
-            ScopeError: It has none.
+            ScopeError: The batch has no rows.
         """
         for each in self.batch:
             if each.shape[:1] == (0,):
                 raise ScopeError(
                     f"{self.name}: the batch has no rows",
                     facts={each.name: f"{each.dtype}{list(each.shape)}"},
-                    why="what a step sends, computes and holds depends on how many rows it is given",
+                    why="the communication, computation, and memory of a step depend on the number of rows",
                     fix="pass inputs= whose first axis is the rows of the global batch",
                 )

@@ -17,7 +17,8 @@ _MAX_ALIASED = 100_000
 _INT, _NULL = "tag:yaml.org,2002:int", "tag:yaml.org,2002:null"
 
 
-# YAML readers disagree about numbers, so only null and decimal integers are not text (decisions/0199).
+# YAML readers disagree about numbers such as 010, so every scalar except null and decimal integers
+# is text (decisions/0199).
 def read_yaml(text: str, where: str = "rules file") -> Any:
     """Return the data of one YAML document, or `None` if it is empty.
 
@@ -39,14 +40,14 @@ def read_yaml(text: str, where: str = "rules file") -> Any:
         why, fix = f"it is {describe_type(text)}, not text", "pass its text, as in Path(file).read_text()"
         raise RuleError(f"{where} cannot be read", why=why, fix=fix)
     try:
-        # libyaml's parser is about 15 times as fast, but not every build of PyYAML has it.
+        # Prefer libyaml's parser: it is 15 times as fast, but some builds of PyYAML lack it.
         loader = _make_loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader))
         _check_events(yaml.parse(text, loader))  # pyright: ignore[reportUnknownMemberType]
         return loader(text).get_single_data()
     except _YamlRefusal as error:
         mark, what, why, fix = error.args
         raise RuleError(f"{where}: {what}", facts={"line": mark.line + 1}, why=why, fix=fix) from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: text that cannot be encoded.
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: the text cannot be encoded
         fix = "correct the text at that place"
         if "unknown escape character" in str(error):
             fix = r"use single quotes for a regex, as in 'up\.kernel', or none: in double quotes a \ begins an escape"
@@ -54,7 +55,7 @@ def read_yaml(text: str, where: str = "rules file") -> Any:
 
 
 class _YamlRefusal(Exception):
-    """Hold the mark of a refused part, and the headline, reason, and fix."""
+    """Raised for a part of the document that is not allowed, with its position and the message."""
 
 
 def _check_events(events: Any) -> None:
@@ -63,7 +64,7 @@ def _check_events(events: Any) -> None:
     for event in events:
         name, tag = type(event).__name__, getattr(event, "tag", None)
         depth += name.endswith("StartEvent") - name.endswith("EndEvent")
-        if depth > _MAX_DEPTH + 2:  # The stream and the document are two levels.
+        if depth > _MAX_DEPTH + 2:  # two levels are the stream and the document
             why = "a rules file needs five levels, for a sharding spec of several mesh dims in a layout of a rule"
             what, fix = f"it is nested more than {_MAX_DEPTH} deep", "write a rule as in a: [null, model]"
             raise _YamlRefusal(event.start_mark, what, why, fix)
@@ -89,7 +90,7 @@ def _make_loader(base: Any) -> Any:
         def construct_object(self, node: Any, deep: bool = False) -> Any:
             before = self._size
             value: Any = base.construct_object(self, node, deep=True)
-            # An alias repeats its node, so the size grows without text.
+            # An alias counts the size of its node again, because it expands without adding text.
             self._size = before + self._sizes.setdefault(node, self._size - before + 1)
             if self._size > self._limit:
                 what, why = (
@@ -105,9 +106,7 @@ def _make_loader(base: Any) -> Any:
                 key = repr(self.construct_object(key_node))
                 if key in keys:
                     why = "two rules for one pattern contradict each other"
-                    raise _YamlRefusal(
-                        key_node.start_mark, f"{key} is there twice", why, "delete one of them"
-                    )
+                    raise _YamlRefusal(key_node.start_mark, f"{key} appears twice", why, "delete one of them")
                 keys.add(key)
             return base.construct_mapping(self, node, deep=True)
 

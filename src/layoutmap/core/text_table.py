@@ -11,11 +11,12 @@ from layoutmap.core.escaping import escape_html, escape_text
 # Inherit the text color, so that dark notebooks stay readable.
 _TABLE = "border-collapse:collapse;color:inherit"
 _CELL = "padding:.15em .7em;text-align:left;font-family:monospace;white-space:nowrap"
-_READABLE = 30  # narrowest width in characters to which a column shrinks while another column can be dropped
-_NAMED = re.compile(r" *\S+(?: \S+)* {2,}")  # a name that starts a line, before the column with its text
+_MIN_COLUMN_WIDTH = 30  # a column shrinks to this width only after every column of `drop` is dropped
+# matches the first column of a row, a name, and the blanks after it
+_FIRST_COLUMN = re.compile(r" *\S+(?: \S+)* {2,}")
 _LINE_END = "\n"
 ALL_COLUMNS = "to_text() shows all"
-"""The last line of a table that is not complete; the command line puts its own option in its place."""
+"""The end of the note below a shortened table. The command line replaces it with its option."""
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -40,14 +41,13 @@ def format_table(
     width: int | None = None,
     drop: Sequence[str] = (),
 ) -> list[str]:
-    """Return rows of text in aligned columns, below a header and a line.
+    """Format rows as a table with aligned columns, below a header and a line.
 
     Args:
         head: The names of the columns.
         rows: A text for each column.
         right: The columns that are aligned to the right.
-        width: How wide the table may be: columns are left out and shortened, and the last line says which. `None`: as
-            wide as it is.
+        width: Maximum width. Columns are dropped and shortened to fit, and the last line lists them. `None`: no limit.
         drop: The columns that may be left out, the least important first.
 
     Example:
@@ -82,9 +82,11 @@ def format_table(
 
 # A terminal has a limited width, so columns are dropped and shortened to fit (decisions/0034).
 def _fit_widths(widths: Mapping[str, int], width: int, drop: Sequence[str]) -> dict[str, int]:
-    """Return the widths of the columns that fit: some columns are dropped first, then the widest are shortened."""
+    """Return the column widths that fit: drop columns first, then shorten the widest."""
     shown, least = dict(widths), [*drop]
-    while least and sum(min(each, _READABLE) for each in shown.values()) + 2 * (len(shown) - 1) > width:
+    while (
+        least and sum(min(each, _MIN_COLUMN_WIDTH) for each in shown.values()) + 2 * (len(shown) - 1) > width
+    ):
         shown.pop(least.pop(0), None)
     room = width - 2 * (len(shown) - 1)
     while sum(shown.values()) > room and max(shown.values()) > 1:
@@ -93,7 +95,7 @@ def _fit_widths(widths: Mapping[str, int], width: int, drop: Sequence[str]) -> d
 
 
 def _shorten_text(text: str, width: int) -> str:
-    """Return a text without its middle, because paths differ most at their ends."""
+    """Replace the middle of a long text by dots, because paths differ most at their ends."""
     if len(text) <= width:
         return text
     tail = 2 * max(0, width - 3) // 3
@@ -114,8 +116,8 @@ def wrap_lines(text: str, width: int | None) -> str:
 
 
 def _wrap_line(line: str, width: int) -> str:
-    """Return one line, broken to fit the width."""
-    named = _NAMED.match(line)
+    """Wrap one line to fit the width."""
+    named = _FIRST_COLUMN.match(line)
     start = named[0] if named and len(named[0]) <= width // 2 else ""
     indent = len(start) or min(len(line) - len(line.lstrip()), width // 2)
     return textwrap.fill(
@@ -130,7 +132,7 @@ def _wrap_line(line: str, width: int) -> str:
 
 
 def format_html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return rows of text as an HTML table in which all cells are escaped."""
+    """Format rows as an HTML table with escaped cells."""
     top = "".join(f'<th style="{_CELL}">{escape_html(cell)}</th>' for cell in head)
     body = "".join(
         "<tr>" + "".join(f'<td style="{_CELL}">{escape_html(cell)}</td>' for cell in row) + "</tr>"
@@ -143,5 +145,5 @@ def format_html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence
 
 
 def format_pre(text: str) -> str:
-    """Format lines of text as an HTML block of fixed width in which all characters but line ends are escaped."""
+    """Format text as an HTML `<pre>` block, escaped except for line ends."""
     return f"<pre>{escape_html(text, keep=_LINE_END)}</pre>"

@@ -1,12 +1,11 @@
 """Read and write meshes and layouts as text and protobuf, byte-compatible with TensorFlow's.
 
-This module knows forms, not meanings: it turns plain fields into text or a message and back. `Mesh` and `Layout`
-check what the fields mean.
+This module converts fields to text or a message and back. `Mesh` and `Layout` check the values of the fields.
 
     mesh    NAME|x=4,y=2|0,1,2,..|0,1,2,..|local devices[|all devices]
     layout  sharding_specs:x,unsharded, mesh:<mesh>
 
-Three things TensorFlow cannot say have a form here that TensorFlow refuses: an axis sharded over several mesh dims
+TensorFlow cannot express three properties, and rejects their form here: an axis sharded over several mesh dims
 (`x:y`, major to minor), host memory (`memory::pinned_host` after the specs of all axes), and a mesh without devices
 (`NAME|x=4,y=2`; in a message, no device ids).
 """
@@ -24,7 +23,7 @@ MATCH = "match"
 """TensorFlow's word for "any sharding" inside its own rules; never a sharding of a stored tensor."""
 
 LOCAL_DEVICE = "/job:localhost/replica:0/task:0/device:"
-"""The beginning of the full name that TensorFlow gives to a device of a single process, and requires in text."""
+"""The prefix of a device's full name in a single process, which TensorFlow requires in text."""
 
 _SHORT_DEVICE = re.compile("[A-Za-z]+:[0-9]+")
 _LAYOUT_PREFIX = "sharding_specs:"
@@ -37,9 +36,9 @@ _FIX_LAYOUT = "write sharding_specs:x,unsharded, mesh:<mesh>, as Layout.to_strin
 
 @dataclass(frozen=True, slots=True)
 class MeshFields:
-    """The fields of a mesh, unchecked.
+    """Store the fields of a mesh, unchecked.
 
-    An unknown device of another process has the name `""`. Without devices `local_device_ids` says nothing.
+    An unknown device of another process has the name `""`. Without devices, `local_device_ids` is ignored.
     """
 
     name: str
@@ -50,25 +49,25 @@ class MeshFields:
 
 @dataclass(frozen=True, slots=True)
 class LayoutFields:
-    """The fields of a layout, unchecked: for each axis a tuple of mesh dims or `("unsharded",)`, and the mesh."""
+    """Store the fields of a layout, unchecked: for each axis its mesh dims or `("unsharded",)`, and the mesh."""
 
     specs: tuple[tuple[str, ...], ...]
     mesh: MeshFields
 
 
 def _list_devices(fields: MeshFields) -> tuple[list[str], list[str]]:
-    """Return the devices of this process, and all devices if they are more and all have names."""
+    """Return the full names of this process's devices, and of all devices if there are others and all have names."""
     names = fields.devices or ()
     devices = [LOCAL_DEVICE + name if _SHORT_DEVICE.fullmatch(name) else name for name in names]
     local = [devices[i] for i in fields.local_device_ids]
-    everything = devices if len(local) < len(devices) and all(devices) else []
-    return local, everything
+    all_devices = devices if len(local) < len(devices) and all(devices) else []
+    return local, all_devices
 
 
 def _merge_devices(
-    size: int, local_ids: tuple[int, ...], local: tuple[str, ...], everything: tuple[str, ...]
+    size: int, local_ids: tuple[int, ...], local: tuple[str, ...], all_devices: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the devices in mesh order, with `""` for each device that has no name in the file."""
+    """Return the device names in mesh order, with `""` for each unnamed device."""
     if len(local_ids) != len(local):
         raise MeshError(
             f"local device ids and local devices differ in number: {len(local_ids)} and {len(local)}",
@@ -79,19 +78,19 @@ def _merge_devices(
     if any(not 0 <= i < size for i in at):
         raise MeshError(
             f"local device ids {list(local_ids)} are outside the mesh",
-            why=f"they are places in the mesh, and it has {size}",
+            why=f"they are positions in the mesh, and it has {size} devices",
             fix=f"use ids from 0 to {size - 1}",
         )
-    if everything:
+    if all_devices:
         for i, name in at.items():
-            if everything[i : i + 1] != (name,):
-                there = everything[i] if i < len(everything) else "not there"
+            if all_devices[i : i + 1] != (name,):
+                there = all_devices[i] if i < len(all_devices) else "not there"
                 raise MeshError(
                     f"local device {i} is {name!r} and also {there!r}",
-                    why="a device has one name, among this process's devices and among all",
+                    why="the list of this process's devices and the list of all devices name it differently",
                     fix=_FIX_MESH,
                 )
-        return everything
+        return all_devices
     return tuple(at.get(i, "") for i in range(size))
 
 
@@ -189,7 +188,7 @@ def read_mesh_proto(message: Any) -> MeshFields:
     return MeshFields(proto.name, dims, devices, local_ids)
 
 
-# TensorFlow refuses colons in dim names, so it cannot misread dims that a colon joins (decisions/0004).
+# A colon joins several dims of an axis. TensorFlow rejects colons in names, so it cannot misread it (decisions/0004).
 def format_layout(fields: LayoutFields) -> str:
     """Return a layout as text."""
     specs = "".join(":".join(spec) + "," for spec in fields.specs)
@@ -200,8 +199,8 @@ def parse_layout(text: str) -> LayoutFields:
     """Read a layout from text.
 
     Raises:
-        LayoutError: The text is not of that form. A spec list without its closing comma is refused too, where
-            TensorFlow drops the last spec without a word.
+        LayoutError: The text is not of that form. A spec list without its closing comma is refused too, because
+            TensorFlow silently drops the last spec.
     """
     specs = found = mesh = why = ""
     if isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -261,9 +260,9 @@ def serialize_message(message: Any) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-# The protobuf package reads the messages and is an optional extra, so it may be missing (decisions/0179).
+# The protobuf package is an optional extra, so it may be missing (decisions/0179).
 def _import_messages() -> Any:
-    """Import the module of the protobuf messages when it is first used, because few programs need it.
+    """Import the protobuf messages on first use, because few programs need them.
 
     Raises:
         LayoutMapError: protobuf is not installed.
@@ -286,7 +285,8 @@ def _parse_proto(message: Any, kind: Any, error: type[LayoutError] | type[MeshEr
             return kind.FromString(message)
         if not hasattr(message, "SerializeToString"):
             raise TypeError(f"it is {describe_type(message)}")
-        if message.DESCRIPTOR.name != wanted:  # bytes of another message could parse without an error
+        # the bytes of another message type could parse without an error
+        if message.DESCRIPTOR.name != wanted:
             raise TypeError(f"it is a {message.DESCRIPTOR.name} message")
         return kind.FromString(message.SerializeToString())
     except Exception as cause:  # each protobuf runtime raises its own DecodeError
@@ -309,7 +309,7 @@ def _split_dim(text: str) -> tuple[str, int]:
 
 
 def _parse_int(text: str) -> int:
-    # int() also accepts blanks, underscores, and digits of other scripts.
+    # int() also accepts blanks, underscores, and digits of other scripts, so check the text first.
     """Return the int that a text of decimal digits stands for."""
     if not _WHOLE_NUMBER.fullmatch(text):
         limit = " of at most 18 digits" if len(text) > 18 else ""
@@ -318,7 +318,7 @@ def _parse_int(text: str) -> int:
 
 
 def _count_devices(dims: tuple[tuple[str, int], ...]) -> int:
-    """Return the product of the sizes. The product stops once it exceeds the largest possible mesh."""
+    """Multiply the sizes, and stop once the product exceeds the largest possible mesh."""
     size = 1
     for _, each in dims:
         size *= each

@@ -31,14 +31,14 @@ UnevenSetting = Uneven | tuple[Uneven, ...]
 """A policy, or several: each after `"pad"` is for variables that cannot be padded."""
 
 Axes = tuple[tuple[int, ...], ...]
-"""For each axis of a derived variable the axes of its parent that it is made of, major to minor; `()`: of none."""
+"""For each axis of a derived variable, the parent axes that it joins, major to minor; `()`: none."""
 
 
 def check_uneven(value: object, where: str) -> UnevenSetting:
-    """Return an `uneven` setting, after a check.
+    """Check an `uneven` setting, and return it.
 
     Raises:
-        RuleError: It is none.
+        RuleError: The value is not an `uneven` setting.
     """
     known: tuple[Uneven, ...] = get_args(Uneven)
     listed: list[tuple[Uneven, ...]] = [("pad", other) for other in known if other != "pad"]
@@ -47,13 +47,13 @@ def check_uneven(value: object, where: str) -> UnevenSetting:
             return setting
     raise RuleError(
         f"{where}: uneven={shorten_repr(value)}",
-        why="it says what happens to an axis that does not divide",
+        why="`uneven` sets what happens to an axis that does not divide evenly",
         fix=f"use one of {', '.join(map(repr, known))}, or ('pad', 'shrink') where not all variables can be padded",
     )
 
 
 def choose_policy(setting: UnevenSetting, *, can_pad: bool) -> Uneven:
-    """Return the first policy of a setting that can be used.
+    """Return the first policy of a setting that applies to the variable.
 
     Example:
         >>> choose_policy(("pad", "shrink"), can_pad=False), choose_policy("pad", can_pad=False)
@@ -65,7 +65,7 @@ def choose_policy(setting: UnevenSetting, *, can_pad: bool) -> Uneven:
 
 
 def format_uneven(setting: UnevenSetting) -> str:
-    """Return a setting as it is written in a call.
+    """Format a setting as a keyword argument.
 
     Example:
         >>> format_uneven("pad"), format_uneven(("pad", "shrink"))
@@ -80,7 +80,7 @@ def _list_policies(setting: UnevenSetting) -> tuple[Uneven, ...]:
 
 
 def fit_layout(layout: Layout, shape: Sequence[int], uneven: Uneven) -> Layout:
-    """Return the layout that a tensor gets from a rule, with a policy applied.
+    """Return a rule's layout for a tensor, after applying an `uneven` policy.
 
     Args:
         layout: The rule's layout.
@@ -107,15 +107,15 @@ def fit_layout(layout: Layout, shape: Sequence[int], uneven: Uneven) -> Layout:
 
 
 def _find_largest_subset(dims: Sequence[str], size: int, layout: Layout) -> tuple[str, ...]:
-    """Return the subset of an axis's dims, in their order, that splits it evenly into the most shards."""
+    """Return the subset of an axis's mesh dims that splits it evenly into the most shards."""
     subsets = [s for n in range(len(dims) + 1) for s in itertools.combinations(dims, n)]
     counts = {s: math.prod(layout.mesh.dim_size(d) for d in s) for s in subsets}
     return max((s for s in subsets if size % counts[s] == 0), key=lambda s: counts[s])
 
 
-# TensorFlow shards an axis over one dim only, so the plan uses the largest of several (decisions/0004).
+# TensorFlow shards an axis over one mesh dim only, so plans for it keep the largest dim (decisions/0004).
 def keep_largest_dims(layout: Layout) -> Layout:
-    """Return the layout with each axis over only the largest of its mesh dims. A tie goes to the more major dim.
+    """Return the layout with each axis sharded over only its largest mesh dim. The more major dim wins a tie.
 
     An axis whose other dims have one device stays as it is: they shard nothing.
 
@@ -133,13 +133,13 @@ def keep_largest_dims(layout: Layout) -> Layout:
 
 
 def derive_layout(parent: Layout, axes: Axes) -> Layout:
-    """Return the layout of a variable from that of its parent. `axes` maps its axes to the parent's.
+    """Derive the layout of a variable from the layout of its parent.
 
-    An axis that is made of several follows the first, along which it is sharded in whole runs.
+    An axis that joins several parent axes is sharded like the first of them, in contiguous runs.
 
     Args:
         parent: The layout of the other variable.
-        axes: What the axes are made of.
+        axes: For each axis, the parent axes that it joins.
 
     Example:
         >>> from layoutmap import Mesh
@@ -152,7 +152,7 @@ def derive_layout(parent: Layout, axes: Axes) -> Layout:
 
 
 def add_sharding_dim(layout: Layout, shape: Sequence[int], dim: str) -> Layout:
-    """Return a layout that is also sharded over `dim`, along the first axis that divides, or the same layout.
+    """Shard the first axis that divides evenly over `dim` too, or return the layout unchanged.
 
     Args:
         layout: The layout.

@@ -1,4 +1,4 @@
-"""Layers and weights that a backend cannot compute with, reported before the first step.
+"""Describe layers and weights that a backend cannot compute with, for a report before the first step.
 
 An adapter knows its library's layers and what the backend's operations are short of; the plan reports it, with the fix.
 """
@@ -11,11 +11,11 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """Something that a model cannot do, or not as one may think, on the backend that it runs on.
+    """Describe a model feature that the backend cannot run, or runs with restrictions.
 
     Args:
         path: The layer's or the variable's path.
-        what: What it is, without the path.
+        what: The problem, without the path.
         why: The reason.
         fix: What to type instead.
         severity: `"error"`: it cannot run. `"warning"`: some of it cannot. `"note"`: it runs, at a price.

@@ -17,7 +17,7 @@ from layoutmap.core.uneven import Axes
 
 
 class Kind(StrEnum):
-    """The purpose of a variable, which decides how it gets its layout.
+    """The purpose of a variable, which determines how it gets its layout.
 
     `WEIGHT` (trained or not) and `STATE` (moving statistics) are matched by the rules; a `SLOT` of an optimizer follows
     its variable; `RNG` states, `METRIC`s and other small things that no rule matches are replicated. Arrays that a
@@ -34,7 +34,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """The roles of the axes of a weight in its layer's call.
+    """The roles of a weight's axes in its layer's call.
 
     Args:
         roles: For each axis `"in.0"`, `"in.1"`, ...: it is summed over; `"out.0"`, ...: it is an axis of the
@@ -55,16 +55,16 @@ class VariableSpec:
         path: Its object path, parts joined by dots, as in `blocks.0.attn.query.kernel`.
         shape: Its global shape.
         dtype: The name of its element type, as in `"float32"` or `"bfloat16"`.
-        kind: What it is for.
+        kind: Its purpose.
         aliases: Other paths to the same variable: a shared layer, a tied weight.
         parent: The path of the variable that it is derived from: the weight of an optimizer's slot, the kernel of a
             LoRA factor. Its own path, if it has taken that variable's place in another form (a packed kernel). `None`
             for most.
-        axes: What its axes are made of in the parent; `None`: they are the parent's, if the shapes are equal.
+        axes: For each axis, the parent axes that it joins; `None`: the same axes, if the shapes are equal.
         parent_shape: The parent's shape, as the rules know it; `None`: that of the variable with that path.
         model: The name of the model, to distinguish the variables of several models that one scope builds. No two
             variables of a scope have both one model and one path.
-        use: What its layer does with its axes, where that is known.
+        use: The roles of its axes in the layer's call, if known.
         trainable: Whether a weight is trained; a frozen one has no gradient. Of the other kinds none is trained.
         name: What its library calls it, for rules over such names: `keras:dense/kernel`; empty if there are none. It
             is no part of the plan's value: where a rule asks for it, it is an alias.
@@ -94,7 +94,7 @@ class VariableSpec:
 
     @property
     def is_trained(self) -> bool:
-        """Whether it is a weight that training changes, so that it has a gradient."""
+        """Whether training changes this weight, so that it has a gradient."""
         return self.kind is Kind.WEIGHT and self.trainable
 
     def __post_init__(self) -> None:
@@ -110,17 +110,17 @@ class VariableSpec:
 
     @property
     def follows(self) -> bool:
-        """Whether it is derived from another variable, which exists beside it."""
+        """Whether its layout is derived from another variable that exists beside it."""
         return self.parent is not None and not self.is_packed
 
     @property
     def is_packed(self) -> bool:
-        """Whether the variable replaces a variable of the same path and another shape, which the rules are for."""
+        """Whether the variable replaces one of the same path and another shape, to which the rules apply."""
         return self.parent == self.path
 
     @property
     def rule_shape(self) -> tuple[int, ...]:
-        """The shape that a rule's layout is for: its own, or that of the variable from which it is derived."""
+        """The shape to which rules apply: its own, or its parent's."""
         return self.shape if self.parent_shape is None else self.parent_shape
 
     @property
@@ -130,14 +130,14 @@ class VariableSpec:
 
 
 @dataclass(frozen=True)
-# Plans are made without an engine, so assignments import no framework (decisions/0001).
+# Plans work without an engine, so assignments import no framework (decisions/0001).
 class Assignment:
-    """Variable with the layout that the plan gives it.
+    """A variable with its planned layout.
 
     Args:
         variable: The variable.
         layout: Its layout.
-        match: What the layout map said of its path; `None` where it was not asked (slots, metrics).
+        match: The rules that match its path; `None` for variables without rules, such as slots and metrics.
         global_init: Why one device must compute its global first value before it is sharded; empty if it
             need not.
         is_padded: Whether axes that do not divide are padded.
@@ -151,7 +151,7 @@ class Assignment:
 
     @cached_property
     def fits(self) -> bool:
-        """Whether the variable can have this layout: its rank is right, and every axis is split evenly or padded."""
+        """Whether the rank is right and every axis splits evenly or is padded."""
         shape = self.variable.shape
         return self.layout.rank == len(shape) and (self.is_padded or not self.layout.find_uneven_axes(shape))
 
@@ -163,12 +163,12 @@ class Assignment:
 
     @cached_property
     def shard_shape(self) -> tuple[int, ...]:
-        """The shape of the piece that one device holds, with its padding."""
+        """The shape of one device's shard, with padding."""
         return self.layout.shard_shape(self.variable.shape)
 
     @cached_property
     def shard_bytes(self) -> int:
-        """Size in bytes of the piece that one device holds."""
+        """The size in bytes of one device's shard, with padding."""
         return math.ceil(math.prod(self.shard_shape) * get_itemsize(self.variable.dtype))
 
     @property
@@ -178,7 +178,7 @@ class Assignment:
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes that equal shards take on each device beyond its part of the variable."""
+        """Bytes of padding that each device stores."""
         return self.shard_bytes - self.variable.global_bytes // self.layout.num_distinct_shards
 
     @property
@@ -188,7 +188,7 @@ class Assignment:
 
 
 def make_unique_names(names: Sequence[str]) -> list[str]:
-    """Return names in which each repeated one gets the first free number.
+    """Append the first free number to each repeated name.
 
     Example:
         >>> make_unique_names(["mlp", "mlp", "mlp_1", "mlp"])
@@ -210,9 +210,9 @@ def has_several_models(variables: Iterable[VariableSpec]) -> bool:
     return len({v.model for v in variables} - {""}) > 1
 
 
-# Two models may have variables with one path, so the model's name precedes it (decisions/0005).
+# Two models may have variables with the same path, so the model's name precedes it (decisions/0005).
 def format_variable_names(variables: Sequence[VariableSpec]) -> list[str]:
-    """Return the paths of variables, each after its model's name if there are several models.
+    """Return the paths of variables, with the model's name in front if there are several models.
 
     Example:
         >>> models = ("teacher", "student")
@@ -223,7 +223,7 @@ def format_variable_names(variables: Sequence[VariableSpec]) -> list[str]:
     return [f"{v.model}: {v.path}" if several and v.model else v.path for v in variables]
 
 
-# A dtype name contains its number of bits (bfloat16, int4). A suffix such as `x2` gives the number of packed values.
+# A dtype name contains its number of bits (bfloat16, int4). A suffix such as `x2` is the number of packed values.
 _BITS = re.compile(r"(?:q?u?int|b?float|complex|bits)(1|2|4|6|8|16|32|64|128)(?:_[a-z0-9]*?)?(?:_?x(\d+))?")
 # The last rows are PRNG keys of JAX.
 _ITEMSIZES = {"bool": 1, "string": 8, "key<fry>": 8, "key<rbg>": 16, "key<urbg>": 16}
@@ -231,14 +231,14 @@ _ITEMSIZES = {"bool": 1, "string": 8, "key<fry>": 8, "key<rbg>": 16, "key<urbg>"
 
 @cache
 def get_itemsize(dtype: str) -> float:
-    """Return the bytes per element of a dtype, by its name.
+    """Return the bytes per element of a named dtype.
 
     Example:
         >>> get_itemsize("float32"), get_itemsize("int4"), get_itemsize("float4_e2m1fn_x2")
         (4, 0.5, 1)
 
     Raises:
-        LayoutError: There is no such type.
+        LayoutError: The dtype is unknown.
     """
     if dtype in _ITEMSIZES:
         return _ITEMSIZES[dtype]
@@ -253,6 +253,6 @@ def get_itemsize(dtype: str) -> float:
     except TypeError:
         raise LayoutError(
             f"element type {dtype!r} is not known",
-            why="the bytes of a variable are its number of elements times the size of one",
-            fix='name a type as numpy does, as in "float32" or "bfloat16"',
+            why="the size of a variable depends on the size of its elements",
+            fix='use a numpy name of a dtype, such as "float32" or "bfloat16"',
         ) from None

@@ -1,6 +1,6 @@
-"""Guard a training loop: every n-th step, the layouts and replicas of the model are compared with a plan."""
+"""Guard a training loop: compare the model's layouts and replicas with a plan every n steps."""
 
-# Comparing all values takes seconds, so only the first and each n-th step are checked, by checksums (decisions/0162).
+# Comparing values takes seconds, so compare checksums, at the first and every n-th step only (decisions/0162).
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from layoutmap.plan.table import PlanTable
 from layoutmap.saving.sync_versions import find_missed_version
 from layoutmap.scope.plan import Plan
 
-_IS_MADE_FIRST: Mapping[Kind, bool] = {
+_EXISTS_BEFORE_STEP: Mapping[Kind, bool] = {
     Kind.WEIGHT: True,
     Kind.STATE: True,
     Kind.RNG: False,
@@ -23,7 +23,7 @@ _IS_MADE_FIRST: Mapping[Kind, bool] = {
     Kind.METRIC: False,
     Kind.LATER: False,
 }
-"""Kind -> whether a model has such variables before its first step. Others are compared once a plan has them."""
+"""Whether variables of a kind exist before the first step. Others are compared once the plan has them."""
 
 
 class Guard:
@@ -40,7 +40,7 @@ class Guard:
         self._num_steps = 0
 
     def __call__(self, model: object = None, optimizer: object = None) -> None:
-        """Count a step, and compare the model if the step is due. A sampler that missed a sync is reported at any step.
+        """Count a step, and compare the model if due. A sampler that missed a sync is reported at any step.
 
         Args:
             model: The model as the step has left it, where that is another object: a pytree of JAX.
@@ -59,8 +59,8 @@ class Guard:
         raise PlanError(
             f"the sampler has version {version} of its trainer's weights, and version {newest} was synced",
             facts={"step": str(self._num_steps)},
-            why="the sync of this sampler was not called, or failed",
-            fix="call it before the next step: sync(). If you sync your samplers at different times, pass "
+            why="the last sync of this sampler was not called or failed",
+            fix="call sync() before the next step; if your samplers sync at different times, pass "
             "sync(version=step)",
         )
 
@@ -81,7 +81,7 @@ class Guard:
         ]
         planned = replace(planned, assignments=tuple(of_model))
         known = [
-            a for a in found.assignments if _IS_MADE_FIRST[a.variable.kind] or a.variable.path in planned
+            a for a in found.assignments if _EXISTS_BEFORE_STEP[a.variable.kind] or a.variable.path in planned
         ]
         difference = planned.diff(replace(found, assignments=tuple(known)))
         if not difference and not found.errors:
@@ -90,7 +90,7 @@ class Guard:
         facts = {"changes": str(difference)} if difference else {}
         facts |= {problem.subject: str(problem) for problem in group_problems(found.errors)}
         raise PlanError(
-            f"the model is no longer as planned, at step {self._num_steps}",
+            f"the model differs from its plan at step {self._num_steps}",
             problems=found.errors,
             facts=facts,
             why="the program sharded, replaced, or changed an array since",
@@ -108,7 +108,7 @@ class Guard:
 
     def callback(self) -> Any:
         """Return a callback for `fit` of Keras that calls the guard after each batch."""
-        # Imported here, because it imports Keras.
+        # Imported here, so that programs without Keras can use guards.
         from layoutmap.adapters.keras.callback import make_batch_callback
 
         return make_batch_callback(self)
@@ -117,7 +117,7 @@ class Guard:
 def guard(
     model: object, plan: PlanTable | None = None, optimizer: object = None, *, every: int = 1000
 ) -> Guard:
-    """Return a guard for a training loop, which raises if layouts change or replicas differ.
+    """Create a guard for a training loop that raises if layouts change or replicas differ.
 
     In a JAX loop, call it after each step: `guard(state)`. For torch, `guard.hook(optimizer)` calls it after each
     optimizer step. For Keras, pass `callbacks=[guard.callback()]` to `fit`. At the first step, and every `every` steps,
@@ -142,14 +142,14 @@ def guard(
         >>> guarded(params)
         >>> guarded({"w": jax.device_put(params["w"], jax.NamedSharding(mesh, jax.P(None, "model")))})
         Traceback (most recent call last):
-        layoutmap.core.errors.PlanError: the model is no longer as planned, at step 1
+        layoutmap.core.errors.PlanError: the model differs from its plan at step 1
           changes  w  layout  (model, unsharded) -> (unsharded, model)
           ...
     """
     if every < 1:
         raise ScopeError(
             f"every={every!r}",
-            why="it is the number of steps from one comparison to the next",
+            why="every is the number of steps between comparisons",
             fix="pass a positive number, as in every=1000",
         )
     return Guard(model, plan, optimizer, every)

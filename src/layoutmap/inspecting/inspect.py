@@ -23,10 +23,10 @@ from layoutmap.plan.table import PlanTable
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan
 
-Place = Layout | Unplaced
+Placement = Layout | Unplaced
 
 
-# A guessed layout would mislead, so an array without a known layout is left out with a warning (decisions/0162).
+# A guessed layout would mislead, so arrays without a known layout are omitted with a warning (decisions/0162).
 def inspect(
     model: object, optimizer: object = None, *, batch_dim: BatchDim | None = None, across: bool = False
 ) -> Plan:
@@ -65,7 +65,7 @@ def inspect(
           what        weight, float32[64, 256], 64.0 KiB
           layout      (unsharded, model)
           per device  64 x 64, 16.0 KiB
-          because     it is as it was found: no map was asked
+          because     it keeps its layout: no layout map applies to it
           to say so   layout_map[r"up\\.kernel$"] = (None, 'model')
     """
     with pause_garbage_collection():
@@ -114,9 +114,9 @@ def _make_plan(model: object, optimizer: object, batch_dim: BatchDim | None, acr
     return plan.add_problems([*_find_unused_dims(plan, batch_dim)])
 
 
-def _find_placements(arrays: Sequence[Any], engine: Engine) -> list[Place]:
-    """Return the layout of each array. Layouts without dim names are matched with the others' meshes."""
-    places: list[Place] = [engine.describe_placement(array) for array in arrays]
+def _find_placements(arrays: Sequence[Any], engine: Engine) -> list[Placement]:
+    """Return the layout of each array. Match layouts without dim names with the meshes of other arrays."""
+    places: list[Placement] = [engine.describe_placement(array) for array in arrays]
     meshes = list({place.mesh: None for place in places if isinstance(place, Layout)})
     return [
         engine.describe_placement(array, meshes)
@@ -126,8 +126,8 @@ def _find_placements(arrays: Sequence[Any], engine: Engine) -> list[Place]:
     ]
 
 
-def _unify_mesh(mesh: Mesh, place: Place, engine: Engine) -> Place:
-    """Return the placement on `mesh` if its own mesh has the same devices."""
+def _unify_mesh(mesh: Mesh, place: Placement, engine: Engine) -> Placement:
+    """Convert a placement to `mesh` if its mesh has the same devices."""
     if not isinstance(place, Layout) or place.mesh is mesh or not _is_same_mesh(place.mesh, mesh, engine):
         return place
     return Layout(place.sharding_specs, mesh, memory=place.memory)
@@ -140,8 +140,8 @@ def _is_same_mesh(one: Mesh, other: Mesh, engine: Engine) -> bool:
     return engine.bind(one).devices == engine.bind(other).devices
 
 
-def _find_largest_mesh(places: Sequence[Place]) -> Mesh:
-    """Return the largest mesh, the most used one of equals, or a mesh of the devices that store each array."""
+def _find_largest_mesh(places: Sequence[Placement]) -> Mesh:
+    """Return the largest mesh, of equals the most used one. Without meshes, make one of the arrays' devices."""
     counts = Counter(place.mesh for place in places if isinstance(place, Layout))
     if counts:
         return max(counts, key=lambda mesh: (mesh.size, len(mesh.mesh_dims), counts[mesh]))
@@ -150,7 +150,7 @@ def _find_largest_mesh(places: Sequence[Place]) -> Mesh:
     return Mesh(devices, {"device": len(devices or "1")})
 
 
-def _find_layout_on_mesh(mesh: Mesh, place: Place, rank: int, engine: Engine) -> Layout | None:
+def _find_layout_on_mesh(mesh: Mesh, place: Placement, rank: int, engine: Engine) -> Layout | None:
     """Return the layout of an array on the plan's mesh, or `None` if it has none there."""
     if isinstance(place, Layout):
         if place.mesh == mesh:
@@ -160,19 +160,19 @@ def _find_layout_on_mesh(mesh: Mesh, place: Place, rank: int, engine: Engine) ->
             if _is_submesh(place.mesh, mesh, engine)
             else None
         )
-    # The mesh of a plan has no devices until it is bound.
+    # A plan's mesh has no devices until it is bound.
     on_all = len(place.devices) == mesh.size and place.devices == engine.bind(mesh).devices
     return Layout.replicated(mesh, rank) if place.is_copied or on_all else None
 
 
 def _is_submesh(part: Mesh, mesh: Mesh, engine: Engine) -> bool:
-    """Return whether a mesh is a slice of another mesh at fixed positions of the dims that it lacks."""
+    """Return whether a mesh is a slice of another mesh, at fixed positions along the missing dims."""
     sizes = mesh.dim_sizes
     if any(sizes.get(name) != number for name, number in part.dim_sizes.items()):
         return False
     if part.devices is None and mesh.devices is None:
         return True
-    if part.devices is None or mesh.devices is None:  # the mesh of a map has no devices until it is bound
+    if part.devices is None or mesh.devices is None:  # an abstract mesh has no devices to compare
         part, mesh = engine.bind(part), engine.bind(mesh)
     assert part.devices is not None
     assert mesh.devices is not None
@@ -203,7 +203,7 @@ def _find_problems(held: StoredVariable, mesh: Mesh) -> Iterator[Problem]:
                 "the plan",
                 "lay it out by names, in equal shards, or look at it with the framework's own tools",
             )
-        elif mesh.size > 1 and variable.shape:  # scalars cannot be sharded
+        elif mesh.size > 1 and variable.shape:  # scalars cannot be sharded, so only arrays are reported
             why = "it counts as replicated"
             yield Problem("plain", "note", path, f"{path}: {place.what}", facts, why)
     elif layout is None:
@@ -230,7 +230,7 @@ def _find_problems(held: StoredVariable, mesh: Mesh) -> Iterator[Problem]:
 
 
 def _get_sharding(layout: Layout) -> tuple[Mesh, list[list[str]]]:
-    """Return the mesh, and the dims of more than one device that shard each axis."""
+    """Return the mesh, and for each axis the dims of more than one device."""
     sizes = layout.mesh.dim_sizes
     return layout.mesh, [
         [dim for dim in layout.list_mesh_dims(axis) if sizes[dim] > 1] for axis in range(layout.rank)
@@ -238,7 +238,7 @@ def _get_sharding(layout: Layout) -> tuple[Mesh, list[list[str]]]:
 
 
 def _add_rules(found: Plan, planned: PlanTable) -> Plan:
-    """Return the plan with the rules, notes, and problems of the scope that created the model."""
+    """Add the rules, notes, and problems of the scope that created the model to the plan."""
     known: dict[str, list[Assignment]] = {}
     for each in planned.assignments:
         known.setdefault(each.variable.path, []).append(each)
@@ -264,7 +264,7 @@ def _add_rules(found: Plan, planned: PlanTable) -> Plan:
     assignments.sort(key=lambda a: order.get(a.variable.path, len(order)))
     models = {a.variable.model for a in assignments if a.variable.path in known}
     kept = [p for p in planned.problems if not p.model or p.model in models]
-    # A scope padded these variables and has noted it.
+    # The scope already reported these variables as padded.
     padded = {a.variable.path for a in assignments if a.is_padded}
     kept += [p for p in found.problems if p.kind != "uneven" or p.subject not in padded]
     return replace(

@@ -40,17 +40,17 @@ from layoutmap.scope.owner import infer_library
 from layoutmap.scope.scope import build
 
 ROUNDINGS = 30
-"""Allowed difference of a model, in roundings of its numbers: each of its operations rounds."""
+"""The allowed difference between models, in units of the rounding that was measured."""
 _EPSILON = 1e-7  # rounding unit of float32
-_NUM_DRAWS = 3  # with a single draw, a value may stay equal by chance
-_FLUSHED = float(np.finfo(np.float32).tiny)  # processors may flush smaller numbers to zero
+_NUM_DRAWS = 3  # with a single draw, a value may remain equal by chance
+_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)  # devices may flush smaller numbers to zero
 _LARGEST_ROUNDING = 1e-2  # larger differences are not rounding
-_ROUNDING = 1e3  # a gradient larger than rounding by this factor is significant
+_SIGNIFICANT = 1e3  # a gradient larger than this many roundings is significant
 
 
 @dataclass(frozen=True, slots=True)
 class ParityRow:
-    """One comparison of an array or number between the unsharded and the sharded model.
+    """A comparison of one array or number between the unsharded and the sharded model.
 
     Args:
         stage: `"weights"`, `"forward"`, `"loss"`, `"gradient"`, or `"step 1"` and so on.
@@ -76,11 +76,11 @@ class ParityRow:
 
     @property
     def may_be_rounding(self) -> bool:
-        """Whether rounding could explain the difference if terms cancel."""
+        """Whether rounding could explain the difference, as when large terms cancel."""
         return not self.agrees and self.difference <= self.tolerance * self.largest_scale
 
     def scale_to_rounding(self, rounding: float, times: float = ROUNDINGS) -> ParityRow:
-        """Return the row with an error on the scale at which `times` roundings equal the tolerance.
+        """Rescale the error so that `times` roundings equal the tolerance.
 
         Args:
             rounding: By how much one rounding of its numbers changes the plain model's values.
@@ -93,7 +93,7 @@ class ParityRow:
 
     @property
     def agrees(self) -> bool:
-        """Whether both sides agree. A `nan` never does."""
+        """Whether the error is within the tolerance. A `nan` is not."""
         return self.error <= self.tolerance
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ class ParityRow:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ParityReport:
-    """All comparisons, in the order in which they were made.
+    """Report all comparisons in order.
 
     Args:
         rows: The comparisons.
@@ -133,7 +133,7 @@ class ParityReport:
         return self.first_difference is None
 
     def worst(self, stage: str = "") -> float:
-        """Return the largest error of the stages that start with the text `stage`."""
+        """Return the largest error of all stages with a name that starts with `stage`."""
         return max((row.error for row in self.rows if row.stage.startswith(stage)), default=0.0)
 
     def __str__(self) -> str:
@@ -252,12 +252,13 @@ def check_parity(
 
 
 def make_unsharded_model(adapter: Training, make_model: Callable[[], object], layout_map: LayoutMap) -> Any:
-    """Return another unsharded model on one device of the mesh's type."""
+    """Build another unsharded model, on one device of the mesh's type."""
     assert layout_map.mesh is not None  # a map without a mesh builds no model
     return adapter.make_on_one_device(make_model, get_engine(adapter.engine_name).bind(layout_map.mesh))
 
 
-# Rounding depends on the model, so a second unsharded model, moved by one rounding, measures it (decisions/0008).
+# Rounding depends on the model, so measure it with a second unsharded model whose values are moved by
+# one rounding (decisions/0008).
 def compare_rounded(
     adapter: Training,
     plain: Any,
@@ -269,7 +270,7 @@ def compare_rounded(
     left_out: Mapping[str, npt.NDArray[np.bool_]] | None = None,
     seed: int = 0,
 ) -> ParityReport:
-    """Compare two unsharded models after the variables and the batch of one are moved by one rounding.
+    """Compare two unsharded models after moving the variables and the batch of one by one rounding.
 
     Args:
         adapter: Knows their library.
@@ -297,19 +298,19 @@ def compare_rounded(
 
 
 def measure_rounding(rows: Sequence[ParityRow]) -> dict[tuple[str, int], float]:
-    """Return the change of each row by roundings, by its stage and its position there."""
+    """Return the change of each row caused by rounding, by stage and position."""
     return {place: row.difference for place, row in _number_rows(rows)}
 
 
 def scale_rows(
     rows: Sequence[ParityRow], rounding: Mapping[tuple[str, int], float], times: float = ROUNDINGS
 ) -> tuple[ParityRow, ...]:
-    """Return rows with their errors on the scale of the measured rounding."""
+    """Rescale the errors of rows by the measured rounding."""
     return tuple(row.scale_to_rounding(rounding.get(place, 0.0), times) for place, row in _number_rows(rows))
 
 
 def _number_rows(rows: Sequence[ParityRow]) -> Iterator[tuple[tuple[str, int], ParityRow]]:
-    # Match by position, because the names of unnamed layers differ in each build.
+    # Match rows by position, because unnamed layers have other names in each build.
     counts = Counter[str]()
     for row in rows:
         yield (row.stage, counts[row.stage]), row
@@ -327,7 +328,7 @@ def compare_models(
     tolerance: float = 1e-5,
     left_out: Mapping[str, npt.NDArray[np.bool_]] | None = None,
 ) -> ParityReport:
-    """Return all comparisons of two existing models, which take training steps.
+    """Train two existing models, and compare them at each stage.
 
     Args:
         adapter: Knows their library.
@@ -343,7 +344,7 @@ def compare_models(
     losses: list[tuple[float, float]] = []
     missing: list[str] = []
     rounding: dict[str, npt.NDArray[np.bool_]] = {}
-    # Match by order, because the names of unnamed layers differ in each build.
+    # Match variables by order, because unnamed layers have other names in each build.
     known = None if left_out is None else list(left_out.values())
     batches = batch, batch if other_batch is None else other_batch
     rows = tuple(
@@ -353,21 +354,21 @@ def compare_models(
 
 
 def _check_separate(adapter: Training, plain: object, sharded: object) -> None:
-    """Raise if both models share variables, so that one would be compared with itself."""
-    # Keep both alive while their ids are compared.
+    """Raise if both models share variables, because one would be compared with itself."""
+    # Keep both alive, because the ids of deleted objects may be reused.
     ours, theirs = adapter.variables(sharded), adapter.variables(plain)
     laid_out = {id(variable) for variable in ours.values()}
     shared = [path for path, variable in theirs.items() if plain is sharded or id(variable) in laid_out]
     if shared:
         raise ParityError(
-            f"{shared[0]}: the second model that make_model() returns has this variable of the first one",
+            f"{shared[0]}: the second model of make_model() shares this variable with the first",
             facts={"shared variables": len(shared)},
-            why="a model would be compared with itself",
-            fix="create everything inside make_model(): layers and the optimizer",
+            why="the model would be compared with itself",
+            fix="create all layers and the optimizer inside make_model()",
         )
 
 
-# Adam turns the rounding of a zero gradient into a full step, so such elements are left out (decisions/0008).
+# Adam turns the rounding of a zero gradient into a full step, so skip such elements (decisions/0008).
 def _compare_stages(
     adapter: Training,
     plain: object,
@@ -403,7 +404,7 @@ def _compare_stages(
     largest = max((float(np.max(np.abs(g))) for _, g, _ in found if g.size), default=0.0)
     moved: dict[str, Any] = {}
     if left_out is None and any(_is_tiny(a, b, largest) for _, a, b in found):
-        # Run both models, so that an adapter that counts calls draws equal random numbers afterwards.
+        # Run both models, so that adapters that count calls draw the same random numbers afterwards.
         again, _ = (_move_gradients(adapter, model, batch, tolerance) for model in (plain, sharded))
         moved = dict(zip(other_gradients, again.values(), strict=True))
     for number, (path, gradient, actual) in enumerate(found):
@@ -425,9 +426,9 @@ def _compare_stages(
 def compare_logs(
     stage: str, expected: Mapping[str, float], actual: Mapping[str, float], tolerance: float
 ) -> Iterator[ParityRow]:
-    """Yield a row for each number that two steps have logged. A number in only one log differs."""
+    """Yield a row for each number that two steps logged. A number in only one log differs."""
     if expected.keys() != actual.keys() and len(expected) == len(actual):
-        # Losses are named by layers whose numbers increase with each build, so sort them by the number.
+        # Loss names contain layer numbers that grow with each build, so pair them in numeric order.
         named = zip(sorted(actual, key=_split_numbers), sorted(expected, key=_split_numbers), strict=True)
         expected = {name: expected[other] for name, other in named}
     for name in dict.fromkeys([*expected, *actual]):
@@ -440,7 +441,7 @@ def compare_logs(
 
 
 def _split_numbers(name: str) -> tuple[str, list[int]]:
-    """Return the words and numbers of a name as a sort key, since Keras leaves out the first number."""
+    """Split a name into words and numbers as a sort key, because Keras omits the first number."""
     return re.sub(r"_?\d+", "", name), [int(number) for number in re.findall(r"\d+", name)]
 
 
@@ -452,9 +453,8 @@ def compare_variables(
     tolerance: float,
     rounding: Mapping[str, npt.NDArray[np.bool_]] | None = None,
 ) -> Iterator[ParityRow]:
-    """Yield a row for each variable of two models, under the path in the sharded one."""
-    # Pair variables by order and use the sharded model's paths, because the unsharded model numbers its
-    # unnamed layers differently.
+    """Yield a row for each variable of two models, under its path in the sharded model."""
+    # Pair variables by order, because the unsharded model numbers its unnamed layers differently.
     ours, theirs = adapter.variables(sharded), adapter.variables(plain)
     if len(ours) != len(theirs):
         raise ParityError(
@@ -475,7 +475,7 @@ def compare_variables(
 def _find_rounding(
     path: str, shape: tuple[int, ...], rounding: Mapping[str, npt.NDArray[np.bool_]]
 ) -> npt.NDArray[np.bool_] | None:
-    """Return the mask of a variable's or slot's elements with only rounding as gradient, or `None`."""
+    """Return the mask of elements with only rounding as gradient, for a variable or slot, or `None`."""
     found = rounding.get(path)
     if found is None:
         found = next((m for weight, m in rounding.items() if path.startswith(f"optimizer.{weight}.")), None)
@@ -483,14 +483,14 @@ def _find_rounding(
 
 
 def _is_tiny(expected: NumpyArray, actual: NumpyArray, largest: float) -> bool:
-    """Return whether rounding of the model's largest gradient could explain all of a gradient."""
+    """Return whether rounding of the model's largest gradient could explain a whole gradient."""
     size = max(float(np.max(np.abs(each), initial=0.0)) for each in (expected, actual))
     return 0 < size < 10 * _EPSILON * largest
 
 
 def _move_gradients(adapter: Training, model: Any, batch: object, tolerance: float) -> Mapping[str, Any]:
-    """Return the gradients of a model with its values perturbed by one rounding error."""
-    # A forward pass may update variables, such as moving averages, so restore them all.
+    """Compute the gradients after moving the model's values by one rounding."""
+    # A forward pass may update variables such as moving averages, so restore all of them.
     before = {path: adapter.read(variable).copy() for path, variable in adapter.variables(model).items()}
     signs = np.random.default_rng(0)
     move_variables(adapter, model, signs, tolerance)
@@ -505,7 +505,7 @@ def _move_gradients(adapter: Training, model: Any, batch: object, tolerance: flo
 def _find_rounding_elements(
     expected: NumpyArray, actual: NumpyArray, moved: NumpyArray | None
 ) -> npt.NDArray[np.bool_]:
-    """Return the mask of nonzero elements up to a thousand times the rounding in this gradient.
+    """Return the mask of nonzero gradient elements that rounding could explain.
 
     Where no element is larger than ten times what one rounding of the model's numbers changes, all of the gradient is
     rounding, the zeros too: it may be in equal bits on both sides now, and in others a step later.
@@ -521,7 +521,7 @@ def _find_rounding_elements(
     if max(np.max(np.abs(a), initial=0.0), np.max(np.abs(b), initial=0.0)) < 10 * noise:
         return np.ones(a.shape, np.bool_)
     rounding = max(noise, np.max(np.abs(a - b), initial=0.0), _EPSILON * np.max(np.abs(a), initial=0.0))
-    return (np.abs(a) < _ROUNDING * rounding) & ((a != 0) | (b != 0))
+    return (np.abs(a) < _SIGNIFICANT * rounding) & ((a != 0) | (b != 0))
 
 
 def _compare_arrays(
@@ -544,18 +544,18 @@ def _compare_arrays(
     if not a.size or np.array_equal(a, b, equal_nan=True):
         return row
     difference = float(np.max(np.abs(a - b)))
-    size = max(float(np.max(np.abs(a))), _FLUSHED / tolerance if tolerance else 0.0)
+    size = max(float(np.max(np.abs(a))), _SMALLEST_NORMAL / tolerance if tolerance else 0.0)
     error = difference / size if size else math.inf
     return replace(row, error=error, difference=difference, largest_scale=largest_scale)
 
 
 def _find_factor(expected: NumpyArray, actual: NumpyArray, tolerance: float) -> float | None:
-    """Return the factor between two arrays if that is their only difference, otherwise `None`."""
+    """Return the factor between two arrays if they are proportional, otherwise `None`."""
     if expected.shape != actual.shape or not np.any(expected):
         return None
     a, b = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
     factor = float(np.vdot(a, b) / np.vdot(a, a))
-    # The scale is equal, so the difference has another cause.
+    # A factor of 1 means that the difference has another cause.
     if math.isclose(factor, 1, abs_tol=10 * tolerance):
         return None
     return factor if np.max(np.abs(a * factor - b)) <= 10 * tolerance * np.max(np.abs(b)) else None
@@ -594,7 +594,7 @@ def _explain_difference(row: ParityRow, mesh: Mesh | None) -> str:
 
 
 def _find_dims(mesh: Mesh, factor: float) -> str:
-    """Return the fewest mesh dims with sizes that multiply to a factor or its inverse, or an empty text."""
+    """Return the fewest mesh dims with a product equal to a factor or its inverse, or an empty text."""
     names = [name for name in mesh.dim_names if mesh.dim_size(name) > 1]
     for number in range(1, len(names) + 1):
         for some in combinations(names, number):

@@ -1,4 +1,4 @@
-"""Compare the replicas of a model between devices and processes: equal variables and equal bits.
+"""Compare the replicas of a model between devices and processes, bit by bit.
 
 Devices that hold the same piece of a variable must hold the same values. A program that averages gradients by hand, or
 seeds its processes differently, has replicas that drift apart, and trains on without an error.
@@ -23,7 +23,7 @@ from layoutmap.engines.protocol import Unplaced
 from layoutmap.plan.problems import Problem
 from layoutmap.scope.process_group import Group
 
-_NOTHING = "nothing"
+_NO_SHARD = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class StoredVariable:
     Args:
         variable: The variable.
         array: Its array.
-        place: The layout of the array, or what it is instead.
-        layout: The layout that counts on the plan's mesh; `None`: none does, and its values are not compared.
+        place: The layout of the array, or the placement of an array without one.
+        layout: The layout on the plan's mesh; `None`: it has none, and its values are not compared.
     """
 
     variable: VariableSpec
@@ -44,13 +44,13 @@ class StoredVariable:
 
     @property
     def text(self) -> str:
-        """Type, shape, and layout as text, which processes compare."""
+        """The dtype, shape, and layout as text, which processes compare."""
         how = f"{self.place} on {self.place.mesh}" if isinstance(self.place, Layout) else self.place.what
         return f"{self.variable.dtype}{list(self.variable.shape)} {how}"
 
 
 def find_differences(held: Sequence[StoredVariable], engine: Engine, mesh: Mesh) -> list[Problem]:
-    """Return a problem for each variable that differs between devices or processes. All must call this."""
+    """Return a problem for each variable that differs between devices or processes. All processes must call this."""
 
     @cache
     def name_shards(layout: Layout) -> Mapping[str, str]:
@@ -74,7 +74,7 @@ def find_differences(held: Sequence[StoredVariable], engine: Engine, mesh: Mesh)
         told = [json.loads(text) for text in group.texts(json.dumps(own))]
     found: list[Problem] = []
     for path in dict.fromkeys(path for each in told for path in each):
-        texts = [each.get(path, (_NOTHING, []))[0] for each in told]
+        texts = [each.get(path, (_NO_SHARD, []))[0] for each in told]
         if len(set(texts)) > 1:
             what = f"{path}: the processes hold it in different ways"
             why = "each holds its part of one model, so all must make the same one"
@@ -89,13 +89,13 @@ def find_differences(held: Sequence[StoredVariable], engine: Engine, mesh: Mesh)
 def _list_shards(
     held: StoredVariable, engine: Engine, pieces_of: Callable[[Layout], Mapping[str, str]]
 ) -> Iterator[tuple[str, str, int]]:
-    """Yield the shards on this process's devices: the device, the name of the shard, and a checksum."""
+    """Yield the shards on this process's devices: the device, the shard's name, and a checksum."""
     layout = held.layout
     if layout is None:
         return
     pieces = pieces_of(layout)
     for device, values in engine.iterate_by_device(held.array):
-        # An unsharded array may be on a device outside every mesh.
+        # An unsharded array may be on a device that belongs to no mesh.
         yield device, pieces[device] if pieces else "", compute_checksum(values)
 
 

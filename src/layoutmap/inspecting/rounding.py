@@ -1,4 +1,4 @@
-"""Move the numbers of a model by one rounding, to measure the effect of rounding on its results."""
+"""Move the numbers of a model by one rounding, to measure how rounding changes its results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layoutmap.core.blocks import NumpyArray
 
 _COARSE_STEPS = {"float16": 2**-10, "bfloat16": 2**-7}
 _ROUNDINGS_OF_TOLERANCE = 1e-5 / 2**-23
-"""Default tolerance, in roundings of float32. A model of coarser precision gets a larger tolerance."""
+"""The default tolerance in roundings of float32. Lower precision gets a larger tolerance."""
 
 
 def move_variables(adapter: Training, model: Any, signs: np.random.Generator, tolerance: float) -> None:

@@ -1,1 +1,1 @@
-"""Plans: every variable with its layout, its problems, and its memory. Pure."""
+"""Plan models: the layout of each variable, the problems, and the memory. Import no framework."""

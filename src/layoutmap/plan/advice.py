@@ -1,4 +1,4 @@
-"""Describe another way to plan a model, with the memory that it needs by a count."""
+"""Describe a change of a plan that needs less memory per device, with the counted bytes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from layoutmap.core.text_table import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change with which a device holds less.
+    """A change with which each device needs less memory.
 
     Args:
         what: What to change, in words.
-        python: How that is said in Python: arguments of `lm.plan` and of the layout map.
-        command: How it is said on the command line: options, then lines for a rules file; empty: not at all.
-        needed_bytes: What a device holds with it.
-        step: How long a training step takes with it, as text; empty: that is not counted.
+        python: The change in Python: arguments of `lm.plan` and of the layout map.
+        command: The change on the command line: options, then lines for a rules file; empty: not possible.
+        needed_bytes: Bytes per device with the change.
+        step: The duration of a training step with it, as text; empty: not counted.
     """
 
     what: str
@@ -26,12 +26,12 @@ class Advice:
     step: str = ""
 
     def headline(self, available_bytes: int) -> str:
-        """Return the advice in one line: the memory that it needs, and the change."""
+        """Return the needed memory and the change in one line."""
         fits = "fits" if self.needed_bytes <= available_bytes else "not enough"
         return f"{', '.join(filter(None, (format_bytes(self.needed_bytes), fits, self.step)))}: {self.what}"
 
     def text(self, available_bytes: int, *, as_command: bool = False, refused: str = "") -> str:
-        """Return the advice with the code or the options to type below it.
+        """Return the headline, with the code or the options to type below it.
 
         Args:
             available_bytes: The memory of a device.

@@ -1,4 +1,4 @@
-"""Define the part of a training step's cost that plans use, and import the package that counts it.
+"""Define the cost of a training step as plans use it, and import the package that counts it.
 
 `layoutmap.cost` lies above plans and scopes, so that both can be understood without it. It is imported where a plan has
 a cost, or one is asked for, and nowhere else.
@@ -15,7 +15,7 @@ from layoutmap.plan.advice import Advice
 
 
 class PeakTensors(Protocol):
-    """Tensors of one kind and shape on a device at the peak of a step. See `layoutmap.cost.table.PeakTensors`."""
+    """Tensors of one kind and shape that a device stores at the peak of a step."""
 
     @property
     def kind(self) -> str: ...  # noqa: D102
@@ -30,7 +30,7 @@ class PeakTensors(Protocol):
 
 
 class PlanCost(Protocol):
-    """Cost of a training step on a machine, as plans use it. See `layoutmap.cost.cost.Cost`."""
+    """Define the cost of a training step on a machine, as plans use it."""
 
     @property
     def line(self) -> str:
@@ -54,17 +54,17 @@ class PlanCost(Protocol):
 
     @property
     def held(self) -> Sequence[PeakTensors]:
-        """Tensors on a device at the peak, except the variables and the batch."""
+        """Tensors on a device at the peak, without the variables and the batch."""
         ...
 
     @property
     def tried(self) -> tuple[Advice, ...]:
-        """Other ways to train the model, counted if the step does not fit."""
+        """Other ways to train the model, counted if the step does not fit into memory."""
         ...
 
     @property
     def untried(self) -> tuple[str, ...]:
-        """Names of ways that were not counted for lack of time."""
+        """Names of alternatives that were not counted for lack of time."""
         ...
 
     @property
@@ -79,34 +79,34 @@ class PlanCost(Protocol):
 
     @property
     def verified(self) -> Any:
-        """Figures of XLA's compiler, a `layoutmap.cost.verified.Verified`, or None if it compiled nothing."""
+        """Figures of XLA's compiler, a `layoutmap.cost.verified.Verified`, or None if XLA compiled nothing."""
         ...
 
     @property
     def fits(self) -> bool:
-        """Whether a device has the memory."""
+        """Whether the step fits into a device's memory."""
         ...
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step, where the collectives of weights overlap with computing."""
+        """Seconds per step if weight collectives overlap with computation."""
         ...
 
     @property
     def serial_seconds(self) -> float:
-        """Seconds of a step without overlap."""
+        """Seconds per step without overlap."""
         ...
 
     def on_memory(self, num_bytes: int) -> Self:
-        """Return the same cost on devices with another memory."""
+        """Return this cost for devices with another memory size."""
         ...
 
     def mark_weight_collectives(self, paths: frozenset[str]) -> Self:
-        """Return the same cost with the collectives of weights told apart from those of activations."""
+        """Return this cost with collectives of weights separated from those of activations."""
         ...
 
     def describe_collectives(self, paths: Iterable[str]) -> list[str]:
-        """Return a text for each collective that some variables or layers cause."""
+        """Describe each collective that some variables or layers cause."""
         ...
 
     def to_text(self, width: int | None = None) -> str:
@@ -119,5 +119,5 @@ class PlanCost(Protocol):
 
 
 def load_cost_package() -> Any:
-    """Import the one module of `layoutmap.cost` that the packages below it use."""
+    """Import the module of `layoutmap.cost` that lower packages use, only when a cost is needed."""
     return import_module("layoutmap.cost.entry")

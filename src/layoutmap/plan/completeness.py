@@ -1,4 +1,4 @@
-"""Check whether a plan contains all variables that the model will have.
+"""Check whether a plan contains all variables of the model.
 
 A layer makes its weights when it is first called. A plan without them is no evidence: nothing of it does not fit, and
 no weight in it is sent. So what a plan lacks is a problem of its own kind, which files of plans keep as well: see
@@ -15,11 +15,11 @@ from layoutmap.plan.problems import Problem
 from layoutmap.plan.table import PlanTable
 
 NOT_BUILT = "not built"
-"""The kind of the problem that says which layers have no weights yet."""
+"""The kind of the problem for layers that have no weights yet."""
 
 
 def make_unbuilt_problem(model: str, layers: Sequence[str], *, called: bool) -> Problem:
-    """Return the problem that a plan was made before these layers had weights.
+    """Return the problem for layers that had no weights when the plan was made.
 
     Args:
         model: What the model is called; empty: that is not known.
@@ -38,7 +38,7 @@ def make_unbuilt_problem(model: str, layers: Sequence[str], *, called: bool) -> 
 
 
 def find_missing_weights(plan: PlanTable) -> Problem | None:
-    """Return the problem that a plan lacks variables, or None if it is complete.
+    """Return the problem for a plan that lacks variables, or None if the plan is complete.
 
     A plan without weights lacks something, whatever else it says: as a gate it would let all pass.
     """
@@ -47,5 +47,5 @@ def find_missing_weights(plan: PlanTable) -> Problem | None:
 
 
 def has_weights(plan: PlanTable) -> bool:
-    """Return whether the plan has a variable of a layer. Optimizers, losses, and random states have other variables."""
+    """Return whether the plan has a variable of a layer, not only those of optimizers, losses, and RNGs."""
     return any(a.variable.kind in (Kind.WEIGHT, Kind.STATE) for a in plan.assignments)

@@ -1,4 +1,4 @@
-"""Compare two plans: added, removed, and changed variables, and layers' outputs."""
+"""Compare two plans: added, removed, and changed variables, and layer outputs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Change:
     Args:
         path: The variable or layer; `""` for the mesh. Where the plans are of several models, a variable's
             stands before it: `teacher: d1.kernel`.
-        what: What of it differs: `"added"`, `"removed"`, `"shape"`, `"dtype"`, `"kind"`, `"memory"`, `"layout"`,
+        what: The kind of difference: `"added"`, `"removed"`, `"shape"`, `"dtype"`, `"kind"`, `"memory"`, `"layout"`,
             `"mesh"`, or `"output"`: the layout of a layer's output.
-        before: How the first plan has it; empty if it has it not.
-        after: How the second has it; empty if it has it not.
+        before: The value in the first plan; empty if it lacks the variable or layer.
+        after: The value in the second plan; empty if it lacks the variable or layer.
         weight: Of an optimizer's slot that changes as its weight does: the weight's path. Empty for all else.
     """
 
@@ -40,7 +40,7 @@ class Change:
 
     @property
     def text(self) -> str:
-        """Values before and after with an arrow between them, or the only value."""
+        """The values before and after with an arrow between them, or the only value."""
         return " -> ".join(filter(None, (self.before, self.after)))
 
 
@@ -117,7 +117,7 @@ class PlanDiff:
 
     @property
     def grouped_changes(self) -> list[tuple[int, Change]]:
-        """Changes with those of repeated blocks and of slots merged, and how many each merged change stands for."""
+        """Changes merged for repeated blocks and slots, each with the number of changes that it represents."""
         groups: dict[object, list[Change]] = {}
         for each in self.changes:
             slot = each.path.rpartition(f"{each.weight}.")[2] if each.weight else ""
@@ -131,7 +131,7 @@ class PlanDiff:
 
 
 def _merge_changes(group: list[Change]) -> Change:
-    """Return one change for a group of equal changes."""
+    """Merge a group of equal changes into one."""
     first = group[0]
     if first.weight:
         slot = first.path.rpartition(f"{first.weight}.")[2]
@@ -142,7 +142,7 @@ def _merge_changes(group: list[Change]) -> Change:
 
 
 def diff_plans(before: PlanTable, after: PlanTable) -> PlanDiff:
-    """Return the differences of two plans."""
+    """Compare two plans."""
     changes: list[Change] = []
     if before.mesh.mesh_dims != after.mesh.mesh_dims:
         changes.append(Change("", "mesh", str(before.mesh), str(after.mesh)))
@@ -174,7 +174,7 @@ def _diff_variables(
             ("dtype", was.dtype, now.dtype),
             ("kind", was.kind, now.kind),
             ("memory", old.layout.host_memory or "device", new.layout.host_memory or "device"),
-            # Compare specs only, because another mesh is one change and not one for each variable.
+            # Compare specs only: a different mesh is one change, not one per variable.
             ("layout", old.layout.sharding_specs, new.layout.sharding_specs),
         ):
             if a != b:
@@ -186,7 +186,7 @@ def _diff_variables(
 
 
 def _mark_slot_changes(changes: list[tuple[VariableSpec, Change]]) -> Iterator[Change]:
-    """Yield the changes, and set `weight` for a slot that changes as its weight does."""
+    """Yield the changes, and set `weight` for a slot that changes in the same way as its weight."""
     of_weights = {(v.model, v.path, c.what, c.before, c.after) for v, c in changes}
     for v, c in changes:
         follows = v.kind is Kind.SLOT and (v.model, v.parent, c.what, c.before, c.after) in of_weights
@@ -194,7 +194,7 @@ def _mark_slot_changes(changes: list[tuple[VariableSpec, Change]]) -> Iterator[C
 
 
 def _format_assignment(assignment: Assignment) -> str:
-    """Return a variable's dtype, shape, and layout as text."""
+    """Format a variable's dtype, shape, and layout."""
     variable = assignment.variable
     return f"{variable.dtype}{list(variable.shape)} {assignment.layout}"
 
@@ -208,7 +208,7 @@ def _diff_outputs(before: Iterable[Match], after: Iterable[Match]) -> Iterator[C
 
 
 def _diff_unplaced_arrays(before: PlanTable, after: PlanTable) -> Iterator[Change]:
-    """Yield changes in the storage of existing models' arrays that have no layout in a plan."""
+    """Yield changes of arrays that have no layout in a plan, such as those on one device."""
     old, new = (
         {
             p.subject: dict(p.facts).get("layout", p.what.removeprefix(f"{p.subject}: "))

@@ -1,4 +1,4 @@
-"""Write a plan as JSON and read it back, to compare the plan of a later version with it.
+"""Write a plan as JSON and read it, to compare it with later plans.
 
     {"format": "layoutmap plan", "version": 3,
      "verdict": {"passes": true, "says": "no problems; 4.0 KiB per device, before activations", ..},
@@ -41,7 +41,7 @@ from layoutmap.core.uneven import UnevenSetting
 from layoutmap.core.variables import Assignment, Kind, Use, VariableSpec, get_itemsize
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.json_fields import (
-    MOST,
+    MAX_COUNT,
     Count,
     Number,
     PlanObject,
@@ -59,10 +59,10 @@ from layoutmap.plan.verdict import judge_plan
 FORMAT = "layoutmap plan"
 VERSION = 3
 _OTHERWISE = Match("", None).otherwise
-_ERROR: UnevenSetting = "error"  # default policy for axes that do not divide
-_DTYPE = re.compile(r"[a-z]{3}[a-z0-9_]*(<[a-z0-9_]+>)?")  # also matches PRNG keys of JAX: key<fry>
+_ERROR: UnevenSetting = "error"  # the default policy for uneven axes, which is not written
+_DTYPE = re.compile(r"[a-z]{3}[a-z0-9_]*(<[a-z0-9_]+>)?")  # also matches JAX PRNG keys: key<fry>
 _ROLE = re.compile(r"(in|out)\.[0-9]+|rows|")  # role of an axis; see `Use`
-_HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which no encoding can write
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # an unpaired surrogate, which no encoding can write
 
 
 def plan_to_json(plan: PlanTable) -> str:
@@ -126,11 +126,11 @@ def plan_from_json(text: str) -> PlanTable:
     if version == 2 or top.cost is not None:
         if top.collectives is None or top.cost is None:
             name = "collectives" if top.collectives is None else "cost"
-            raise make_file_error(f"plan has no {name!r}", "every plan with a cost has one")
+            raise make_file_error(f"plan has no {name!r}", "a plan with a cost has this entry")
         plan = plan.add_cost(load_cost_package().read_cost(top.cost, top.collectives, mesh))
     elif top.collectives is not None:
         raise make_file_error(
-            "plan: 'collectives' is not known", "a plan without a cost has none", "delete it"
+            "plan: 'collectives' is not known", "only plans with a cost have it", "delete it"
         )
     at: dict[tuple[str, str], int] = {}
     for i, variable in enumerate(a.variable for a in plan.assignments):
@@ -138,13 +138,13 @@ def plan_from_json(text: str) -> PlanTable:
         if first != i:
             why = f"variables[{first}] is the same one, and each is counted once"
             raise make_file_error(
-                f"variables[{i}]: {variable.path!r} is there twice", why, "delete one of the two"
+                f"variables[{i}]: {variable.path!r} appears twice", why, "delete one of the two"
             )
     return plan
 
 
 def compute_fingerprint(plan: PlanTable) -> str:
-    """Return a short text that is equal for plans with the same variables in the same layouts.
+    """Return a short hash that is equal for plans with the same variables and layouts.
 
     It changes with the sizes of the mesh's dims, with a variable's path, shape, dtype or layout, and with the layout of
     a layer's output. Devices' names, the order of the variables, what kind they are, and which rule gave a layout have
@@ -173,7 +173,7 @@ def compute_fingerprint(plan: PlanTable) -> str:
 
 
 def _make_sort_key(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a key to sort rows by, because specs can be None, texts, or tuples, which do not compare."""
+    """Make a sort key for rows, because specs can be None, text, or tuples, which Python cannot order."""
     return *row[:-1], _dump_json(row[-1])
 
 
@@ -181,7 +181,7 @@ def _make_sort_key(row: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _dump_json(value: Any) -> str:
-    """Return a value as one line of JSON, with half surrogate pairs escaped."""
+    """Format a value as one line of JSON, with unpaired surrogates escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return _HALF_A_PAIR.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
@@ -202,7 +202,7 @@ def _convert_specs(layout: Layout) -> list[Any]:
 
 
 def _convert_variable(assignment: Assignment) -> dict[str, Any]:
-    """Return the JSON fields of a variable. Fields with the usual value are left out."""
+    """Return the JSON fields of a variable, without those that have their default value."""
     variable = assignment.variable
     usual = VariableSpec(variable.path, variable.shape, variable.dtype)
     written: dict[str, Any] = {"path": variable.path, "shape": variable.shape, "dtype": variable.dtype}
@@ -251,7 +251,7 @@ def _convert_match(match: Match) -> dict[str, Any]:
 
 
 def _convert_settings(rule: Rule) -> list[Any]:
-    """Return the `uneven` setting and the memory of a rule. The usual ones at the end are left out."""
+    """Return the `uneven` setting and the memory of a rule, without defaults at the end."""
     if rule.layout.memory:
         return [rule.uneven, rule.layout.memory]
     return [rule.uneven] if rule.uneven != _ERROR else []
@@ -371,7 +371,7 @@ def _read_layout(specs: _Specs, place: str, mesh: Mesh, memory: str | None = Non
 
 def _check_variable(item: _Variable, place: str) -> None:
     for name in ("shape", "parent_shape"):
-        if math.prod(n for n in getattr(item, name) or () if n) > MOST:
+        if math.prod(n for n in getattr(item, name) or () if n) > MAX_COUNT:
             raise make_type_error(f"{place}.{name}", getattr(item, name), "a shape: it has too many elements")
     try:
         if not _DTYPE.fullmatch(item.dtype):
@@ -382,9 +382,7 @@ def _check_variable(item: _Variable, place: str) -> None:
     for i, role in enumerate(item.use or ()):
         if not _ROLE.fullmatch(role):
             fix = 'use "in.0", "out.0", "rows" or ""'
-            raise make_file_error(
-                f"{place}.use[{i}] is no role of an axis", f"it is {shorten_repr(role)}", fix
-            )
+            raise make_file_error(f"{place}.use[{i}] is not an axis role", f"it is {shorten_repr(role)}", fix)
     for name in ("use", "axes"):
         each = getattr(item, name)
         if each is not None and len(each) != len(item.shape):
@@ -423,7 +421,7 @@ def _read_variable(item: _Variable, place: str, mesh: Mesh) -> Assignment:
         or item.near_misses
         or (item.uneven, item.otherwise, item.rule_memory) != (_ERROR, _OTHERWISE, None)
     ):
-        raise make_file_error(f"{place} has no 'rule'", "it has what a rule asked for")
+        raise make_file_error(f"{place} has no 'rule'", "its other fields describe a rule")
     return Assignment(variable, layout, match, item.global_init, item.padded)
 
 

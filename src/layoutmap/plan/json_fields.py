@@ -1,4 +1,4 @@
-"""Convert the objects of a plan's JSON, and refuse a missing, wrong, or unknown part with its place."""
+"""Convert a plan's JSON to objects, and raise an error with the position of a missing, wrong, or unknown part."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import msgspec
 
 from layoutmap.core.errors import PlanError, shorten_repr
 
-MOST = 2**63 - 1
-"""The largest number of elements or bytes, in one axis and in all."""
+MAX_COUNT = 2**63 - 1
+"""The maximum number of elements or bytes, per axis and in total."""
 T = TypeVar("T")
-Number = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
-Count = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 Figure = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 _MESSAGE = re.compile(r"(.*?)(?: - at `\$(.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
-_WANTED = (  # patterns in messages of msgspec, and the expected value to report
+_WANTED = (  # patterns in messages of msgspec, each with the expected value to report
     (r"`array` of (?:at (?:least|most) )?length (\d+)", r"a list of \1"),
     (r"\barray\b", "a list"),
     (r"\bobject\b", "an object"),
@@ -32,13 +32,13 @@ _WANTED = (  # patterns in messages of msgspec, and the expected value to report
 )
 
 
-# A struct is both form and check, so unknown fields of a plan are refused (decisions/0190).
+# A msgspec struct also checks the fields, so that plans with unknown fields are refused (decisions/0190).
 class PlanObject(msgspec.Struct, forbid_unknown_fields=True):
-    """Object in a plan's JSON."""
+    """An object in a plan's JSON."""
 
 
 class PlanRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """List in a plan's JSON in which each position has its own type."""
+    """A list in a plan's JSON with a type for each position."""
 
 
 def make_file_error(what: str, why: str, fix: str = "write it with plan.to_json()") -> PlanError:
@@ -47,12 +47,12 @@ def make_file_error(what: str, why: str, fix: str = "write it with plan.to_json(
 
 
 def make_type_error(place: str, value: Any, wanted: str) -> PlanError:
-    """Return the error that a value in a plan file has the wrong type."""
+    """Return the error for a value of the wrong type in a plan file."""
     return make_file_error(f"{place} is not {wanted}", f"it is {shorten_repr(value)}")
 
 
 def load_json(text: str) -> Any:
-    """Parse JSON in which no object has a key twice."""
+    """Parse JSON, and raise if an object has a key twice."""
     twice: list[tuple[dict[str, Any], str]] = []
 
     def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -68,16 +68,16 @@ def load_json(text: str) -> Any:
     except (ValueError, TypeError) as error:
         raise make_file_error("it is not JSON", str(error)) from error
     except RecursionError:
-        raise make_file_error("it is not JSON of a plan", "it is nested too deeply to be read") from None
+        raise make_file_error("it is not the JSON of a plan", "it is nested too deeply") from None
     for place, key in places:
         if place:
             why = "which of the two values is meant is not known"
-            raise make_file_error(f"{place}: key {key!r} is there twice", why, "delete one of the two")
+            raise make_file_error(f"{place}: key {key!r} appears twice", why, "delete one of the two")
     return data
 
 
 def convert(data: Any, kind: type[T], place: str = "") -> T:
-    """Convert a part of a plan's JSON.
+    """Convert a part of a plan's JSON to a type.
 
     Args:
         data: The part.
@@ -89,11 +89,11 @@ def convert(data: Any, kind: type[T], place: str = "") -> T:
     """
     try:
         return msgspec.convert(data, kind)
-    except UnicodeEncodeError as error:  # msgspec encodes keys, and texts in the place of other values
+    except UnicodeEncodeError as error:  # msgspec encodes keys and misplaced texts in its messages
         found = shorten_repr(error.object)
         raise make_file_error(
-            f"{place or 'plan'}: {found} is no text",
-            "it has half of a surrogate pair, which no encoding has",
+            f"{place or 'plan'}: {found} is not text",
+            "it has an unpaired surrogate, which no encoding can write",
         ) from error
     except msgspec.ValidationError as error:
         match = _MESSAGE.fullmatch(str(error))
@@ -105,7 +105,7 @@ def convert(data: Any, kind: type[T], place: str = "") -> T:
 
 
 def convert_values(data: dict[str, Any], kind: Any, place: str) -> dict[str, Any]:
-    """Convert the values of an object with any keys. The error names the key, which msgspec's message does not."""
+    """Convert the values of an object with arbitrary keys. Errors name the key, which msgspec omits."""
     return {name: convert(value, kind, f"{place}.{name}") for name, value in data.items()}
 
 
@@ -131,7 +131,7 @@ def _make_error(what: str, place: str, value: Any) -> PlanError:
 
 
 def _find_place(data: Any, wanted: Any, place: str) -> str:
-    """Return the place of an object in a document, or `""` if it is not there."""
+    """Return the position of an object in a document, or `""` if it is not found."""
     if data is wanted:
         return place
     inside = "" if place == "plan" else place

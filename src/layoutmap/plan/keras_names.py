@@ -1,4 +1,4 @@
-"""Convert a plan to Keras's layout map, and refuse a plan that Keras cannot express."""
+"""Convert a plan to Keras's layout map, and raise for a plan that Keras cannot express."""
 
 from __future__ import annotations
 
@@ -20,54 +20,54 @@ def collect_keras_layouts(plan: PlanTable) -> dict[str, Layout]:
         raise _make_unsupported_error(
             f"the layouts of {len(plan.activations)} outputs of layers",
             join_names([match.path for match in plan.activations]),
-            "Keras knows a layer by the names of the layers that call it, and a plan knows it by its object path",
-            "plan with a map without activations, and add their layouts to Keras's map, as name/of/layer/output",
+            "Keras identifies a layer by the names of its callers, but a plan by its object path",
+            "plan without activation rules, and add their layouts to Keras's map, as name/of/layer/output",
         )
     found: dict[str, Layout] = {}
     for path, assignment in plan.items():
         name, layout = assignment.variable.name.removeprefix(KERAS), assignment.layout
         if assignment.variable.kind is Kind.SLOT:
             if assignment.variable.axes is None or layout.is_fully_replicated():
-                continue  # Keras replicates it by default
+                continue  # Keras replicates these by default
             raise _make_unsupported_error(
                 f"the layout {layout} of an optimizer's slot",
                 path,
-                "Keras gives a slot the layout of its weight if it has its shape, and replicates others",
+                "Keras gives a slot its weight's layout if the shapes are equal, and replicates other slots",
                 "plan the model without its optimizer",
             )
         if not name:
             raise _make_unsupported_error(
                 "a variable that has no name in Keras",
                 path,
-                "the plan is not of a Keras model, or it was read from a file, which has no such names",
-                "make the plan here: lm.plan(make_model, layout_map).to_keras()",
+                "the plan is not for a Keras model, or was read from a file, which stores no Keras names",
+                "make the plan in this program: lm.plan(make_model, layout_map).to_keras()",
             )
         if layout.host_memory:
             raise _make_unsupported_error(
                 f"the layout {layout}",
                 path,
-                "a keras.distribution.TensorLayout names no memory",
-                "train with layout_map.scope(), which can, or leave memory out",
+                "a keras.distribution.TensorLayout has no memory setting",
+                "train with layout_map.scope(), which supports it, or leave memory out",
             )
         if any(isinstance(spec, tuple) for spec in layout.sharding_specs):
             raise _make_unsupported_error(
                 f"the layout {layout}",
                 path,
-                "a keras.distribution.TensorLayout has one mesh dim for an axis, and this one is sharded over several",
-                "shard it over one of them, or train with layout_map.scope(), which can",
+                "a keras.distribution.TensorLayout has one mesh dim per axis, but this axis is sharded over several",
+                "shard it over one of them, or train with layout_map.scope(), which supports it",
             )
         if found.setdefault(name, layout) != layout:
             raise _make_unsupported_error(
                 f"two layouts for the name {name}: {found[name]} and {layout}",
                 path,
-                "Keras looks layouts up by name, and several variables of this model have this one",
+                "Keras looks up layouts by name, and several variables of this model share this name",
                 "name the layers, so that their paths differ",
             )
     return found
 
 
 def _make_unsupported_error(what: str, where: str, why: str, fix: str) -> PlanError:
-    """Return the error that Keras's layout map cannot express a part of the plan."""
+    """Return the error for a part of a plan that Keras's layout map cannot express."""
     return PlanError(
         f"to_keras: {what} cannot be expressed in Keras's layout map",
         facts={"where": where},

@@ -1,4 +1,4 @@
-"""Bytes of variables on a device, and how many sharding the replicated ones would save."""
+"""Count the bytes of variables on a device, and the savings if replicated ones were sharded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_ROWS = 10
 
 @dataclass(frozen=True, slots=True)
 class ShardableVariable:
-    """Replicated variable, with an axis and a mesh dim along which lint reports no sharding.
+    """A replicated variable that could be sharded, with the axis and the mesh dim.
 
     Args:
         assignment: The variable as it is planned.
@@ -33,10 +33,10 @@ class ShardableVariable:
 
 @dataclass(frozen=True, slots=True)
 class ShardableRow:
-    """Replicated variables of repeated blocks that could be sharded the same way.
+    """Replicated variables of repeated blocks that could be sharded in the same way.
 
     Args:
-        path: Their paths in one.
+        path: Their merged paths.
         axis: The axis that could be sharded.
         dim: The mesh dim that divides it.
         saved_bytes: Bytes that each device would save if all of them were.
@@ -52,15 +52,15 @@ class ShardableRow:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Memory:
-    """Bytes per device by purpose, and the variables that could take less.
+    """Count bytes per device by purpose, and list the variables that could take less.
 
-    Gradients are laid out as their weights are, while they exist; what layers compute is not counted.
+    Gradients have the layouts of their weights. Activations are not counted.
 
     Args:
         weights: Trained weights.
         gradients: A gradient for each of them.
-        slots: What the optimizer keeps, as far as it is in the plan.
-        state: All else: moving statistics, frozen weights, random states, metrics.
+        slots: The optimizer's slots, as far as they are in the plan.
+        state: All other variables: moving statistics, frozen weights, random states, metrics.
         host: All of these in host memory, for each device. They are in none of the others.
         could_be_sharded: Variables that are replicated and need not be, those that would save most first. Each is
             sharded as its layer computes best with: see `layoutmap.plan.lint.suggest`.
@@ -75,12 +75,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of them but `host`."""
+        """The sum of all but `host`."""
         return self.weights + self.gradients + self.slots + self.state
 
     @property
     def rows(self) -> list[ShardableRow]:
-        """Replicated variables that could be sharded, repeated blocks in one row, the most bytes first."""
+        """Replicated variables that could be sharded, with repeated blocks merged, largest saving first."""
         groups: dict[object, list[ShardableVariable]] = {}
         for each in self.could_be_sharded:
             v = each.assignment.variable
@@ -141,7 +141,7 @@ def _find_shardable_variables(plan: PlanTable, fitting: list[Assignment]) -> Ite
     """Yield each replicated variable that could be sharded over a mesh dim."""
     suggestions = make_suggestions(plan)
     for a in fitting:
-        # A variable that inherits a layout saves bytes if its parent is sharded.
+        # A derived variable is sharded along with its parent, so it needs no row.
         if a.variable.follows or not a.layout.is_fully_replicated():
             continue
         layout = suggestions.suggest_layout(a)

@@ -1,4 +1,4 @@
-"""Make a plan: match every variable with the rules, and collect every problem.
+"""Make a plan: match every variable with the rules, and collect all problems.
 
 `make_table` takes what is known of the variables and a layout map, and makes a value. The dry run and the real run
 share it: what `layoutmap.plan` prints is what a scope then does. Problems are worded in `variable_problems` and
@@ -27,7 +27,7 @@ from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
 from layoutmap.plan.problems import Problem, sort_problems
 from layoutmap.plan.rule_problems import (
-    MOST_COMPARISONS,
+    MAX_COMPARISONS,
     correct_typos,
     find_idle_activation_rules,
     find_idle_rules,
@@ -48,12 +48,12 @@ from layoutmap.rules.keras_rules import is_keras_rule, pad_layout
 from layoutmap.rules.near_misses import Candidates
 from layoutmap.rules.rule_set import RuleSet
 
-_MATCHED = (Kind.WEIGHT, Kind.STATE, Kind.RNG, Kind.LATER)
+_RULED_KINDS = (Kind.WEIGHT, Kind.STATE, Kind.RNG, Kind.LATER)
 
 _PAD_OR_SHRINK: UnevenSetting = ("pad", "shrink")
 
 ExplainFn = Callable[[VariableSpec, Layout], str]
-"""Says why a variable cannot be padded in a layout, or returns an empty text if it can."""
+"""Returns why a variable cannot be padded in a layout, or an empty text if it can."""
 
 
 def make_table(
@@ -70,7 +70,7 @@ def make_table(
     several_dims: bool = True,
     explain_no_padding: ExplainFn = lambda variable, layout: "",
 ) -> PlanTable:
-    """Match every variable with the rules, and collect every problem, without changing any argument.
+    """Match every variable with the rules, and collect all problems. No argument is changed.
 
     Args:
         variables: The variables, in the order of the model.
@@ -103,7 +103,7 @@ def make_table(
     if zero_dim is not None:
         problems.append(make_zero_note(assignments, zero_dim))
     if complete:
-        paths = [path for v in planning.variables if v.kind in _MATCHED for path in (v.path, *v.aliases)]
+        paths = [path for v in planning.variables if v.kind in _RULED_KINDS for path in (v.path, *v.aliases)]
         of_rules = [*find_idle_rules(layout_map, planning.won, planning.beaten, paths, "variable")]
         unused = {p.subject: p for p in of_rules if p.kind == "unused rule"}
         problems = [*correct_typos(problems, unused), *of_rules]
@@ -127,7 +127,7 @@ def make_table(
 
 
 class _Planning:
-    """State while a plan is made: the variables matched so far, and the problems found."""
+    """Hold the variables and problems found so far while a plan is made."""
 
     def __init__(
         self,
@@ -154,21 +154,21 @@ class _Planning:
         self._by_path = {v.key: v for v in self.variables}
         self._done: dict[tuple[str, str], Assignment] = {}
         self._replicated: dict[int, Layout] = {}
-        self._patterns = Candidates(layout_map, MOST_COMPARISONS)
+        self._patterns = Candidates(layout_map, MAX_COMPARISONS)
         self._near: dict[object, tuple[str, ...]] = {}
 
     def assignments(self) -> list[Assignment]:
-        """Return an assignment for each variable, in order. A parent's layout is computed first."""
+        """Assign a layout to each variable, in order. A parent's layout is computed first."""
         return [self._assign(variable) for variable in self.variables]
 
     def _assign(self, variable: VariableSpec) -> Assignment:
-        """Return a variable's assignment, and record the problems found."""
+        """Assign a layout to a variable, and record its problems."""
         key = variable.key
         if key not in self._done:
             asked, match, uneven = self._find_layout(variable)
             asked, variable = _choose_memory(asked, variable)
             is_uneven = asked.rank == len(variable.shape) and bool(asked.find_uneven_axes(variable.shape))
-            # An existing array with uneven shards is already padded by its engine.
+            # The engine has already padded an existing array with uneven shards.
             is_given = key in self.given
             why_not = self.explain_no_padding(variable, asked) if is_uneven and not is_given else ""
             policy = choose_policy(uneven, can_pad=not why_not)
@@ -188,7 +188,7 @@ class _Planning:
         return self._done[key]
 
     def _find_layout(self, variable: VariableSpec) -> tuple[Layout, Match | None, UnevenSetting]:
-        """Return a variable's wanted layout, the match (None if no rule was tried), and the `uneven` setting."""
+        """Return the requested layout, the match (None if no rule applies to it), and the `uneven` setting."""
         if variable.key in self.given:
             return self.given[variable.key], None, "pad"
         if variable.follows:
@@ -196,7 +196,7 @@ class _Planning:
             if match is None:
                 return self._inherit_layout(variable)
         else:
-            match = self._match_rules(variable) if variable.kind in _MATCHED else None
+            match = self._match_rules(variable) if variable.kind in _RULED_KINDS else None
         rule = match and match.rule
         if rule is None:
             return self._get_replicated_layout(len(variable.shape)), match, "error"
@@ -211,11 +211,11 @@ class _Planning:
         return self._replicated[rank]
 
     def _match_rules(self, variable: VariableSpec) -> Match:
-        """Return the match of a variable under all its paths, in which the first of the map's rules wins."""
+        """Match all paths of a variable with the rules. The first rule of the map wins."""
         names = [path for path in variable.aliases if is_keras_rule(path)]
         answers = {path: self.layout_map.matching_rules(path) for path in _list_paths(variable)}
         named = [rule for name in names for rule in self.layout_map.matching_rules(name)]
-        if named:  # a Keras name is not an alias, so its rule counts for the variable's path
+        if named:  # a Keras name is not a path, so report its rule under the variable's path
             exact = {variable.path, *names}
             answers[variable.path] = sorted(
                 (*answers[variable.path], *named), key=lambda r: (r.pattern not in exact, r.number)
@@ -225,7 +225,7 @@ class _Planning:
             return Match(variable.path, None, otherwise=AS_REST)
         if not winners:
             block = split_at_numbers(variable.path)
-            # Cache near misses, which are slow to find and equal in all repeated blocks.
+            # Near misses are slow to find and equal for repeated blocks, so cache them.
             if block not in self._near:
                 self._near[block] = tuple(self._patterns.find_nearest(variable.path))
             return Match(variable.path, None, near_misses=self._near[block])
@@ -238,11 +238,11 @@ class _Planning:
         return Match(variable.path, rule, tuple(others[n] for n in sorted(others)))
 
     def _match_own_rules(self, variable: VariableSpec) -> Match | None:
-        """Return the match of the rules that match a derived variable and not its parent, or None without one.
+        """Match the rules that match a derived variable but not its parent, or return None without one.
 
         A rule for kernels, such as `fc.*kernel`, matches a kernel's scale by accident. There the scale follows.
         """
-        if variable.kind not in _MATCHED or variable.parent is None:
+        if variable.kind not in _RULED_KINDS or variable.parent is None:
             return None
         of_parent = self._find_parent_rules(variable)
         paths = (variable.path, *variable.aliases)
@@ -253,14 +253,14 @@ class _Planning:
         return Match(variable.path, first, tuple(others))
 
     def _inherit_layout(self, variable: VariableSpec) -> tuple[Layout, None, UnevenSetting]:
-        """Return the layout that a derived variable takes from its parent, no match, and the `uneven` setting."""
+        """Return the layout that a derived variable inherits, no match, and the `uneven` setting."""
         parent = self._by_path.get((variable.model, variable.parent or ""))
         replicated = self._get_replicated_layout(len(variable.shape))
         if parent is not None and not parent.is_packed:
             assignment = self._assign(parent)
             layout, shape = assignment.layout, parent.shape
             uneven = _PAD_OR_SHRINK if assignment.is_padded else "shrink"
-        else:  # the parent was replaced by derived variables, such as its packed form
+        else:  # derived variables, such as its packed form, replaced the parent
             rule = next(iter(self._find_parent_rules(variable)), None)
             if rule is None:
                 return replicated, None, "error"
@@ -275,7 +275,7 @@ class _Planning:
         return derive_layout(layout, variable.axes), None, uneven
 
     def _find_parent_rules(self, variable: VariableSpec) -> list[Rule]:
-        """Return the rules that match the parent's path, and its Keras name if it has one."""
+        """Return the rules that match the parent's path or Keras name."""
         parent = self._by_path.get((variable.model, variable.parent or ""))
         names = [path for path in parent.aliases if is_keras_rule(path)] if parent else []
         return [
@@ -292,7 +292,7 @@ class _Planning:
 
 
 def _choose_memory(layout: Layout, variable: VariableSpec) -> tuple[Layout, VariableSpec]:
-    """Return a layout and its variable in the memory that the layout names, or else in that of the variable."""
+    """Give a layout and its variable the same memory: the layout's if it names one, else the variable's."""
     if layout.memory is None and variable.memory:
         layout = layout.replace_memory(variable.memory)
     if layout.host_memory != variable.memory:
@@ -301,12 +301,12 @@ def _choose_memory(layout: Layout, variable: VariableSpec) -> tuple[Layout, Vari
 
 
 def _derive_setting(setting: UnevenSetting) -> UnevenSetting:
-    """Return the setting for the variables that are derived from one with this setting."""
+    """Return the `uneven` setting of variables derived from one with this setting."""
     return _PAD_OR_SHRINK if choose_policy(setting, can_pad=True) == "pad" else "shrink"
 
 
 def _add_name_alias(variable: VariableSpec) -> VariableSpec:
-    """Return a variable with its library's name for it among its aliases."""
+    """Add the library's name of a variable to its aliases."""
     if not variable.name or variable.name in variable.aliases:
         return variable
     return replace(variable, aliases=(*variable.aliases, variable.name))

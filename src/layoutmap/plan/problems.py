@@ -12,7 +12,7 @@ from layoutmap.core.old_names import OldName
 from layoutmap.core.paths import format_path_pattern, merge_paths, split_at_numbers
 
 Severity = Literal["error", "warning", "note"]
-OF_RULES = ("unused rule", "shadowed rule")
+RULE_KINDS = ("unused rule", "shadowed rule")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Problem:
     model: str = ""
 
     def name_model(self, model: str) -> Problem:
-        """Return the problem with the model's name in its headline, or unchanged for `""`."""
+        """Add the model's name to the headline. `""` changes nothing."""
         return replace(self, what=f"{model}: {self.what}", model=model) if model else self
 
     of_model = OldName("name_model")
@@ -57,19 +57,19 @@ class Problem:
 
 
 def group_problems(problems: Sequence[Problem]) -> list[Problem]:
-    """Return the problems with those of repeated blocks merged: `blocks.{0..31}.kernel: ...`."""
+    """Merge the problems of repeated blocks: `blocks.{0..31}.kernel: ...`."""
     return [merged for merged, _ in merge_problems(problems)]
 
 
 def merge_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Problem, ...]]]:
-    """Return the problems with those of repeated blocks merged, each with the original problems.
+    """Merge the problems of repeated blocks, and return each with its original problems.
 
     Those of rules stay apart: a pattern made of two would be one that nobody has written.
     """
     groups: dict[object, list[Problem]] = {}
     for p in problems:
-        # Problems are merged if they differ only in the block number, so the pattern in the fix is not compared.
-        subject = p.subject if p.kind in OF_RULES else split_at_numbers(p.subject)
+        # Merge problems that differ only in the block number. The fix contains a pattern, so do not compare it.
+        subject = p.subject if p.kind in RULE_KINDS else split_at_numbers(p.subject)
         key = (p.kind, p.severity, p.model, subject, p.facts, p.why)
         groups.setdefault(key, []).append(p)
     merged: list[tuple[Problem, tuple[Problem, ...]]] = []
@@ -87,6 +87,6 @@ def merge_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
 
 
 def sort_problems(problems: Sequence[Problem]) -> tuple[Problem, ...]:
-    """Return the problems with errors first, and unused rules before the variables that they may be meant for."""
+    """Sort the problems: errors first, and unused rules before the variables that they may be meant for."""
     order = {"error": 0, "warning": 1, "note": 2}
     return tuple(sorted(problems, key=lambda p: (order[p.severity], p.kind == "no rule")))

@@ -1,4 +1,4 @@
-"""Find the problems of rules in a plan, and word them."""
+"""Find the problems of rules in a plan, and write their messages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from layoutmap.rules.keras_rules import is_keras_rule
 from layoutmap.rules.near_misses import Candidates
 from layoutmap.rules.rules import Rules
 
-MOST_COMPARISONS = 20_000
-"""Comparisons for near misses of each sort, which take a second."""
+MAX_COMPARISONS = 20_000
+"""The limit of comparisons in each search for near misses, which takes about a second."""
 
 
 def find_idle_activation_rules(rules: Rules, matches: Sequence[Match]) -> Iterator[Problem]:
-    """Yield a problem for each rule for activations that lays out no layer's output."""
+    """Yield a problem for each activation rule that applies to no layer's output."""
     won = dict.fromkeys(range(1, len(rules) + 1), 0)
     beaten: dict[int, tuple[Rule, str]] = {}
     for match in matches:
@@ -42,7 +42,7 @@ def find_idle_rules(
     paths: Sequence[str],
     of: str,
 ) -> Iterator[Problem]:
-    """Yield a problem for each rule that decides nothing.
+    """Yield a problem for each rule that determines no layout.
 
     Args:
         rules: The rules.
@@ -73,7 +73,7 @@ def find_idle_rules(
         named = is_keras_rule(rule.pattern)
         if named not in candidates:
             tried = [path for path in paths if is_keras_rule(path) == named]
-            candidates[named] = len(tried), Candidates(tried, MOST_COMPARISONS)
+            candidates[named] = len(tried), Candidates(tried, MAX_COMPARISONS)
         count, candidate_paths = candidates[named]
         if of == "variable" and SLOTS.match(rule.pattern):
             yield Problem("unused rule", "warning", rule.pattern, f"{name}: {NO_RULES[0]}", (), *NO_RULES[1:])
@@ -98,7 +98,7 @@ def find_idle_rules(
 
 
 def _find_meant(pattern: str, nearest: str, paths: Sequence[str]) -> Sequence[str]:
-    """Return the nearest path, or its group where the pattern has no number of its own."""
+    """Return the nearest path, or its group of repeated blocks if the pattern has no number."""
     if re.search(r"\d", pattern.replace(r"\d", "")):
         return [nearest]
     parts = split_at_numbers(nearest)
@@ -106,7 +106,7 @@ def _find_meant(pattern: str, nearest: str, paths: Sequence[str]) -> Sequence[st
 
 
 def _find_unanchored(patterns: Iterable[str], paths: Sequence[str]) -> set[str]:
-    """Return the patterns that match inside of a path, with the index that the rules of a map use."""
+    """Return the patterns that match inside a path, not only from its start."""
     listed, found = list(patterns), set[str]()
     index = RuleIndex(map(re.compile, listed), anywhere=True)
     for path in paths if listed else ():
@@ -115,14 +115,14 @@ def _find_unanchored(patterns: Iterable[str], paths: Sequence[str]) -> set[str]:
 
 
 def correct_typos(problems: Sequence[Problem], unused: Mapping[str, Problem]) -> Iterator[Problem]:
-    """Yield the problems, with another fix where an unused rule comes near a variable without a rule.
+    """Yield the problems. If an unused rule almost matches a variable without a rule, change the fix.
 
     Adding a rule would end the warning and keep the typo, so the fix is to correct the unused one.
     """
     for problem in problems:
         near = dict(problem.facts).get("near misses", "").split(", ") if problem.kind == "no rule" else ()
         block = split_at_numbers(problem.subject)
-        # Assign each unused rule to its nearest variable only, so that no two fixes change one rule.
+        # Assign each unused rule to its nearest variable only, so that no two fixes change the same rule.
         meant = [unused[pattern] for pattern in near if pattern in unused]
         meant = [rule for rule in meant if split_at_numbers(_get_nearest_path(rule)) == block]
         if meant:
@@ -134,12 +134,12 @@ def correct_typos(problems: Sequence[Problem], unused: Mapping[str, Problem]) ->
 
 
 def _get_nearest_path(rule: Problem) -> str:
-    """Return the path that an unused rule is nearest to."""
+    """Return the path that an unused rule almost matches."""
     return dict(rule.facts)["near misses"].partition(", ")[0]
 
 
 def suggest_rules(plan: PlanTable) -> Iterator[Problem]:
-    """Yield the problems of a plan, with a rule that shards a variable in the fix of one without a rule."""
+    """Yield the problems of a plan. Add a rule to the fix of a variable without one."""
     by_path = {(a.variable.model, a.variable.path): a for a in plan.assignments}
     models = {a.variable.model for a in plan.assignments}
     suggestions = make_suggestions(plan)
@@ -147,7 +147,7 @@ def suggest_rules(plan: PlanTable) -> Iterator[Problem]:
         model = problem.model if problem.model or len(models) > 1 else next(iter(models), "")
         a = by_path.get((model, problem.subject))
         layout = suggestions.suggest_layout(a) if a and problem.kind == "no rule" else None
-        # Vectors are small, so shard them only like their kernel.
+        # Vectors are small, so suggest a rule only if their kernel is sharded.
         if a and layout and (len(a.variable.shape) > 1 or a.variable.use):
             none = f"= {(None,) * layout.rank}"
             problem = replace(problem, fix=problem.fix.replace(none, f"= {_format_specs(layout)}"))
@@ -159,7 +159,7 @@ def _format_specs(layout: Layout) -> str:
 
 
 def find_layer_outputs(rules: Rules, paths: Sequence[str]) -> Iterator[Problem]:
-    """Yield a note for each of Keras's rules with which Keras lays out outputs of layers, too."""
+    """Yield a note for each Keras rule that Keras also applies to layer outputs."""
     above = {
         path[:at] for path in paths if is_keras_rule(path) for at, sign in enumerate(path) if sign == "/"
     }

@@ -1,4 +1,4 @@
-"""Find problems of optimizer slots that follow no weight, and describe slots that are sharded with ZeRO."""
+"""Find problems of optimizer slots without a weight, and describe slots that ZeRO shards."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from layoutmap.core.errors import join_names
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.problems import Problem
 
-_SMALL = 1024  # number of elements from which a replicated slot is reported
+_MAX_UNREPORTED = 1024  # replicated slots with more elements are reported
 SLOTS = re.compile(r"optimizer(\\?\.|$)")
-"""Matches patterns that are meant for slots, whose paths begin so; a layer may be called `optimizer_net`."""
+"""Matches rule patterns for slots, which start with `optimizer.`, but not a layer `optimizer_net`."""
 NO_RULES = (
     "rules do not apply to an optimizer's slots",
     "each slot has the layout of its weight",
@@ -21,12 +21,12 @@ NO_RULES = (
 
 
 def is_sharded_by_zero(variable: VariableSpec) -> bool:
-    """Return whether `zero_dim` applies to a variable: a slot that follows a weight, or a large slot."""
-    return variable.kind is Kind.SLOT and (variable.follows or math.prod(variable.shape) > _SMALL)
+    """Return whether `zero_dim` applies to a variable: a slot of a weight, or a large slot."""
+    return variable.kind is Kind.SLOT and (variable.follows or math.prod(variable.shape) > _MAX_UNREPORTED)
 
 
 def find_slot_problems(variable: VariableSpec) -> Iterator[Problem]:
-    """Yield a problem for a slot of several elements that shares no axis with a weight."""
+    """Yield a problem for a slot with several elements that shares no axis with a weight."""
     num_elements = math.prod(variable.shape)
     follows = variable.follows and (variable.axes is None or any(variable.axes))
     if variable.kind is not Kind.SLOT or num_elements < 2 or follows:
@@ -34,7 +34,7 @@ def find_slot_problems(variable: VariableSpec) -> Iterator[Problem]:
     why = f"it belongs to {variable.parent}, which has no axis of such a size"
     yield Problem(
         "loose slot",
-        "warning" if num_elements > _SMALL else "note",
+        "warning" if num_elements > _MAX_UNREPORTED else "note",
         variable.path,
         f"{variable.path}: it has no axis of a weight, so it does not follow the layout of one",
         (("shape", str(variable.shape)), ("bytes", f"{variable.global_bytes:,}")),
@@ -44,7 +44,7 @@ def find_slot_problems(variable: VariableSpec) -> Iterator[Problem]:
 
 
 def make_zero_note(assignments: Sequence[Assignment], dim: str) -> Problem:
-    """Return a note with the number of slots that `zero_dim` shards further than their weights."""
+    """Return a note with the number of slots that `zero_dim` shards more than their weights."""
     slots = [a for a in assignments if is_sharded_by_zero(a.variable)]
     rest = [
         a.variable.path

@@ -24,13 +24,13 @@ from layoutmap.rules import presets
 from layoutmap.rules.merged_rules import match_numbers, merge_patterns
 from layoutmap.rules.rule_set import RuleSet
 
-_LEAST_SHARE = 0.001  # share of all weights below which no rule is suggested
+_MIN_SHARE = 0.001  # groups with a smaller share of all weights get no rule
 
 Group = Sequence[Assignment]
 
 
 def suggest_rules(plan: PlanTable, batch_dim: BatchDim | None = None) -> RuleSet:
-    """Return rules for the variables of a plan.
+    """Suggest rules for the variables of a plan.
 
     Args:
         plan: The plan. Its own layouts have no effect.
@@ -41,7 +41,7 @@ def suggest_rules(plan: PlanTable, batch_dim: BatchDim | None = None) -> RuleSet
     dims = [dim.name for dim in plan.mesh.mesh_dims if dim.size > 1]
     if not dims:
         return RuleSet(plan.mesh, rest="replicated")
-    # A preset uses a batch dim for weights only if the mesh has no other dim.
+    # Use a batch dim for weights only if the mesh has no other dim.
     dim = max(dims, key=lambda dim: (dim not in batch_dims, plan.mesh.dim_size(dim)))
     preset = presets.find_matching_preset([group[0].variable.path for group in _group_weights(plan)])
     return (preset and _adapt_preset(plan, preset, dim, batch_dims)) or _write_rules(
@@ -50,12 +50,12 @@ def suggest_rules(plan: PlanTable, batch_dim: BatchDim | None = None) -> RuleSet
 
 
 def _group_weights(plan: PlanTable) -> list[Group]:
-    """Return the weights of one shape with paths that differ only in numbers in one group."""
+    """Group the weights of one shape with paths that differ only in numbers."""
     return _group_by(plan, lambda v: (split_at_numbers(v.path), v.rule_shape))
 
 
 def _group_by(plan: PlanTable, key: Callable[[VariableSpec], object]) -> list[Group]:
-    """Return the weights and states that rules lay out, in groups of equal keys."""
+    """Group the weights and states to which rules apply by equal keys."""
     found: dict[object, list[Assignment]] = {}
     for a in plan.assignments:
         if a.variable.kind in (Kind.WEIGHT, Kind.STATE) and not a.variable.follows and a.variable.rule_shape:
@@ -64,7 +64,7 @@ def _group_by(plan: PlanTable, key: Callable[[VariableSpec], object]) -> list[Gr
 
 
 def _adapt_preset(plan: PlanTable, name: str, dim: str, batch_dims: tuple[str, ...]) -> RuleSet | None:
-    """Return the rules of a preset that match a weight, or None if they do not fit."""
+    """Return the rules of a preset that match a weight, or None if the preset does not fit."""
     over = (None, dim) if dim in batch_dims else (dim, None)
     fields = presets.read_preset(name, plan.mesh, *over)
     uneven, variables = dict(fields.uneven_rules), [a.variable for a in plan.assignments]
@@ -91,7 +91,7 @@ def _adapt_preset(plan: PlanTable, name: str, dim: str, batch_dims: tuple[str, .
 
 
 def _choose_layouts(plan: PlanTable, batch_dims: tuple[str, ...]) -> PlanTable:
-    """Return the plan with each weight in the layout that is suggested for it.
+    """Return the plan with the suggested layout for each weight.
 
     A suggestion depends on the weights of its block, so of each block one weight at a time is sharded.
     """
@@ -116,15 +116,15 @@ def _choose_layouts(plan: PlanTable, batch_dims: tuple[str, ...]) -> PlanTable:
 
 
 def _is_small(group: Group, plan: PlanTable) -> bool:
-    """Return whether a group is sharded only as the kernels of its layers are, since it has few bytes."""
+    """Return whether a group has too few bytes to be sharded, except along with its layers' kernels."""
     if len(group[0].variable.shape) == 1:
         return group[0].variable.use is None
     total = sum(a.variable.global_bytes for a in plan.assignments)
-    return sum(a.variable.global_bytes for a in group) < _LEAST_SHARE * total
+    return sum(a.variable.global_bytes for a in group) < _MIN_SHARE * total
 
 
 def _write_rules(plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> RuleSet:
-    """Return rules that give the layouts of a plan, one for each role and group of blocks."""
+    """Write rules that give the layouts of a plan, one for each role and group of blocks."""
     reasons = _Reasons(plan, dim, batch_dims)
     owners = {
         path: a.variable.path for a in plan.assignments for path in (a.variable.path, *a.variable.aliases)
@@ -139,7 +139,7 @@ def _write_rules(plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> Rule
             is_small = layout.is_fully_replicated() and (layout.rank == 1 or _is_small(members, plan))
             if is_small and usual in (None, layout):
                 continue
-            # The pattern for the usual layout also matches the exceptions, so their rules come first.
+            # The pattern of the usual layout also matches the exceptions, so their rules come first.
             parts = _find_pattern_parts(members, group if layout == usual else members, owners)
             rows.setdefault((layout == usual, layout, reasons.describe(members[0])), []).append(parts)
     merged = [(key, pattern) for key, patterns in rows.items() for pattern in merge_patterns(patterns)]
@@ -153,7 +153,7 @@ def _write_rules(plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> Rule
 
 
 def _find_pattern_parts(members: Group, group: Group, owners: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the parts of a pattern for some variables of a group that matches no variable outside of the group."""
+    """Find a pattern that matches some variables of a group and no variable outside the group."""
     paths, of_group = [a.variable.path for a in members], {a.variable.path for a in group}
     unwanted = [path for path, owner in owners.items() if owner not in of_group]
     for regex in (make_path_regex([a.variable.path for a in group]), match_numbers(paths)):
@@ -163,7 +163,7 @@ def _find_pattern_parts(members: Group, group: Group, owners: Mapping[str, str])
 
 
 class _Reasons:
-    """Write the reason for the layout of a weight."""
+    """Write the reason for each suggested layout."""
 
     def __init__(self, plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> None:
         self._linted = Linted(plan, spec_from_dims(batch_dims) if batch_dims else None)
@@ -222,7 +222,7 @@ class _Reasons:
         return "replicated" + (self._describe_uneven(shape, axes, w) or ", as the inputs of its layer are")
 
     def _describe_uneven(self, shape: Sequence[int], axes: Sequence[int], w: Weight | None = None) -> str:
-        """Return the sizes that the mesh dim does not divide, as text to put after a choice."""
+        """Describe the sizes that the mesh dim does not divide."""
         unit = (
             w.use.head_size or 1 if w is not None and (id(w) in self._parts or is_attention_output(w)) else 1
         )

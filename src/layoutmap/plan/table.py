@@ -1,4 +1,4 @@
-"""Define the data of a plan: the layout of each variable and its reason, every problem, and all bytes.
+"""Store a plan: the layout of each variable with its reason, the problems, and the bytes.
 
 `layoutmap.plan.planner` makes it. What users see is `layoutmap.Plan`, a face of it in `layoutmap.scope.plan`.
 """
@@ -21,7 +21,7 @@ from layoutmap.plan.carried_cost import PlanCost
 from layoutmap.plan.problems import Problem, group_problems, sort_problems
 from layoutmap.rules.near_misses import find_nearest
 
-_SHOWN_IN_FULL = 10
+_MAX_FULL_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PlanTable(Mapping[str, Assignment]):
 
     @cached_property
     def _keys_by_path(self) -> dict[str, list[str]]:
-        """Keys of the variables with a path. A variable's own path takes precedence over another's alias."""
+        """The keys of the variables with a path. A variable's path takes precedence over another's alias."""
         own: dict[str, list[str]] = {}
         aliases: dict[str, list[str]] = {}
         for key, a in self._assignments_by_key.items():
@@ -85,8 +85,8 @@ class PlanTable(Mapping[str, Assignment]):
             raise PlanError(
                 f"{path}: {len(keys)} variables of the plan have this path",
                 facts={"variables": join_names(keys)},
-                why="several models are in one plan",
-                fix=f"name the model too: plan[{keys[0]!r}]",
+                why="the plan has several models",
+                fix=f"include the model:  plan[{keys[0]!r}]",
             )
         near = find_nearest(path, self._keys_by_path)
         raise KeyError(
@@ -99,12 +99,12 @@ class PlanTable(Mapping[str, Assignment]):
 
     @property
     def errors(self) -> tuple[Problem, ...]:
-        """The problems with which the model cannot be made."""
+        """The problems that prevent building the model."""
         return tuple(p for p in self.problems if p.severity == "error")
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
-        """The problems that `strict` makes errors."""
+        """The problems that `strict` turns into errors."""
         return tuple(p for p in self.problems if p.severity == "warning")
 
     @property
@@ -124,7 +124,7 @@ class PlanTable(Mapping[str, Assignment]):
 
     @property
     def unused_dims(self) -> tuple[MeshDimension, ...]:
-        """The mesh dims of several devices over which no weight and no output of a layer is sharded."""
+        """The mesh dims of several devices over which no weight and no layer output is sharded."""
         layouts = [a.layout for a in self.assignments if a.variable.kind is Kind.WEIGHT]
         layouts += [match.layout for match in self.activations if match.layout is not None]
         used = {
@@ -134,7 +134,7 @@ class PlanTable(Mapping[str, Assignment]):
 
     @property
     def largest_global_init(self) -> Assignment | None:
-        """Largest variable that must be initialized unsharded on one device, or None."""
+        """The largest variable that one device must initialize unsharded, or None."""
         found = [a for a in self.assignments if a.global_init]
         return max(found, key=lambda a: a.variable.global_bytes, default=None)
 
@@ -154,7 +154,7 @@ class PlanTable(Mapping[str, Assignment]):
         return replace(self, cost=cost.mark_weight_collectives(frozenset(paths)))
 
     def set_limits(self, *, device_memory: int | None = None, strict: bool = False) -> Self:
-        """Return the plan with the limits that its `verdict` uses: the device memory, and whether warnings fail it.
+        """Return the plan with the limits for its `verdict`: the device memory, and whether warnings count as errors.
 
         Args:
             device_memory: The memory of a device in bytes, in place of the machine's; `None`: as the plan has it.
@@ -167,8 +167,8 @@ class PlanTable(Mapping[str, Assignment]):
             return replace(self, strict=strict)
         if device_memory < 1:
             raise PlanError(
-                f"device_memory={device_memory}: a device has memory",
-                why="it is the memory of a device in bytes",
+                f"device_memory={device_memory}: this is not a memory size",
+                why="device_memory is the memory of one device in bytes",
                 fix="pass a positive number, as in device_memory=80 * 2**30",
             )
         if self.cost is None:
@@ -198,7 +198,11 @@ class PlanTable(Mapping[str, Assignment]):
             (only,) = grouped
             fix = ", or ".join(filter(None, (only.fix, rest)))
             raise PlanError(only.what, problems=found, facts=dict(only.facts), why=only.why, fix=fix)
-        shown = "\n\n".join(str(problem) for problem in grouped[:_SHOWN_IN_FULL])
-        more = f"\n\n... and {len(grouped) - _SHOWN_IN_FULL} more" if len(grouped) > _SHOWN_IN_FULL else ""
+        shown = "\n\n".join(str(problem) for problem in grouped[:_MAX_FULL_PROBLEMS])
+        more = (
+            f"\n\n... and {len(grouped) - _MAX_FULL_PROBLEMS} more"
+            if len(grouped) > _MAX_FULL_PROBLEMS
+            else ""
+        )
         last = f"\n\nno rule matches some: {rest}" if rest else ""
         raise PlanError(f"{len(found)} problems\n{shown}{more}{last}", problems=found)

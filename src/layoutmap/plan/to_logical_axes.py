@@ -21,7 +21,7 @@ Rules = list[tuple[str, str | Dims | None]]
 
 
 def make_logical_rules(plan: PlanTable, axes: Any) -> tuple[dict[str, Names], Rules]:
-    """Return the axis names of each variable by path, and rules that give these names the plan's layouts.
+    """Return axis names for each variable by path, and rules that give these names the plan's layouts.
 
     Args:
         plan: The plan.
@@ -55,7 +55,7 @@ def _list_dims(layout: Layout) -> list[Dims]:
 
 
 def _name_axes(layouts: Mapping[str, Layout]) -> tuple[dict[str, Names], Rules]:
-    """Return a name for each combination of mesh dims, and the rules. Unsharded axes have no name."""
+    """Name each combination of mesh dims, and return the axis names and rules. Unsharded axes get no name."""
     used = [*dict.fromkeys(dims for layout in layouts.values() for dims in _list_dims(layout) if dims)]
     name_of = dict(zip(used, make_unique_names([f"over_{'_'.join(dims)}" for dims in used]), strict=True))
     names = {
@@ -83,7 +83,7 @@ def _read_names(axes: Any, layouts: Mapping[str, Layout]) -> dict[str, Names]:
 
 
 def _order_rules(names: Mapping[str, Names], layouts: Mapping[str, Layout]) -> Rules:
-    """Return rules in an order that gives each name its dims only on axes where the layouts have them."""
+    """Order the rules so that each name gets its dims only on axes that the layouts shard over them."""
     dims: dict[str, Dims] = {}
     for path, layout in layouts.items():
         for name, found in zip(names[path], _list_dims(layout), strict=True):

@@ -1,4 +1,4 @@
-"""Convert a plan to Python code with the calls of torch that shard a module as planned."""
+"""Convert a plan to Python code that shards a module with torch's own functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from layoutmap.core.layout import Layout
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.torch_styles import (
-    Held,
+    ModuleVariables,
     StyledModule,
     find_styled_modules,
     group_by_module,
@@ -56,7 +56,7 @@ _SHARED = """\
 
 
 def write_parallelize_code(plan: PlanTable) -> str:
-    """Return a program with a function `parallelize(model, mesh)`.
+    """Write a program with a function `parallelize(model, mesh)`.
 
     Raises:
         PlanError: Something has no form in torch's calls.
@@ -95,9 +95,9 @@ def _format_style(styled: StyledModule) -> str:
 
 
 def _collect_placements(
-    modules: Mapping[str, Held], styled: Mapping[str, StyledModule]
+    modules: Mapping[str, ModuleVariables], styled: Mapping[str, StyledModule]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the placements that no style expresses, by module, and the tensors that several modules share."""
+    """Return the placements that no style expresses, by module, and the tensors shared by several modules."""
     rest: dict[str, str] = {}
     shared: dict[str, str] = {}
     for module, held in modules.items():
@@ -116,7 +116,7 @@ def _collect_placements(
 
 
 def _list_placements(path: str, layout: Layout) -> Iterator[str]:
-    """Return torch's placements for a layout as Python code, one per mesh dim."""
+    """Return torch's placements of a layout as Python code, one per mesh dim."""
     order = {name: number for number, name in enumerate(layout.mesh.dim_names)}
     for axis in range(layout.rank):
         dims = layout.list_mesh_dims(axis)
@@ -125,7 +125,7 @@ def _list_placements(path: str, layout: Layout) -> Iterator[str]:
                 _CALL,
                 path,
                 f"the layout {layout} on {layout.mesh}",
-                "several placements of torch shard one axis in the order of the mesh's dims",
+                "torch shards one axis over several dims in the order of the mesh dims",
                 f"plan on a mesh with its dims in the order {', '.join(dims)}",
             )
     axis_of = {dim: axis for axis in range(layout.rank) for dim in layout.list_mesh_dims(axis)}
@@ -133,7 +133,7 @@ def _list_placements(path: str, layout: Layout) -> Iterator[str]:
 
 
 def _format_entries(values: Mapping[str, str]) -> Iterator[str]:
-    """Yield the entries of a dict as code, with entries that differ in one number merged into a loop."""
+    """Yield the entries of a dict as code. Entries that differ in one number become a loop."""
     groups: dict[tuple[str, str], list[str]] = {}
     for path, value in values.items():
         groups.setdefault((_FIRST.sub("{i}", path, count=1), value), []).append(path)

@@ -1,4 +1,4 @@
-"""Find the fewest rules that give a plan's layouts, so that they can be edited and planned again."""
+"""Find the fewest rules that reproduce a plan's layouts, so that a user can edit and replan them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RULED = (Kind.WEIGHT, Kind.STATE, Kind.RNG)
 
 
 def derive_rules(plan: PlanTable) -> RuleSet:
-    """Return rules that give a plan's variables the same layouts. The result is checked by planning with it.
+    """Derive rules that reproduce a plan's layouts. The result is checked by planning with it.
 
     Raises:
         RuleError: No rules give them.
@@ -44,21 +44,21 @@ def derive_rules(plan: PlanTable) -> RuleSet:
             groups.setdefault((split_at_numbers(a.variable.path), _get_specs(a)), []).append(a.variable.path)
     owners = {path: a.variable.path for a in ruled for path in (a.variable.path, *a.variable.aliases)}
     rules = make_group_rules({tuple(paths): specs for (_, specs), paths in groups.items()}, owners)
-    # Derived variables follow their parent unless they need a rule of their own.
+    # Derived variables inherit from their parent, so only those that differ need a rule.
     own = {a.variable.path: _get_specs(a) for a in _find_mismatches(plan, rules)}
     rules = {f"{re.escape(path)}$": specs for path, specs in own.items()} | rules
     if wrong := [a.variable.path for a in _find_mismatches(plan, rules)]:
         raise RuleError(
             f"{join_names(wrong)}: no rules give {'it its layout' if len(wrong) == 1 else 'them their layouts'}",
             facts={"layout": str(plan[wrong[0]].layout)},
-            why="it is derived from another variable, as a quantized kernel is, and follows that variable's rule",
-            fix="leave it out of what is inspected, and lay it out by hand",
+            why="it is derived from another variable, as for a quantized kernel, and inherits that variable's rule",
+            fix="exclude it from the plan, and set its layout by hand",
         )
     return _make_map(plan, rules)
 
 
 class _Memory(NamedTuple):
-    """Kind of host memory, after the specs of all axes, so that rules are found for specs and memory together."""
+    """A host memory kind, appended to the specs so that rules cover specs and memory together."""
 
     kind: str
 
@@ -81,7 +81,7 @@ def _make_map(plan: PlanTable, rules: dict[str, Specs]) -> RuleSet:
 
 
 def _find_mismatches(plan: PlanTable, rules: dict[str, Specs]) -> Iterator[Assignment]:
-    """Yield the planned variables to which the rules would give another layout."""
+    """Yield the variables to which the rules would give a layout that differs from the plan."""
     planned = make_table([a.variable for a in plan.assignments], _make_map(plan, rules), complete=False)
     for a, found in zip(planned.assignments, plan.assignments, strict=True):
         if found.variable.kind in _RULED and a.layout != found.layout:

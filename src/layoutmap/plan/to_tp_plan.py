@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from layoutmap.core.layout import Layout
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.torch_styles import (
-    Held,
+    ModuleVariables,
     StyledModule,
     find_styled_modules,
     group_by_module,
@@ -31,7 +31,7 @@ _STYLES: dict[tuple[str, bool, bool, int | None], str] = {
 
 
 def make_tp_plan(plan: PlanTable) -> dict[str, str]:
-    """Return the styles of a plan's modules, by their paths with a star for each number.
+    """Return the style of each module, by path with a star for each number.
 
     Raises:
         PlanError: transformers has no style for a module, or one entry would be for modules with different styles.
@@ -50,18 +50,18 @@ def make_tp_plan(plan: PlanTable) -> dict[str, str]:
                 _CALL,
                 path,
                 f"another style than that of {other}",
-                f"in transformers {entry!r} is one entry, for all numbers",
-                "lay both out alike",
+                f"in transformers, the entry {entry!r} applies to all numbers",
+                "give both the same layout",
             )
     return {entry: name for entry, name in found.items() if name}
 
 
 def _make_entry(path: str) -> str:
-    """Return a path as transformers matches it, where only the first of two adjacent numbers becomes a star."""
+    """Convert a path to a pattern. Transformers replaces only the first of two adjacent numbers by a star."""
     return re.sub(r"\.\d+(\.|$)", r".*\1", path)
 
 
-def _check_styles(modules: Mapping[str, Held], styled: Mapping[str, StyledModule]) -> None:
+def _check_styles(modules: Mapping[str, ModuleVariables], styled: Mapping[str, StyledModule]) -> None:
     dims: dict[str, tuple[str, Layout]] = {}
     for path, held in modules.items():
         for name, a in held.items():
@@ -80,7 +80,7 @@ def _check_styles(modules: Mapping[str, Held], styled: Mapping[str, StyledModule
                 own,
                 f"the layout {a.layout}",
                 "its styles are for linear layers and embeddings, sharded over one dim by columns or by rows",
-                "replicate it, or train with layout_map.scope(), which can",
+                "replicate it, or train with layout_map.scope(), which supports it",
             )
     if len(dims) > 1:
         (_, first), (path, layout) = [*dims.values()][:2]
@@ -88,8 +88,8 @@ def _check_styles(modules: Mapping[str, Held], styled: Mapping[str, StyledModule
             _CALL,
             path,
             f"the layout {layout}, beside {first}",
-            "a tensor parallel plan is for one mesh dim",
-            "shard all weights over one dim; over a second one, transformers shards by an fsdp_plan",
+            "a tensor parallel plan covers one mesh dim",
+            "shard all weights over one dim, and use an fsdp_plan of transformers for the second",
         )
 
 
@@ -98,6 +98,10 @@ def _name_style(styled: StyledModule) -> str:
     if name is None:
         what = f"a module sharded by {'columns' if styled.kind == 'colwise' else 'rows'} with this output"
         raise make_unsupported_error(
-            _CALL, styled.path, what, "it has no style for that", "leave the rule for its output out"
+            _CALL,
+            styled.path,
+            what,
+            "transformers has no style for this output",
+            "remove the rule for its output",
         )
     return name

@@ -12,8 +12,8 @@ from layoutmap.core.match import KERAS
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.table import PlanTable
 
-Held = Mapping[str, Assignment]
-"""The variables that a module holds itself, by name."""
+ModuleVariables = Mapping[str, Assignment]
+"""A module's own variables by name."""
 
 _LINEAR, _EMBEDDING = ("out.0", "in.0"), ("rows", "out.0")
 _SHARDED_AXES: dict[tuple[str, ...], dict[Literal["colwise", "rowwise"], dict[str, int | None]]] = {
@@ -24,7 +24,7 @@ _SHARDED_AXES: dict[tuple[str, ...], dict[Literal["colwise", "rowwise"], dict[st
 
 @dataclass(frozen=True, slots=True)
 class StyledModule:
-    """Module with the layouts of a tensor parallel style.
+    """A module with the layouts of a tensor parallel style.
 
     Args:
         path: Its path.
@@ -43,9 +43,9 @@ class StyledModule:
     output: int | None = None
 
 
-# A nearly correct export would train with a wrong layout, so other layouts are refused (decisions/0014).
+# An approximate export would train with wrong layouts, so raise for layouts without an exact form (decisions/0014).
 def list_ruled_variables(plan: PlanTable, call: str) -> list[Assignment]:
-    """Return the variables of a plan for which another library has rules: all except slots and metrics.
+    """Return the variables to which another library's rules apply: all except slots and metrics.
 
     Raises:
         PlanError: The plan has errors, a variable is in host memory, or a slot is not laid out as its weight.
@@ -63,19 +63,19 @@ def list_ruled_variables(plan: PlanTable, call: str) -> list[Assignment]:
                     call,
                     v.path,
                     f"the layout {a.layout} of an optimizer's slot",
-                    "there a slot is made like its weight, and has its layout",
+                    "the other library gives a slot the layout of its weight",
                     "plan the model without its optimizer",
                 )
     return [a for a in plan.assignments if a.variable.kind in (Kind.WEIGHT, Kind.STATE, Kind.RNG)]
 
 
 def make_unsupported_error(call: str, path: str, what: str, why: str, fix: str) -> PlanError:
-    """Return the error that another library's form cannot express a part of a plan."""
-    return PlanError(f"{call}: {path}: {what} has no form there", why=why, fix=fix)
+    """Return the error for a part of a plan that another library cannot express."""
+    return PlanError(f"{call}: {path}: {what} cannot be expressed", why=why, fix=fix)
 
 
 def group_by_module(plan: PlanTable, call: str) -> dict[str, dict[str, Assignment]]:
-    """Return the variables of a torch plan by module and name. A shared variable is listed in each module.
+    """Group the variables of a torch plan by module and name. A shared variable is in each of its modules.
 
     Raises:
         PlanError: It is a plan of another library, or see `list_ruled_variables`.
@@ -98,8 +98,10 @@ def list_sharding_dims(layout: Layout) -> tuple[str, ...]:
     return tuple(dim for axis in range(layout.rank) for dim in layout.list_mesh_dims(axis))
 
 
-def find_styled_modules(plan: PlanTable, modules: Mapping[str, Held], call: str) -> dict[str, StyledModule]:
-    """Return by path the modules with the layouts of a style, and with an output that the style allows.
+def find_styled_modules(
+    plan: PlanTable, modules: Mapping[str, ModuleVariables], call: str
+) -> dict[str, StyledModule]:
+    """Return, by path, the modules with the weights and output of a tensor parallel style.
 
     A module that is sharded by columns gives its shards to one beside it that is sharded by rows, if there is any, as
     in attention and in gated units; else its output is whole. Rules for outputs say otherwise.
@@ -132,12 +134,12 @@ def find_styled_modules(plan: PlanTable, modules: Mapping[str, Held], call: str)
 def _set_output(
     path: str,
     styled: StyledModule | None,
-    held: Held | None,
+    held: ModuleVariables | None,
     axes: Mapping[int, set[str]],
     layout: Layout,
     call: str,
 ) -> StyledModule:
-    """Return a styled module with the sharded axis of its output."""
+    """Set the sharded output axis of a styled module."""
     (axis, dims), *more = axes.items()
     if (
         styled is None
@@ -151,13 +153,13 @@ def _set_output(
             call,
             path,
             f"the layout {layout} of its output",
-            "only outputs of linear layers, embeddings and norms are laid out there, over the dim of their weights",
-            "plan with a map without that rule for activations",
+            "only outputs of linear layers, embeddings, and norms can be sharded, over the dim of their weights",
+            "plan without this activation rule",
         )
     return replace(styled, output=-1 if axis == layout.rank - 1 else axis)
 
 
-def _find_style(path: str, held: Held) -> StyledModule | None:
+def _find_style(path: str, held: ModuleVariables) -> StyledModule | None:
     weight = held.get("weight")
     dims = {dim for a in held.values() for dim in list_sharding_dims(a.layout)}
     use = weight.variable.use if weight else None

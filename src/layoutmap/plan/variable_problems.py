@@ -1,4 +1,4 @@
-"""Find the problems of variables in a plan, and word them."""
+"""Find the problems of variables in a plan, and write their messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NEED_A_RULE = (Kind.WEIGHT, Kind.STATE, Kind.LATER)
 
 
 def find_contradiction(variable: VariableSpec, rules: Sequence[Rule]) -> Problem:
-    """Return the problem that several of Keras's rules match the name of one variable."""
+    """Return the problem that several Keras rules match the name of one variable."""
     return Problem(
         "contradiction",
         "error",
@@ -36,7 +36,7 @@ def find_contradiction(variable: VariableSpec, rules: Sequence[Rule]) -> Problem
 def find_tied_conflict(
     variable: VariableSpec, rule: Rule, winners: Mapping[str, Rule], num_paths: int
 ) -> Problem:
-    """Return the problem that the paths of one variable match rules with different layouts.
+    """Return the problem that the paths of a tied variable match rules with different layouts.
 
     Args:
         variable: The variable.
@@ -56,7 +56,7 @@ def find_tied_conflict(
 
 
 def find_variable_problems(assignment: Assignment, asked: Layout, why_not: str = "") -> Iterator[Problem]:
-    """Yield the problems of a variable: uneven axes, no matching rule, an initial value that is made unsharded.
+    """Yield the problems of a variable: uneven axes, no matching rule, or an unsharded initial value.
 
     Args:
         assignment: The variable and its layout.
@@ -106,7 +106,7 @@ def find_variable_problems(assignment: Assignment, asked: Layout, why_not: str =
 def find_unsupported(
     unsupported: Sequence[Unsupported], assignments: Sequence[Assignment]
 ) -> Iterator[Problem]:
-    """Yield a problem for each layer and variable that the backend cannot compute in its layout."""
+    """Yield a problem for each layer and variable that the backend cannot run in its layout."""
     sharded = {
         (a.variable.model, path, axis)
         for a in assignments
@@ -135,7 +135,7 @@ def _describe_layout_error(
 
 
 def _describe_uneven_axis(error: LayoutError, assignment: Assignment, axis: int, why_not: str) -> Problem:
-    """Return the error of an axis that does not divide."""
+    """Return the error for an axis that does not divide evenly."""
     problem = _describe_layout_error("uneven", "error", error, assignment)
     if why_not:
         pads = assignment.match and assignment.match.rule and assignment.match.rule.uneven != "error"
@@ -146,7 +146,7 @@ def _describe_uneven_axis(error: LayoutError, assignment: Assignment, axis: int,
 
 
 def _describe_padding(error: LayoutError, assignment: Assignment, axis: int) -> Problem:
-    """Return the note of an axis that is padded."""
+    """Return the note for a padded axis."""
     size, padded = (shape[axis] for shape in (assignment.variable.shape, assignment.padded_shape))
     cost = format_bytes(assignment.padding_bytes)
     problem = _describe_layout_error("uneven", "note", error, assignment)
@@ -155,7 +155,7 @@ def _describe_padding(error: LayoutError, assignment: Assignment, axis: int) -> 
 
 
 def _describe_replacement(error: LayoutError, assignment: Assignment, axis: int, why_not: str) -> Problem:
-    """Return the note of an axis that does not divide, so that other dims shard it."""
+    """Return the note for an uneven axis that is sharded over other dims instead."""
     dims = assignment.layout.list_mesh_dims(axis)
     taken = f"sharded over {', '.join(dims)} only" if dims else "replicated"
     problem = _describe_layout_error("uneven", "note", error, assignment)
@@ -177,7 +177,7 @@ def _describe_replacement(error: LayoutError, assignment: Assignment, axis: int,
 
 
 def find_several_dims(match: Match, layout: Layout) -> Iterator[Problem]:
-    """Yield a problem for each axis over several dims, for an engine that shards an axis over one."""
+    """Yield a problem for each axis over several dims, if the engine shards an axis over one only."""
     taken = keep_largest_dims(layout)
     for axis in range(layout.rank):
         if layout.num_shards(axis) > taken.num_shards(axis):
@@ -195,7 +195,7 @@ def find_several_dims(match: Match, layout: Layout) -> Iterator[Problem]:
 def find_free_activations(
     assignments: Sequence[Assignment], batch_dim: BatchDim | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem if weights are sharded along two axes, or as the batch is, without rules for activations.
+    """Yield a problem if weights are sharded along two axes or over the batch dim, without activation rules.
 
     Args:
         assignments: The weights and their layouts.

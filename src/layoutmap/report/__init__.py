@@ -1,1 +1,1 @@
-"""Views of a plan: each turns the value into text and computes nothing else."""
+"""Format plans and checkpoints as text, HTML, and JSON."""

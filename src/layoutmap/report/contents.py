@@ -1,4 +1,4 @@
-"""The content of a checkpoint: facts and a table of its variables, as text, as HTML for notebooks, as JSON."""
+"""Format the content of a checkpoint as text, HTML for notebooks, and JSON."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from layoutmap.report.rows import Row, make_rows
 from layoutmap.report.text import format_shape
 
 COLUMNS = ("variable", "times", "shape", "dtype", "kind", "layout", "bytes")
-_RIGHT = {"times", "bytes"}
-_DROP = ("kind", "times", "dtype", "shape")
-_NAMES = {
+_RIGHT_ALIGNED = {"times", "bytes"}
+_DROPPABLE = ("kind", "times", "dtype", "shape")
+_KIND_NAMES = {
     Kind.WEIGHT: "weights",
     Kind.STATE: "state",
     Kind.SLOT: "slots",
@@ -31,7 +31,7 @@ _NAMES = {
     Kind.METRIC: "metrics",
     Kind.LATER: "later",
 }
-_MOST_METADATA = 400  # longest metadata to show, in characters
+_MAX_METADATA = 400  # longer metadata is cut, in characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Contents:
 
     Args:
         where: Its file or folder.
-        facts: What else is known of it, by name: texts to show, in order.
+        facts: Further facts to show, by name, in order.
         variables: Its variables, in order.
-        table: The same as a plan: each variable in the layout in which it was saved.
+        table: The variables as a plan, with the layouts in which they were saved.
     """
 
     where: str
@@ -52,7 +52,7 @@ class Contents:
 
 
 def read_contents(source: Source, variables: Iterable[SavedVariable]) -> Contents:
-    """Return the variables and facts of a checkpoint or weight file, without reading values.
+    """Read the variables and facts of a checkpoint, without values.
 
     Args:
         source: A step of a checkpoint, or files that others have written.
@@ -86,13 +86,13 @@ def format_contents_line(contents: Contents) -> str:
 
 
 def format_text(contents: Contents, width: int | None = None) -> str:
-    """Return a checkpoint's facts, a table of its variables, the largest first, and its totals."""
+    """Format a checkpoint's facts, a table of its variables (largest first), and totals."""
     facts = [(name, escape_text(text)) for name, text in contents.facts.items()]
     return "\n".join(
         [
             align_rows(f"Checkpoint {format_contents_line(contents)}", facts),
             "",
-            *format_table(COLUMNS, _make_rows(contents), _RIGHT, width=width, drop=_DROP),
+            *format_table(COLUMNS, _make_rows(contents), _RIGHT_ALIGNED, width=width, drop=_DROPPABLE),
             "",
             _sum_by_kind(contents.table.assignments),
         ]
@@ -153,7 +153,7 @@ def _list_foreign_facts(source: Source) -> dict[str, str]:
 
 def _shorten_metadata(metadata: Any) -> str:
     text = json.dumps(metadata, ensure_ascii=False, default=str)
-    return text if len(text) <= _MOST_METADATA else f"{text[:_MOST_METADATA]}..."
+    return text if len(text) <= _MAX_METADATA else f"{text[:_MAX_METADATA]}..."
 
 
 def _make_rows(contents: Contents) -> list[tuple[str, ...]]:
@@ -177,8 +177,8 @@ def _make_cells(row: Row, plain: bool) -> tuple[str, ...]:
 
 
 def _sum_by_kind(assignments: Iterable[Assignment]) -> str:
-    found = dict.fromkeys(_NAMES.values(), 0)
+    found = dict.fromkeys(_KIND_NAMES.values(), 0)
     for a in assignments:
-        found[_NAMES[a.variable.kind]] += a.variable.global_bytes
+        found[_KIND_NAMES[a.variable.kind]] += a.variable.global_bytes
     parts = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in found.items() if num_bytes]
     return ", ".join(parts) + f"; {format_bytes(sum(found.values()))} in total"

@@ -15,13 +15,13 @@ from layoutmap.plan.table import PlanTable
 from layoutmap.report.text import format_shape
 
 
-def explain_variable(plan: PlanTable, path: str, asked: PlanTable | None = None) -> str:
-    """Return why a variable has its layout: the winning rule, other matches, problems, and how to change it.
+def explain_variable(plan: PlanTable, path: str, other_plan: PlanTable | None = None) -> str:
+    """Explain a variable's layout: the winning rule, other matches, problems, and how to change it.
 
     Args:
         plan: The plan.
         path: The variable's path.
-        asked: What another layout map says of the same variables.
+        other_plan: What another layout map says of the same variables.
 
     Raises:
         KeyError: The plan has no such variable.
@@ -32,7 +32,7 @@ def explain_variable(plan: PlanTable, path: str, asked: PlanTable | None = None)
         for rows in (_describe_variable(assignment), _explain_layout(assignment), _suggest_change(assignment))
     )
     step = [(name, escape_text(text)) for name, text in list_collectives(plan, assignment)]
-    compared = [] if asked is None else _compare_with_map(assignment, asked[path])
+    compared = [] if other_plan is None else _compare_with_map(assignment, other_plan[path])
     rows = [*what, *why, *compared, *step, *_list_problems(plan, assignment), *how]
     return align_rows(escape_text(assignment.variable.path), rows)
 
@@ -82,7 +82,7 @@ def _explain_layout(assignment: Assignment) -> Iterator[tuple[str, str]]:
 
 
 def _compare_with_map(here: Assignment, asked: Assignment) -> list[tuple[str, str]]:
-    """Return the layout that another map gives a variable, and whether it is the same."""
+    """Return the layout that another map gives a variable, and whether both are equal."""
     rule = asked.match and asked.match.rule
     agrees = here.layout.mesh.mesh_dims == asked.layout.mesh.mesh_dims and (
         (here.layout.sharding_specs, here.layout.host_memory)
@@ -93,14 +93,14 @@ def _compare_with_map(here: Assignment, asked: Assignment) -> list[tuple[str, st
 
 
 def _describe_axes(variable: VariableSpec) -> Iterator[tuple[str, str]]:
-    """Yield the parent's axes that each axis of a derived variable comes from."""
+    """Yield the parent axes for each axis of a derived variable."""
     if variable.axes:
         texts = [f"of axis {' and '.join(map(str, of))}" if of else "of its own" for of in variable.axes]
         yield "its axes", ", ".join(f"{axis} {text}" for axis, text in enumerate(texts))
 
 
 def list_collectives(plan: PlanTable, assignment: Assignment) -> Iterator[tuple[str, str]]:
-    """Yield the collectives in a training step that a variable's layout causes, if the plan has a cost."""
+    """Yield the collectives that a variable's layout causes in a training step, if the plan has a cost."""
     cost, variable = plan.cost, assignment.variable
     if cost is None or variable.kind is not Kind.WEIGHT:
         return

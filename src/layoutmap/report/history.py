@@ -1,4 +1,4 @@
-"""The steps of a directory as a tree: which came from which, and which was saved last."""
+"""Format the steps of a directory as a tree by their parents, and mark the latest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from layoutmap.core.text_table import format_table
 
 
 def format_history(where: str, steps: Iterable[SavedStep]) -> str:
-    """Return the steps of a directory as a tree, each below the step it continued.
+    """Format the steps of a directory as a tree, each below its parent.
 
     The line of the step that was saved last goes straight down; what was left is beside it.
 
@@ -45,7 +45,7 @@ def format_history(where: str, steps: Iterable[SavedStep]) -> str:
 
 
 def _find_parents(known: Sequence[SavedStep]) -> Iterator[int | None]:
-    """Yield for each step the nearest existing ancestor."""
+    """Yield the nearest existing ancestor of each step."""
     on: dict[str, list[int]] = {}
     for each in known:
         on.setdefault(each.line, []).append(each.step)
@@ -64,7 +64,7 @@ def _iterate_rows(
     parent: int | None,
     rest: str,
 ) -> Iterator[tuple[str, SavedStep]]:
-    """Yield each descendant of a step with its indentation marks."""
+    """Yield each descendant of a step with its indentation."""
     while children := sorted(below.get(parent, ()), key=lambda each: latest[each.step]):
         *sides, main = children
         for side in sides:
@@ -75,7 +75,7 @@ def _iterate_rows(
 
 
 def _find_latest(below: Mapping[int | None, Sequence[SavedStep]]) -> dict[int, tuple[int, int]]:
-    """Return for each step the most recently saved step among itself and its descendants."""
+    """Return, for each step, the most recent save among itself and its descendants."""
     found: dict[int, tuple[int, int]] = {}
     for each in sorted((e for some in below.values() for e in some), key=lambda each: -each.step):
         found[each.step] = max([(each.order, each.step), *(found[e.step] for e in below.get(each.step, ()))])

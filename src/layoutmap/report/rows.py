@@ -1,4 +1,4 @@
-"""The rows of a plan's table, with repeated blocks and optimizer slots collapsed.
+"""Collapse repeated blocks and optimizer slots into the rows of a plan's table.
 
 Thirty-two equal decoder blocks are one row for each variable of a block: `blocks.{0..31}.attn.query.kernel`. Slots that
 are placed as their weights are one row for each kind of slot: `optimizer.*.momentum`. So are numbers that an optimizer
@@ -16,12 +16,12 @@ from layoutmap.plan.table import PlanTable
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Variables that are shown as one.
+    """Variables shown as one row.
 
     Args:
-        path: Their paths in one, as in `blocks.{0..31}.kernel` or `optimizer.*.momentum`.
+        path: Their merged path, such as `blocks.{0..31}.kernel` or `optimizer.*.momentum`.
         assignments: The variables.
-        follows: Whether they are slots, each with the shape and the layout of its weight.
+        follows: Whether they are slots with the shapes and layouts of their weights.
     """
 
     path: str
@@ -30,7 +30,7 @@ class Row:
 
     @property
     def first(self) -> Assignment:
-        """First assignment of the row. All share its shape, dtype, layout, and rule."""
+        """The first assignment. All assignments of the row have its shape, dtype, layout, and rule."""
         return self.assignments[0]
 
     @property
@@ -40,12 +40,12 @@ class Row:
 
     @property
     def shard_bytes(self) -> int:
-        """Size in bytes of one device's shards of them, as far as they fit their layouts."""
+        """Bytes of one device's shards, without variables that do not fit their layouts."""
         return sum(a.shard_bytes for a in self.assignments if a.fits)
 
     @property
     def rule(self) -> str:
-        """The number of the rule that won, the variable that it follows, or why there is none."""
+        """The number of the winning rule, the parent variable, or the reason for having none."""
         match, variable = self.first.match, self.first.variable
         if match is None and variable.axes is not None:
             return f"as {merge_paths([a.variable.parent or '' for a in self.assignments])}"

@@ -1,4 +1,4 @@
-"""A plan as a table for the terminal, and as HTML for notebooks: one table, no scripts, no outside files.
+"""Format a plan as a table for terminals and as HTML for notebooks, without scripts or external files.
 
 Names are escaped here, each where it is put into a line: afterwards a newline of a path is one of the table.
 """
@@ -20,9 +20,9 @@ from layoutmap.report.rows import Row, make_rows
 
 COLUMNS = ("variable", "times", "shape", "dtype", "layout", "shard", "bytes", "per device", "rule")
 ACTIVATION_COLUMNS = ("layer's output", "times", "layout", "rule")
-_RIGHT = {"times", "bytes", "per device"}
-_DROP = ("times", "dtype", "bytes", "shard", "shape", "rule")
-_MOST_RULES = 40
+_RIGHT_ALIGNED = {"times", "bytes", "per device"}
+_DROPPABLE = ("times", "dtype", "bytes", "shard", "shape", "rule")
+_MAX_RULES = 40
 
 
 def format_line(plan: PlanTable) -> str:
@@ -39,17 +39,19 @@ def format_line(plan: PlanTable) -> str:
 
 
 def format_text(plan: PlanTable, width: int | None = None) -> str:
-    """Return the verdict on a plan, its table and totals, and its problems in full."""
+    """Format a plan: the verdict, the table with totals, and the problems in full."""
     lines = [str(judge_plan(plan)), ""]
-    lines += format_table(COLUMNS, map(format_row, make_rows(plan)), _RIGHT, width=width, drop=_DROP)
+    lines += format_table(
+        COLUMNS, map(format_row, make_rows(plan)), _RIGHT_ALIGNED, width=width, drop=_DROPPABLE
+    )
     rules = _list_used_rules(plan)
     if rules:
-        lines += ["", *(escape_text(str(rule)) for rule in rules[:_MOST_RULES])]
-    if len(rules) > _MOST_RULES:
-        lines.append(f"... and {len(rules) - _MOST_RULES} more rules")
+        lines += ["", *(escape_text(str(rule)) for rule in rules[:_MAX_RULES])]
+    if len(rules) > _MAX_RULES:
+        lines.append(f"... and {len(rules) - _MAX_RULES} more rules")
     if plan.activations:
         cells = format_activations(plan)
-        lines += ["", *format_table(ACTIVATION_COLUMNS, cells, _RIGHT, width=width, drop=_DROP)]
+        lines += ["", *format_table(ACTIVATION_COLUMNS, cells, _RIGHT_ALIGNED, width=width, drop=_DROPPABLE)]
     lines += ["", f"Plan: {format_line(plan)}"]
     if plan.cost:
         lines.append(f"Cost: {plan.cost.line}")
@@ -86,13 +88,13 @@ def format_text(plan: PlanTable, width: int | None = None) -> str:
 
 
 def _list_used_rules(plan: PlanTable) -> list[Rule]:
-    """Return the rules that decide a variable's layout, in map order."""
+    """Return the rules that determine a variable's layout, in map order."""
     won = {a.match.rule.number: a.match.rule for a in plan.assignments if a.match and a.match.rule}
     return [won[number] for number in sorted(won)]
 
 
 def format_warnings(plan: PlanTable) -> str:
-    """Return the warnings of a scope as one text, or "" without warnings.
+    """Format the warnings of a scope as one text, or "" without warnings.
 
     That is every rule that does not do what it says, and every variable without a rule that has two axes or more:
     biases and scales are small and mostly meant to be replicated, and are in the plan.
@@ -112,7 +114,7 @@ def format_warnings(plan: PlanTable) -> str:
 
 
 def format_row(row: Row) -> tuple[str, ...]:
-    """Return one cell of text for each of `COLUMNS`."""
+    """Format one cell for each of `COLUMNS`."""
     a = row.first
     times = str(len(row.assignments)) if len(row.assignments) > 1 else ""
     if row.follows:
@@ -142,7 +144,7 @@ def format_row(row: Row) -> tuple[str, ...]:
 
 
 def format_activations(plan: PlanTable) -> list[tuple[str, ...]]:
-    """Return the rows of layers with a constrained output, with repeated blocks in one row."""
+    """Format a row for each layer with an output rule, with repeated blocks merged."""
     groups: dict[object, list[Match]] = {}
     for match in plan.activations:
         groups.setdefault((split_at_numbers(match.path), match.rule), []).append(match)
@@ -163,7 +165,7 @@ def format_shape(shape: tuple[int, ...]) -> str:
 
 
 def format_html(plan: PlanTable) -> str:
-    """Return the verdict on a plan, its table, and its problems as HTML."""
+    """Format the verdict, the table, and the problems of a plan as HTML."""
     rows = [format_row(row) for row in make_rows(plan)]
     found = "".join(format_pre(f"{p.severity}: {p}") for p in group_problems(plan.errors + plan.warnings))
     activations = (

@@ -1,1 +1,1 @@
-"""From names to layouts: sets of rules, their files, presets, published models, tensor parallel plans. Pure."""
+"""Map names to layouts: rule sets, rules files, presets, published models, and tensor parallel plans."""

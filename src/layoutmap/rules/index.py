@@ -1,10 +1,9 @@
-"""Which rules can match a path at all, found without trying every regex.
+"""Find the rules that can match a path without trying every regex.
 
-A layout map tries its rules in order, and most of them fail on most paths. Nearly every rule holds some literal text
-that a path must contain for the regex to match: `.*\\.layer_17\\.(query|key)\\.kernel` needs `.layer_17.`. The index
-files each rule under the rarest piece of its literals, three characters or fewer, and tries a path only against the
-rules filed under the pieces that it holds. It is a filter and never a decision: the regexes themselves decide, in
-their order.
+Most rules of a layout map fail on most paths. Nearly every rule contains literal text that each matching path must
+contain: `.*\\.layer_17\\.(query|key)\\.kernel` needs `.layer_17.`. The index
+stores each rule under the rarest piece of its literals, three characters or fewer, and tries a path only against the
+rules of the pieces that it contains. The index only filters. The regexes decide, in their order.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-_PIECE = 3
+_PIECE_LENGTH = 3
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 
 
 class RuleIndex:
-    """The rules of a layout map, filed by text that a path must contain.
+    """Index the rules of a layout map by text that a matching path must contain.
 
-    Rules are filed when a path is looked up: those added since one by one, and all of them anew whenever their number
-    has doubled, since which piece is the rarest is known only then. Other threads may look up and add meanwhile.
+    A lookup indexes the rules that were added since the last one. It rebuilds the index when the number of rules has
+    doubled, because other pieces may then be the rarest. Threads may look up and add rules at the same time.
 
     Args:
         patterns: The regexes, in the order of the rules.
-        anywhere: Whether a rule matches anywhere in a path, and not from its start alone.
+        anywhere: Whether a rule may match anywhere in a path, not only from its start.
     """
 
     def __init__(self, patterns: Iterable[re.Pattern[str]] = (), *, anywhere: bool = False):
         self._patterns = list(patterns)
         self._anywhere = anywhere
-        self._filing = threading.Lock()
+        self._index_lock = threading.Lock()
         self._matchers: list[Callable[[str], object]] = []
         self._longest: list[str] = []
         self._pieces: list[set[str]] = []
@@ -43,11 +42,11 @@ class RuleIndex:
         self._filed = self._filed_at_once = 0
 
     def append(self, pattern: re.Pattern[str]) -> None:
-        """Add a regex, after all others."""
+        """Append a regex."""
         self._patterns.append(pattern)
 
     def find_matches(self, path: str) -> Iterator[int]:
-        """Yield the numbers of the rules that match a path, first to last."""
+        """Yield the numbers of the rules that match a path, in ascending order."""
         if self._filed != len(self._patterns):
             self._index_new_rules()
         files = self._files
@@ -61,10 +60,10 @@ class RuleIndex:
                 yield number
 
     def _index_new_rules(self) -> None:
-        with self._filing:
+        with self._index_lock:
             start = len(self._pieces)
             for pattern in self._patterns[start:]:
-                # Flags in a pattern change the meaning of its characters, so such a pattern is tried on every path.
+                # Flags in a pattern change the meaning of its characters, so try such a pattern on every path.
                 literals = find_required_literals(pattern.pattern) if pattern.flags == re.UNICODE else []
                 pieces = {piece for text in literals for piece in _list_index_keys(text)}
                 self._frequency.update(pieces)
@@ -81,7 +80,7 @@ class RuleIndex:
 
 
 class _LiteralIndex:
-    """Numbers of rules by a literal that their paths contain, and the rules that are always tried."""
+    """Store the numbers of rules by a literal that their paths contain, and the rules to try always."""
 
     def __init__(self) -> None:
         self.always: list[int] = []
@@ -99,8 +98,8 @@ class _LiteralIndex:
 
 
 def _list_index_keys(literal: str) -> Iterable[str]:
-    """Return the index keys of a literal: each run of three characters, or the whole of a shorter literal."""
-    return _list_substrings(literal, min(_PIECE, len(literal)))
+    """Return the index keys of a literal: each run of three characters, or a shorter literal itself."""
+    return _list_substrings(literal, min(_PIECE_LENGTH, len(literal)))
 
 
 def _list_substrings(text: str, width: int) -> list[str]:
@@ -119,7 +118,7 @@ def find_required_literals(pattern: str) -> list[str]:
     """
     try:
         items: Any = import_module("re._parser").parse(pattern)
-    except (ImportError, AttributeError):  # the module is not public in this Python release
+    except (ImportError, AttributeError):  # this Python release does not have the undocumented module
         return []
     found: list[str] = []
     run = ""
@@ -129,7 +128,7 @@ def find_required_literals(pattern: str) -> list[str]:
             run += chr(value)
             continue
         if name in _REPEATS and value[0] and [str(inner) for inner, _ in value[2]] == ["LITERAL"]:
-            # The character occurs at least once, and the next one need not follow it.
+            # A repeated character occurs at least once, but the next one need not follow it directly.
             run += chr(value[2][0][1])
         found.append(run)
         run = ""

@@ -1,4 +1,4 @@
-"""Rules of Keras's own layout maps, kept as they are: `keras:transformer_layer.*attention_output.kernel`.
+"""Apply the rules of Keras's own layout maps unchanged: `keras:transformer_layer.*attention_output.kernel`.
 
 A key of `keras.distribution.LayoutMap` is a regex over `variable.path`: the names of layers, joined by slashes. These
 are not object paths, and no translation of the regex is right for all models. So a rule that begins with `keras:` is
@@ -26,25 +26,25 @@ from layoutmap.core.mesh import Mesh
 _FLAGS = re.compile(r"(?:\(\?[aiLmsux]+\))+")
 
 
-# Keras matches its own variable names, so rules for them start with `keras:` (decisions/0014).
+# Keras rules match Keras variable names, not paths, so they start with `keras:` (decisions/0014).
 def is_keras_rule(text: str) -> bool:
-    """Return whether a rule or path starts with `keras:` and so refers to Keras's own variable names."""
+    """Return whether a rule or name starts with `keras:`, so that it refers to Keras variable names."""
     return text.startswith(KERAS)
 
 
 def anchor_pattern(pattern: str) -> str:
-    """Return a rule's regex anchored at the start of a path: `keras:(?:a|b)\\Z` for `keras:a|b`."""
+    r"""Anchor a rule's regex at the start of a path: `keras:(?:a|b)\Z` for `keras:a|b`."""
     if not is_keras_rule(pattern):
         return pattern
     body = pattern.removeprefix(KERAS)
     flags = _FLAGS.match(body)
-    # A verbose body may end in a comment, so close the group on a new line.
+    # A verbose regex may end in a comment, so close the group on a new line.
     end = "\n" if re.compile(body).flags & re.VERBOSE else ""
     return f"{flags[0] if flags else ''}{KERAS}(?:{body[flags.end() if flags else 0 :]}{end})\\Z"
 
 
 def pad_layout(rule: Rule, rank: int) -> Layout:
-    """Return a rule's layout for a variable of `rank` axes, padded with unsharded axes for a `keras:` rule."""
+    """Return a rule's layout for a variable. Pad the layout of a `keras:` rule with unsharded axes."""
     layout = rule.layout
     if not is_keras_rule(rule.pattern) or layout.rank >= rank:
         return layout
@@ -53,7 +53,7 @@ def pad_layout(rule: Rule, rank: int) -> Layout:
 
 
 def read_keras_map(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[object, ...]]]:
-    """Return the mesh and the rules of a `keras.distribution.LayoutMap`.
+    """Read the mesh and the rules of a `keras.distribution.LayoutMap`.
 
     Raises:
         RuleError: It is no map of Keras's, or has no mesh, or a key of it is none.
@@ -61,7 +61,7 @@ def read_keras_map(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, t
     """
     if not _is_keras_map(keras_map):
         raise RuleError(
-            f"from_keras: {shorten_repr(keras_map)} is not a layout map of Keras",
+            f"from_keras: {shorten_repr(keras_map)} is not a Keras layout map",
             why=f"it is {describe_type(keras_map)}",
             fix="pass a keras.distribution.LayoutMap, as in Llama3Backbone.get_layout_map(device_mesh)",
         )
@@ -72,7 +72,7 @@ def read_keras_map(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, t
             raise RuleError(
                 f"from_keras: the key {key!r} is not text",
                 why="Keras reads it as a regex over variable.path",
-                fix="take it out of the map",
+                fix="remove the key from the map",
             )
         rules[f"{KERAS}{key}"] = tuple(layout.axes)
         device_meshes.append(layout.device_mesh)
@@ -88,8 +88,8 @@ def read_keras_map(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, t
         raise RuleError(
             f"from_keras: its layouts are on {len(found)} meshes",
             facts={"meshes": "; ".join(map(str, found))},
-            why="all variables of a model are on one mesh",
-            fix="make the map on one DeviceMesh, or pass a mesh",
+            why="all variables of a model share one mesh",
+            fix="build the Keras map on one DeviceMesh, or pass a mesh",
         )
     return found[0], rules
 
@@ -99,7 +99,7 @@ def _is_keras_map(value: object) -> bool:
 
 
 def _convert_mesh(device_mesh: Any) -> Mesh:
-    """Return the mesh of a `keras.distribution.DeviceMesh`."""
+    """Convert the mesh of a `keras.distribution.DeviceMesh`."""
     dims = list(zip(map(str, device_mesh.axis_names), map(int, device_mesh.shape), strict=True))
     names = [
         f"{each.platform}:{each.id}" if hasattr(each, "platform") else each

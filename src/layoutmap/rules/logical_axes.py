@@ -1,4 +1,4 @@
-"""Logical axis rules of flax and MaxText: `[("embed", "fsdp"), ("mlp", ("tensor",)), ...]`.
+"""Apply logical axis rules of flax and MaxText: `[("embed", "fsdp"), ("mlp", ("tensor",)), ...]`.
 
 A model names the axes of each variable (`("embed", "mlp")`), and rules say over which mesh dims each name is sharded.
 The two libraries of flax 0.12.8 read the same rules differently:
@@ -33,7 +33,7 @@ _Dims = str | tuple[str, ...] | None
 def resolve_logical_axes(
     rules: object, axes: object, shapes: Mapping[str, Shape], semantics: Semantics, where: str
 ) -> tuple[dict[str, Specs], tuple[str, ...]]:
-    """Return the specs that rules give to arrays with named axes, by path, and the names without a rule (linen only).
+    """Return the specs of arrays with named axes by path, and the names without a rule (linen only).
 
     Raises:
         RuleError: Rules or axes are of another form, do not fit their array, or say what a layout cannot.
@@ -41,8 +41,8 @@ def resolve_logical_axes(
     if semantics not in get_args(Semantics):
         raise RuleError(
             f"{where}: semantics={semantics!r}",
-            why="linen and nnx treat two rules for one name differently",
-            fix="use 'linen', as MaxText and flax.linen do, or 'nnx'",
+            why="linen and nnx resolve two rules for one name differently",
+            fix="use 'linen' for MaxText and flax.linen, or 'nnx'",
         )
     read = [(name, _read_dims(name, dims, where)) for name, dims in read_pairs(rules, where)]
     known = {name for name, _ in read}
@@ -67,16 +67,16 @@ def _read_dims(name: str, dims: object, where: str) -> _Dims:
 
 
 def _apply_linen_rules(names: Specs, rules: Sequence[tuple[str, _Dims]], where: str) -> Specs:
-    """Return the specs as `flax.linen.logical_to_mesh_axes` does, in rule order, for free axes and dims."""
+    """Apply the rules in order to free axes and mesh dims, as `flax.linen.logical_to_mesh_axes` does."""
     twice = next((name for name in names if isinstance(name, str) and names.count(name) > 1), None)
     if twice is not None:
         raise RuleError(
             f"{where}: two axes have the name {twice!r}",
             facts={"axes": names},
-            why="a rule of linen is for one axis of that name",
+            why="a linen rule applies to one axis of that name",
             fix="give the axes different names",
         )
-    # An axis without a name is unsharded. An axis that names mesh dims keeps them.
+    # An axis without a name is unsharded. An axis that names mesh dims directly keeps them.
     taken: dict[int, _Dims] = {axis: name for axis, name in enumerate(names) if not isinstance(name, str)}
     for name, dims in rules:
         axis = names.index(name) if name in names else None

@@ -1,4 +1,4 @@
-"""Rules for layouts that were found: as few as a person wants to read, each for just the variables it says.
+"""Write few readable rules for the layouts of many variables, without matching any other variable.
 
 A rule names the layer and the variable, as in `.*\\.(query|key|value)_dense\\.kernel$`, with as much of the path before
 it as tells them from others. What is replicated gets no rule: the map says so of the rest.
@@ -14,13 +14,13 @@ from layoutmap.core.specs import Specs
 
 _NUMBER = re.compile(r"\d+")
 _WORD = re.compile(r"\\d\+|\\.|[^_\\]+|_")
-_HERE = "\0"
+_MERGED_PART = "\0"
 
 
 def make_group_rules(
     layouts: Mapping[tuple[str, ...], Specs], others: Mapping[str, str] | None = None
 ) -> dict[str, Specs]:
-    """Return rules that give groups of paths their specs and match no other path.
+    """Make rules that give groups of paths their specs and match no other path.
 
     Args:
         layouts: The specs of each group of paths that differ in numbers only.
@@ -48,21 +48,22 @@ def make_group_rules(
         unwanted = {path for path, owner in owners.items() if owner not in wanted}
         for pattern in merge_patterns(_find_pattern_parts(paths, unwanted) for paths in groups):
             matched = {owner for path, owner in owners.items() if re.match(pattern, path)} & wanted
-            if matched:  # an earlier rule may match all of them by an alias
+            if matched:  # an earlier rule may already match all of them through an alias
                 rules[pattern] = specs
                 wanted -= matched
     return rules
 
 
 def _find_pattern_parts(paths: Sequence[str], unwanted: set[str]) -> tuple[str, ...]:
-    """Return the shortest pattern, with at least layer and variable, that matches these paths and no unwanted one.
+    """Find the shortest pattern, of at least layer and variable, that matches these paths and no unwanted one.
 
     It is given as what may stand before, and the parts of the path.
     """
     split = [path.split(".") for path in paths]
     depth = min(map(len, split))
     for length in range(min(2, depth), depth + 1):
-        start = r".*\." if depth > length else r"(.*\.)?"  # also matches if the model is part of a larger one
+        # also match if the model becomes part of a larger one
+        start = r".*\." if depth > length else r"(.*\.)?"
         regex = make_path_regex([".".join(each[-length:]) for each in split])
         if _is_only_for(start + regex, unwanted):
             return (start, *regex[:-1].split(r"\."))
@@ -73,7 +74,7 @@ def _find_pattern_parts(paths: Sequence[str], unwanted: set[str]) -> tuple[str, 
 
 
 def match_numbers(paths: Sequence[str]) -> str:
-    """Return a pattern that matches only the numbers that occur in these paths, each at its position."""
+    """Return a pattern that matches, at each position, only the numbers that occur in these paths."""
     columns = iter([list(dict.fromkeys(column)) for column in zip(*map(_NUMBER.findall, paths), strict=True)])
     return _NUMBER.sub(lambda _: _join_alternatives(next(columns)), re.escape(paths[0])) + "$"
 
@@ -88,7 +89,7 @@ def _is_only_for(pattern: str, unwanted: Iterable[str]) -> bool:
 
 
 def merge_patterns(patterns: Iterable[tuple[str, ...]]) -> list[str]:
-    """Return patterns as texts, merging those that differ in one part.
+    """Merge patterns that differ in one part, and return them as text.
 
     Args:
         patterns: For each pattern the text before its parts, and its parts.
@@ -101,16 +102,16 @@ def merge_patterns(patterns: Iterable[tuple[str, ...]]) -> list[str]:
             if at < 1:
                 groups.setdefault(row, [])
             else:
-                groups.setdefault((*row[:at], _HERE, *row[at + 1 :]), []).append(row[at])
+                groups.setdefault((*row[:at], _MERGED_PART, *row[at + 1 :]), []).append(row[at])
         rows = [
-            tuple(_merge_parts(found) if part == _HERE else part for part in row)
+            tuple(_merge_parts(found) if part == _MERGED_PART else part for part in row)
             for row, found in groups.items()
         ]
     return [row[0] + r"\.".join(row[1:]) + "$" for row in rows]
 
 
 def _merge_parts(parts: Sequence[str]) -> str:
-    """Return one regex for parts of paths, with their common prefix and suffix outside the alternatives."""
+    """Merge parts of paths into one regex, with the common prefix and suffix outside the alternatives."""
     words = [_split_words(part) for part in parts]
     first = _count_common_words(words)
     last = _count_common_words([each[first:][::-1] for each in words])
@@ -119,7 +120,7 @@ def _merge_parts(parts: Sequence[str]) -> str:
 
 
 def _split_words(regex: str) -> list[str]:
-    """Return the words of a regex, keeping a group of alternatives in one word."""
+    """Split a regex into words, and keep a group of alternatives in one word."""
     words, begun = list[str](), 0
     for word in _WORD.findall(regex):
         if begun:
@@ -132,7 +133,7 @@ def _split_words(regex: str) -> list[str]:
 
 
 def _count_common_words(words: Sequence[Sequence[str]]) -> int:
-    """Return how many leading words all sequences share, leaving at least one word in each."""
+    """Count the leading words that all sequences share, leaving at least one word in each."""
     count = 0
     for column in zip(*(each[:-1] for each in words), strict=False):
         if len(set(column)) > 1:

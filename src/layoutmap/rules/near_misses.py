@@ -1,4 +1,4 @@
-"""Which paths or patterns a mistyped one was probably meant to be."""
+"""Find the paths or patterns that a mistyped one probably meant."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-_CLOSE = 0.6
+_MIN_SCORE = 0.6
 _NUMBER = re.compile(r"\d+")
 
 
@@ -23,12 +23,12 @@ def find_nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[s
 
 
 class Candidates:
-    """Paths or patterns for repeated similarity searches. Paths of repeated blocks count as one.
+    """Search paths or patterns for similar ones repeatedly. Paths of repeated blocks count as one.
 
     Args:
         candidates: The paths or patterns.
-        most: Largest number of comparisons in all, of about 50 microseconds each; where one search would need more
-            than are left, it finds nothing. `None`: any number.
+        most: Limit for all comparisons together, of about 50 microseconds each. A search that would exceed the
+            limit finds nothing. `None`: no limit.
     """
 
     def __init__(self, candidates: Iterable[str], most: int | None = None) -> None:
@@ -49,29 +49,30 @@ class Candidates:
         matcher = difflib.SequenceMatcher()
         scored: list[tuple[float, str]] = []
         for skeleton, block in self._by_skeleton.items():
-            # Suggest one of several repeated blocks, preferably the one with the same number.
+            # Of several repeated blocks, suggest the one with the same number, or the first.
             candidate = block.get(numbers) or next(iter(block.values()))
             parts = skeleton.split(".")
-            # A pattern that starts with .* leaves the first parts of a path open.
+            # A pattern that starts with .* matches any first parts of a path, so compare only the last parts.
             shared = min(len(parts), len(wanted))
             matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
-            # The last word names the kind of variable, which users rarely confuse, so equal last words score higher.
+            # The last word names the kind of variable, which users rarely mistype, so equal last words
+            # raise the score.
             score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted)) + 0.1 * (parts[-1] == wanted[-1])
-            if score < _CLOSE and _is_subsequence(wanted, parts):
-                score = _CLOSE
-            if score >= _CLOSE:
+            if score < _MIN_SCORE and _is_subsequence(wanted, parts):
+                score = _MIN_SCORE
+            if score >= _MIN_SCORE:
                 scored.append((-score, candidate))
         return [candidate for _, candidate in sorted(scored)[:count]]
 
 
 def _is_subsequence(wanted: Sequence[str], parts: Sequence[str]) -> bool:
-    """Return whether the words occur in order as prefixes of a path's parts."""
+    """Return whether the words occur, in order, as prefixes of a path's parts."""
     rest = iter(parts)
     return any(wanted) and all(any(part.startswith(word) for part in rest) for word in wanted)
 
 
 def _strip_numbers(text: str) -> str:
-    """Return the words of a path or pattern joined by dots, without numbers and regex signs."""
+    """Join the words of a path or pattern with dots, without numbers and regex signs."""
     text = text.replace("\\.", ".").replace("/", ".")
     text = re.sub(r"\\[A-Za-z]|\.[*+?]|[\\^$*+?(){}\[\]|\d]", "", text)
     return re.sub(r"\.+", ".", text).strip(".")

@@ -1,4 +1,4 @@
-"""PartitionSpecs of JAX as rules: those of single arrays, and those that are given by regexes, as EasyLM does.
+"""Convert JAX PartitionSpecs to rules: specs by array, or specs by regex as in EasyLM.
 
 A `PartitionSpec` has an entry for each of an array's first axes and says nothing of the rest, and a rule has one for
 each axis: so all of these need the arrays' shapes. What comes out is a rule for exactly these arrays; those that differ
@@ -21,14 +21,14 @@ from layoutmap.rules.near_misses import find_nearest
 from layoutmap.rules.patterns import compile_pattern
 
 Shape = tuple[int, ...]
-"""An entry for each axis of an array: the mesh dims that it is sharded over."""
+"""The shape of an array."""
 
-_FREE = "UNCONSTRAINED"
+_UNCONSTRAINED = "UNCONSTRAINED"
 _ENTRIES = "an entry is None, a mesh dim, or a tuple of mesh dims"
 
 
 def flatten_tree(tree: Any, where: str) -> dict[str, Any]:
-    """Return the leaves of nested dicts, and of lists of dicts, by path.
+    """Flatten nested dicts and lists of dicts to leaves by path.
 
     Raises:
         RuleError: It is no dict.
@@ -36,8 +36,8 @@ def flatten_tree(tree: Any, where: str) -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         raise RuleError(
             f"{where}: {shorten_repr(tree)} is not a dict",
-            why=f"it is {describe_type(tree)}, and what is in it goes by path",
-            fix='pass a dict by path, as in {"d1.kernel": ...}, or dicts in dicts',
+            why=f"it is {describe_type(tree)}, but entries need paths",
+            fix='pass a dict by path, as in {"d1.kernel": ...}, or nested dicts',
         )
     return dict(_iterate_leaves(tree, ""))
 
@@ -55,15 +55,15 @@ def _iterate_leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_part_of_leaf(value: Any) -> bool:
-    """Return whether a value is a size in a shape or an entry of a spec, not a leaf of the tree."""
+    """Return whether a value is a size in a shape or an entry in a spec, so that its list is a leaf."""
     if _is_list(value):
         return all(isinstance(dim, str) for dim in value)
-    return value is None or isinstance(value, (str, int)) or str(value) == _FREE
+    return value is None or isinstance(value, (str, int)) or str(value) == _UNCONSTRAINED
 
 
-# A `PartitionSpec` has no rank, so the shapes of all arrays are needed (decisions/0014).
+# A `PartitionSpec` may be shorter than the rank, so the shapes of all arrays are needed (decisions/0014).
 def read_shapes(parameters: object, where: str) -> dict[str, Shape]:
-    """Return the shapes of all arrays by path, from a plan or from dicts of shapes or of objects with a shape.
+    """Read the shapes of all arrays by path, from a plan or a tree of shapes or arrays.
 
     Raises:
         RuleError: It is no dict, or something in it has no shape.
@@ -75,7 +75,7 @@ def read_shapes(parameters: object, where: str) -> dict[str, Shape]:
             raise RuleError(
                 f"{where}: {path}: no shape",
                 facts={"given": shorten_repr(leaf)},
-                why="a PartitionSpec may leave out last axes, and a layout has a spec for each",
+                why="a PartitionSpec may omit trailing axes, but a layout needs a spec for each axis",
                 fix="give the array's shape, or anything with a shape: jax.eval_shape(init, ...) returns such a tree, "
                 "and nn.meta.unbox(tree) one without the boxes of flax",
             )
@@ -84,7 +84,7 @@ def read_shapes(parameters: object, where: str) -> dict[str, Shape]:
 
 
 def read_spec(given: object, where: str) -> Specs:
-    """Return the entries of a PartitionSpec or of a NamedSharding's, and no entries for None.
+    """Return the entries of a PartitionSpec or NamedSharding, or no entries for None.
 
     Raises:
         RuleError: It is something else, or says what a layout cannot.
@@ -94,21 +94,21 @@ def read_spec(given: object, where: str) -> Specs:
         raise _make_unsupported_error(
             where,
             f"memory kind {memory!r}",
-            "rules of PartitionSpecs name mesh dims; add the rule with memory=",
+            "PartitionSpec rules cannot set memory; add this rule with memory=",
         )
     spec: Any = getattr(given, "spec", given)
     for name in ("unreduced", "reduced"):
         if dims := getattr(spec, name, None):
             raise _make_unsupported_error(
-                where, f"{name}={sorted(dims)}", "a variable's layout has no sums that are still to be made"
+                where, f"{name}={sorted(dims)}", "a variable cannot store partial sums"
             )
     if spec is None:
         return ()
-    if _is_no_row(spec):
+    if _is_skipped_row(spec):
         raise RuleError(
             f"{where}: {shorten_repr(spec)} is not a PartitionSpec",
             why=f"it is {describe_type(spec)}",
-            fix='write PartitionSpec(None, "model"), or a tuple; of boxed variables of flax, nn.get_partition_spec(..)',
+            fix='write PartitionSpec(None, "model") or a tuple; for boxed flax variables use nn.get_partition_spec(..)',
         )
     return tuple(_read_entry(entry, axis, where) for axis, entry in enumerate(spec))
 
@@ -119,17 +119,17 @@ def _read_entry(entry: Any, axis: int, where: str) -> str | tuple[str, ...] | No
     if _is_list(entry) and all(isinstance(dim, str) for dim in entry):
         return tuple(entry)
     why = _ENTRIES
-    if str(entry) == _FREE:
+    if str(entry) == _UNCONSTRAINED:
         why = f"it leaves the axis to JAX's compiler, and a layout says where each axis is: {_ENTRIES}"
     raise _make_unsupported_error(where, f"entry {shorten_repr(entry)} of axis {axis}", why)
 
 
 def _make_unsupported_error(where: str, what: str, why: str) -> RuleError:
-    return RuleError(f"{where}: {what} cannot be expressed in a layout", why=why, fix="leave it out")
+    return RuleError(f"{where}: {what} is not supported in a layout", why=why, fix="leave it out")
 
 
 def pad_specs(specs: Specs, shape: Shape, where: str) -> Specs:
-    """Return one entry per axis, with None for axes that a PartitionSpec leaves out.
+    """Return one entry per axis, with None for axes that a PartitionSpec omits.
 
     Raises:
         RuleError: There are more entries than axes.
@@ -139,13 +139,13 @@ def pad_specs(specs: Specs, shape: Shape, where: str) -> Specs:
             f"{where}: {len(specs)} entries for an array of {len(shape)} axes",
             facts={"shape": shape, "spec": specs},
             why="a PartitionSpec has at most one entry for each axis",
-            fix="leave entries out, or give the right shapes",
+            fix="remove entries, or pass the correct shapes",
         )
     return (*specs, *[None] * (len(shape) - len(specs)))
 
 
 def make_path_rules(specs: Mapping[str, Specs]) -> dict[str, Specs]:
-    """Return rules that give these arrays their specs, and match other paths only in repeated blocks.
+    """Make rules that give these arrays their specs and match other paths only in repeated blocks.
 
     Example:
         >>> make_path_rules({"blocks.0.up": (None, "x"), "blocks.1.up": (None, "x"), "out": ("x", None)})
@@ -163,7 +163,7 @@ def make_path_rules(specs: Mapping[str, Specs]) -> dict[str, Specs]:
 
 
 def read_spec_tree(tree: object, shapes: Mapping[str, Shape], mesh: Mesh, where: str) -> dict[str, Specs]:
-    """Return the specs of a tree of PartitionSpecs or NamedShardings by path.
+    """Read the specs in a tree of PartitionSpecs or NamedShardings by path.
 
     Raises:
         RuleError: Something in it is neither, does not fit its array, or is on another mesh, or there is no such array.
@@ -176,28 +176,28 @@ def read_spec_tree(tree: object, shapes: Mapping[str, Shape], mesh: Mesh, where:
             raise RuleError(
                 f"{where}: {path}: its sharding is on another mesh",
                 facts={"map's": str(mesh), "its": ", ".join(f"{n}={s}" for n, s in theirs.shape.items())},
-                why="all variables of a model are on one mesh",
-                fix="pass the mesh of the shardings, or PartitionSpecs, which are on none",
+                why="all variables of a model share one mesh",
+                fix="pass the mesh of the shardings, or PartitionSpecs, which have no mesh",
             )
         found[path] = pad_specs(read_spec(given, f"{where}: {path}"), shapes[path], f"{where}: {path}")
     return found
 
 
 def check_known(path: str, shapes: Mapping[str, Shape], where: str) -> None:
-    """Raise a `RuleError` if there is no array of a path."""
+    """Raise a `RuleError` if no array has this path."""
     if path not in shapes:
         near = find_nearest(path, shapes, 1)
         raise RuleError(
-            f"{where}: {path} is none of the arrays",
+            f"{where}: {path} is not one of the arrays",
             why=f"none of the {len(shapes)} shapes has this path",
-            fix=f"did you mean {near[0]}?" if near else "take it out, or give its shape",
+            fix=f"did you mean {near[0]}?" if near else "remove it, or pass its shape",
         )
 
 
 def search_specs(
     rules: object, shapes: Mapping[str, Shape], where: str
 ) -> tuple[dict[str, Specs], tuple[str, ...]]:
-    """Return the specs that EasyLM-style rules give by path, and the rules that give none as texts.
+    """Return the specs of EasyLM-style rules by path, and the rules without a spec as text.
 
     Raises:
         RuleError: A rule is no pair of a regex and a PartitionSpec, or there is none for an array.
@@ -213,7 +213,7 @@ def search_specs(
     used: set[int] = set()
     missing: list[str] = []
     for path, shape in shapes.items():
-        if math.prod(shape) == 1:  # scalars and arrays of one element are replicated
+        if math.prod(shape) == 1:  # EasyLM replicates scalars and arrays of one element
             found[path] = (None,) * len(shape)
             continue
         name = path.replace(".", "/")
@@ -226,24 +226,24 @@ def search_specs(
         found[path] = pad_specs(compiled[number][1], shape, at)
     if missing:
         raise RuleError(
-            f"{where}: no rule is for {len(missing)} of the arrays",
+            f"{where}: {len(missing)} arrays have no rule",
             facts={"arrays": join_names(missing)},
-            why="none of the regexes is found in their paths, joined by slashes",
-            fix='add rules for them; a last one for all others is (".*", PartitionSpec())',
+            why="no regex matches in their paths, joined by slashes",
+            fix='add rules for them, or (".*", PartitionSpec()) as the last rule to replicate all others',
         )
     unused = [f"{n + 1}  {regex.pattern}" for n, (regex, _) in enumerate(compiled) if n not in used]
     return found, tuple(unused)
 
 
 def read_pairs(rules: Any, where: str) -> list[tuple[str, Any]]:
-    """Return rules as pairs, each with a text first.
+    """Check that rules are pairs of a text and a value, and return them.
 
     Raises:
         RuleError: They are not.
     """
-    if _is_no_row(rules):
+    if _is_skipped_row(rules):
         raise RuleError(
-            f"{where}: {shorten_repr(rules)} are no rules",
+            f"{where}: {shorten_repr(rules)} are not rules",
             why=f"they are {describe_type(rules)}",
             fix='write a list of pairs, in order, as in [("embed", "fsdp"), ("mlp", "tensor")]',
         )
@@ -252,17 +252,17 @@ def read_pairs(rules: Any, where: str) -> list[tuple[str, Any]]:
         if not _is_list(rule) or len(rule) != 2 or not isinstance(rule[0], str):
             raise RuleError(
                 f"{where}: rule {number} is {shorten_repr(rule)}",
-                why="a rule is a pair whose first is text",
+                why="a rule is a pair that starts with text",
                 fix='write it as in ("mlp", "tensor")',
             )
         found.append((rule[0], rule[1]))
     return found
 
 
-# These return bool, not TypeGuard, so that values of type `Any` keep that type.
+# Return bool, not TypeGuard, so that values of type `Any` keep that type.
 def _is_list(value: object) -> bool:
     return isinstance(value, (tuple, list))
 
 
-def _is_no_row(value: object) -> bool:
+def _is_skipped_row(value: object) -> bool:
     return isinstance(value, (str, Mapping)) or not isinstance(value, Iterable)

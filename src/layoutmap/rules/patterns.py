@@ -1,4 +1,4 @@
-"""Compile the regex of a rule, or refuse it with a suggested correction."""
+"""Compile the regex of a rule, or raise an error with a suggested correction."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from layoutmap.core.match import KERAS
 from layoutmap.rules.keras_rules import anchor_pattern, is_keras_rule
 
 _MAX_LENGTH = 1000
-_MAX_COST = 27  # A repeat costs 4 and an optional part 1, so a path of 60 letters takes seconds at worst.
+_MAX_COST = 27  # a repeat costs 4 and an optional part 1; this limit keeps a path of 60 letters to seconds
 _OPENING = re.compile(r"\((?:\?(?:[aimsu-]*:|[=!>]|<[=!]|P<\w+>))?")
 _TOKEN = re.compile(
     rf"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P=\w+|[aimsu]+)\)|{_OPENING.pattern}|(?:[*+?]|\{{\d*,?\d*\}})[+?]?|.",
     re.DOTALL,
 )
-_CHOICE = re.compile(r"\||[*+?]\??|\{.+")  # A possessive repeat tries one way.
+_CHOICE = re.compile(r"\||[*+?]\??|\{.+")  # a possessive repeat has no alternatives, so it is not matched
 _LARGE_COUNT = re.compile(r"\{.*\d{4}")
 _LOOP = re.compile(r"[*+{]")
 _PART = re.compile(r"\((?:\?:)?(?:X\\\.|\\\.X)".replace("X", r"(?:\\[wd]|\[\^\\?\.\])[+*]"))
@@ -24,7 +24,7 @@ _DOT = re.compile(r"\)*\\\.")
 
 
 def compile_pattern(pattern: str, rule: str) -> re.Pattern[str]:
-    """Return the compiled regex of a rule. `rule` names the rule in errors.
+    """Compile the regex of a rule. `rule` names the rule in errors.
 
     Raises:
         RuleError: It is no regex.
@@ -40,22 +40,22 @@ def compile_pattern(pattern: str, rule: str) -> re.Pattern[str]:
 
 
 def refuse_slow_pattern(pattern: str, rule: str) -> None:
-    """Raise for a regex of a file that can keep a lookup busy for hours.
+    """Raise for a regex from a file that could keep a lookup busy for hours.
 
     Raises:
         RuleError: The pattern exceeds a limit.
     """
-    # Rules for Keras names must match the whole name.
+    # A rule for Keras names matches the whole name, so add the end.
     reason = find_slow_part(pattern + "$" * is_keras_rule(pattern))
     if reason:
         raise RuleError(
-            f"{rule} {pattern[:_MAX_LENGTH]!r} could take too long on a path that it does not match",
+            f"{rule} {pattern[:_MAX_LENGTH]!r} could take too long on a path without a match",
             why=reason,
             fix=r"write [^.]+ for a part of a path and (\w+\.)* for several, or make a repeat possessive, as in \w++",
         )
 
 
-# A regex from a stranger can hang, so the patterns of a file have limits (decisions/0199).
+# A regex in a downloaded file can hang, so patterns from files have limits (decisions/0199).
 def find_slow_part(pattern: str) -> str:
     """Return the limit that a regex exceeds, or an empty string.
 
@@ -78,7 +78,7 @@ def find_slow_part(pattern: str) -> str:
         elif _OPENING.fullmatch(token):
             opened.append(start)
         elif token == "|" and not opened:
-            cost = 0  # Top-level alternatives are tried one after the other, so their costs add up.
+            cost = 0  # top-level alternatives are tried one after the other, so their costs add up
         elif _CHOICE.fullmatch(token) and not _END.match(pattern, end):
             cost += 1 if token[0] in "|?" or _DOT.match(pattern, end) else 4
             if cost > _MAX_COST:
@@ -97,7 +97,7 @@ def _explain_error(error: Exception) -> str:
 
 
 def _suggest_fix(pattern: str, error: Exception) -> str:
-    if re.search(r"(^|[(|])\*", pattern):  # the user wrote a glob, which is the most common mistake
+    if re.search(r"(^|[(|])\*", pattern):  # the user wrote a glob, the most common mistake
         meant = re.sub(r"(?<![.\\])\*", ".*", re.sub(r"(?<!\\)\.(?!\*)", r"\\.", pattern))
         if _is_regex(meant):
             return f"in a regex, .* matches anything: {meant!r}"

@@ -1,4 +1,4 @@
-"""The rules of one map: those over variables' paths, and those over layers' paths for the layers' outputs."""
+"""Define the rules of one layout map: rules for variables, and rules for layer outputs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from layoutmap.core.mesh import Mesh, convert_mesh
 from layoutmap.core.specs import BatchDim
 from layoutmap.core.uneven import UnevenSetting
 from layoutmap.rules import presets, yaml_file
-from layoutmap.rules.rules import WRITING, MeshSlot, Rules
+from layoutmap.rules.rules import WRITE_LOCK, MeshSlot, Rules
 
 
 class Activations(Rules):
-    """The part of a layout map that says in which layout a layer's output is: `layout_map.activations`.
+    """Rules for the layouts of layer outputs: `layout_map.activations`.
 
     A dict from regex over a layer's path to a layout, with the semantics of the rules for variables. A layer outputs
     one array or several in a tuple, list or dict; the layout is for each array among them, and its rank must be theirs.
@@ -27,7 +27,7 @@ class Activations(Rules):
     _rule_kind = "activation rule"
     _has_memory = False
     _paths = "layers' paths"
-    _written = "layout_map.activations"
+    _expression = "layout_map.activations"
     _example = r"blocks\.\d+"
     _otherwise = "its output stays as it is"
 
@@ -36,9 +36,9 @@ class Activations(Rules):
 
 
 class RuleSet(Rules):
-    """A dict from regex over a variable's path to a layout, and one of layers' paths beside it: pure.
+    """Map regexes over variable paths, and over layer paths, to layouts.
 
-    `LayoutMap` is this with the methods that make models.
+    `LayoutMap` adds the methods that build models.
 
     Args:
         mesh: See `LayoutMap`.
@@ -48,8 +48,8 @@ class RuleSet(Rules):
         rest: See `LayoutMap`.
 
     Raises:
-        RuleError: See `__setitem__`; or `rest` is something else.
-        MeshError: The mesh is none, or the text says none.
+        RuleError: See `__setitem__`. Or `rest` is invalid.
+        MeshError: The mesh is not a mesh or the text of one.
     """
 
     def __init__(
@@ -93,21 +93,21 @@ class RuleSet(Rules):
         self._otherwise = AS_REST if check_rest(rest, "layout_map") else type(self)._otherwise
 
     def update(self, rules: Any = (), /, **more: Any) -> None:
-        """Add rules, in order, and those for activations if they come from a layout map: all of them, or none.
+        """Add all rules in order, with activation rules if they come from a layout map, or none if one fails.
 
         Raises:
             RuleError: See `__setitem__`.
         """
         theirs = rules._activations if isinstance(rules, RuleSet) else ()
         new, new_activations = self._collect_rules(rules, more), self._activations._collect_rules(theirs, {})
-        with WRITING:
+        with WRITE_LOCK:
             mesh, entries = self._check_rules(new, self.mesh)
             mesh, activations = self._activations._check_rules(new_activations, mesh)
             self._append_entries(mesh, entries)
             self._activations._append_entries(mesh, activations)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether two maps have equal rules in order, an equal mesh, equal activation rules, and equal `rest`.
+        """Compare the mesh, the rules in order, the activation rules, and `rest` of two maps.
 
         Any other mapping has no order and stands for a map without activations that says nothing of the rest.
         """
@@ -128,7 +128,7 @@ class RuleSet(Rules):
         return twin
 
     def to_yaml(self) -> str:
-        """Return the map as the text of a rules file (see `layoutmap.rules.yaml_file`).
+        """Return the text of a rules file (see `layoutmap.rules.yaml_file`).
 
         Example:
             >>> print(lm.LayoutMap(lm.Mesh(None, "model=4"), {r"d1\\.kernel": (None, "model")}).to_yaml())
@@ -190,7 +190,7 @@ class RuleSet(Rules):
         fsdp_dim: str | None = None,
         batch_dim: BatchDim | None = None,
     ) -> Self:
-        """Return a map for a model family that has a preset.
+        """Return the preset layout map of a model family.
 
         It is a map as any other: rules can be added and taken out, and `to_yaml` writes it to a file.
 
@@ -236,12 +236,12 @@ class RuleSet(Rules):
             made.activations._add_rules(outputs)
         except RuleError:
             rows = [*((made, *rule) for rule in rules), *((made.activations, *rule) for rule in outputs)]
-            yaml_file.check_all(_add_one, rows)
+            yaml_file.check_all(_add_rule, rows)
             raise
         return made
 
     def __repr__(self) -> str:
-        # Only `add` has these settings of single rules.
+        # Only `add` can set `uneven` and `memory` of a single rule.
         if self._list_uneven_rules() or any(layout.memory for layout in self.values()):
             return f"{type(self).__name__}.from_yaml({self.to_yaml()!r}, {self.mesh!r})"
         parts = [repr(self.mesh), _format_rules(self)]
@@ -258,13 +258,13 @@ class RuleSet(Rules):
         return "\n".join([super().__str__(), *rest, *([str(self._activations)] if self._activations else [])])
 
 
-def _add_one(rules: Rules, pattern: str, specs: Any, uneven: Any, reason: str, memory: str | None) -> None:
+def _add_rule(rules: Rules, pattern: str, specs: Any, uneven: Any, reason: str, memory: str | None) -> None:
     if pattern not in rules:
         rules.add(pattern, specs, uneven=uneven, reason=reason, memory=memory)
 
 
 def read_mesh(mesh: object) -> Mesh | None:
-    """Return the mesh for a map from a `Mesh`, another library's mesh, a text, or None."""
+    """Convert another library's mesh or a text to a `Mesh`."""
     if isinstance(mesh, str):
         return Mesh(None, mesh)
     mesh = convert_mesh(mesh)
@@ -278,7 +278,7 @@ def read_mesh(mesh: object) -> Mesh | None:
 
 
 def _format_dims(mesh: Any) -> str:
-    """Return the dims of a JAX, Keras, or torch mesh as text, or example dims."""
+    """Format the dims of a JAX, Keras, or torch mesh, or example dims."""
     names = getattr(mesh, "axis_names", None) or getattr(mesh, "mesh_dim_names", None)
     if not names:
         return "batch=2,model=4"
@@ -288,6 +288,6 @@ def _format_dims(mesh: Any) -> str:
 
 
 def _format_rules(rules: Rules) -> str:
-    """Return rules as Python code, one per line."""
+    """Format rules as Python code, one per line."""
     lines = "".join(f"    {p!r}: {layout.sharding_specs!r},\n" for p, layout in rules.items())
     return f"{{{chr(10) if lines else ''}{lines}}}"

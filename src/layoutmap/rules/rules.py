@@ -1,4 +1,4 @@
-"""Rules: regexes over paths and the layout that each gives, as a dict that is read by path.
+"""Map regexes over paths to layouts, as a dict that looks up paths.
 
 The rules are tried in the order in which they were added, and the first that matches wins. Everything that lost is
 kept and can be asked for, since "which rule won, and why not mine?" is the question people have.
@@ -22,11 +22,11 @@ from layoutmap.rules.near_misses import find_nearest
 from layoutmap.rules.patterns import compile_pattern
 from layoutmap.rules.table import Entry, Table
 
-_MISSING: Any = object()
+_NO_DEFAULT: Any = object()
 
 
 _NewRule = tuple[object, object, object, str, str | None]
-"""A pattern, a layout and `uneven` (`None`: as the map says), unchecked, the reason of the rule, and its memory."""
+"""The unchecked pattern, layout, and `uneven` setting (`None`: the map's), and the reason and memory, of a rule."""
 
 
 @dataclass(slots=True)
@@ -36,31 +36,32 @@ class MeshSlot:
     mesh: Mesh | None
 
 
-WRITING = threading.RLock()
-"""Held while a map changes, never while a path is looked up."""
+WRITE_LOCK = threading.RLock()
+"""The lock for changes of a map. Lookups do not take it."""
 
 
 class Rules(MutableMapping[str, Layout]):
-    """Mutable mapping from a regex over paths to a layout, the base of `LayoutMap` and its `activations`.
+    """Map regexes over paths to layouts. This is the base of `LayoutMap` and its `activations`.
 
-    Reading (`rules[path]`, `rules.get(path)`) looks the path up: an exact key first, then `re.match` over the rules in
-    insertion order; the first match wins, and no match gives `None`. All else (`in`, `del`, `pop`, `len`, `items`, ...)
-    is the dict of the rules themselves. One thread may change it while others look paths up; they see it before a
-    change or after it.
+    Reading (`rules[path]`, `rules.get(path)`) looks up a path: an exact key first, then `re.match` over the rules in
+    insertion order. The first match wins, and no match gives `None`. Other methods (`in`, `del`, `pop`, `len`, `items`,
+    ...) work on the patterns. One thread may change the rules while others look up paths. A lookup sees the rules
+    before or after a change.
 
     Args:
         slot: The mesh to which tuples of specs are bound, shared with the other rules of a map.
         rules: Rules to begin with, in order.
-        uneven: What happens to an axis that does not divide, where a rule does not say it itself.
+        uneven: The policy for an axis that does not divide, for rules without their own.
 
     Raises:
         RuleError: See `__setitem__`.
     """
 
-    # Words for messages: the kind of rule, its paths, an example, and the result without a match.
+    # Words for messages: the kind of rule, its paths, its Python expression, an example, and the result
+    # without a match.
     _rule_kind = "rule"
     _paths = "variable paths"
-    _written = "layout_map"
+    _expression = "layout_map"
     _example = r".*\.kernel"
     _otherwise = "it is replicated"
     _has_memory = True
@@ -69,7 +70,7 @@ class Rules(MutableMapping[str, Layout]):
         self, slot: MeshSlot, rules: Mapping[str, object] | None = None, uneven: UnevenSetting = "error"
     ):
         self._slot = slot
-        self._default_uneven: UnevenSetting = check_uneven(uneven, self._written)
+        self._default_uneven: UnevenSetting = check_uneven(uneven, self._expression)
         self._table = Table()
         Rules.update(self, rules or {})
 
@@ -85,7 +86,7 @@ class Rules(MutableMapping[str, Layout]):
         return rule.layout if rule else default
 
     def match(self, path: str) -> Match:
-        """Return the rule for a path with its reasons: the winner, the shadowed rules, and near misses if none matches.
+        """Return the rule for a path, the matching rules that lost, and near misses if no rule matches.
 
         Example:
             >>> rules = {r".*\\.kernel": (None, "model"), "d1.*": ("model", None)}
@@ -93,7 +94,7 @@ class Rules(MutableMapping[str, Layout]):
             >>> print(layout_map.match("d1.kernel"))
             d1.kernel: rule 1  .*\\.kernel -> (unsharded, model)
               also matches  rule 2  d1.*: would give (model, unsharded)
-              change it     the first rule that matches wins: put one before rule 1, or change that
+              change it     change rule 1, or add a rule before it: the first rule that matches wins
         """
         won, *lost = self.matching_rules(path) or [None]
         near = () if won else tuple(find_nearest(path, self))
@@ -128,7 +129,7 @@ class Rules(MutableMapping[str, Layout]):
     # -- mapping of patterns to layouts
 
     def __setitem__(self, pattern: str, layout: Layout | Sequence[object]) -> None:
-        """Add a rule, after all others.
+        """Append a rule.
 
         Args:
             pattern: A regex over paths.
@@ -150,7 +151,7 @@ class Rules(MutableMapping[str, Layout]):
         reason: str = "",
         memory: str | None = None,
     ) -> None:
-        """Add a rule, after all others, and say more of it.
+        """Append a rule with its own settings.
 
         Args:
             pattern: See `__setitem__`.
@@ -174,11 +175,11 @@ class Rules(MutableMapping[str, Layout]):
 
     def _add_rules(self, new: Iterable[_NewRule]) -> None:
         new = list(new)
-        with WRITING:
+        with WRITE_LOCK:
             self._append_entries(*self._check_rules(new, self._slot.mesh))
 
     def _check_rules(self, new: Iterable[_NewRule], mesh: Mesh | None) -> tuple[Mesh | None, list[Entry]]:
-        """Return the mesh and the entries of new rules, without changing the map."""
+        """Check new rules against the map, and return the mesh and their entries."""
         made: dict[str, Entry] = {}
         for pattern, layout, uneven, reason, memory in new:
             entry = self._make_entry(pattern, layout, uneven, mesh, made, reason, memory)
@@ -205,16 +206,16 @@ class Rules(MutableMapping[str, Layout]):
             raise RuleError(
                 f"{self._rule_kind} {pattern!r} is not text",
                 why=f"a rule is a regex over {self._paths}",
-                fix=f'write it as in {self._written}[r"{self._example}"]',
+                fix=f'write it as in {self._expression}[r"{self._example}"]',
             )
-        pattern = str.__str__(pattern)  # convert subclasses of str, such as numpy's
+        pattern = str.__str__(pattern)  # convert subclasses of str, such as numpy's, to str
         there = self._table.entries.get(pattern) or beside.get(pattern)
         if there is not None:
             raise RuleError(
                 f"{self._rule_kind} {pattern!r} is in the map already",
                 facts={"there": there.rule.layout, "new": layout},
                 why="one pattern has one layout",
-                fix=f"del {self._written}[{pattern!r}] first, or change one of the patterns",
+                fix=f"delete it first, del {self._expression}[{pattern!r}], or change one of the patterns",
             )
         compiled = compile_pattern(pattern, self._rule_kind)
         try:
@@ -232,13 +233,13 @@ class Rules(MutableMapping[str, Layout]):
             raise RuleError(
                 f"{self._rule_kind} {pattern!r}: its layout is on another mesh",
                 facts=_describe_difference(mesh, value.mesh),
-                why="all variables of a model are on one mesh",
-                fix="use the map's mesh, or make another map",
+                why="all variables of a model share one mesh",
+                fix="use the map's mesh, or create another map",
             )
         if value.host_memory and not self._has_memory:
             raise RuleError(
                 f"{self._rule_kind} {pattern!r}: memory={value.memory!r}",
-                why="layers compute their outputs in the memory of the devices",
+                why="layers write their outputs to device memory",
                 fix="leave memory out",
             )
         own = None if uneven is None else check_uneven(uneven, f"{self._rule_kind} {pattern!r}")
@@ -248,17 +249,17 @@ class Rules(MutableMapping[str, Layout]):
 
     @property
     def uneven(self) -> UnevenSetting:
-        """The treatment of an axis that does not divide, where a rule does not say it itself."""
+        """The policy for an axis that does not divide, for rules without their own."""
         return self._default_uneven
 
     def __delitem__(self, pattern: str) -> None:
-        with WRITING:
+        with WRITE_LOCK:
             rest = self._table.entries.copy()
             del rest[pattern]
             self._table = Table(rest.values())
 
     def update(self, rules: object = (), /, **more: object) -> None:
-        """Add rules, in order: all of them, or none if one cannot be added.
+        """Add all rules in order, or none if one cannot be added.
 
         Raises:
             RuleError: See `__setitem__`.
@@ -302,51 +303,51 @@ class Rules(MutableMapping[str, Layout]):
         """Return the current pairs of pattern and layout in order."""
         return self._table.layouts().items()
 
-    def pop(self, pattern: str, default: object = _MISSING) -> Any:
+    def pop(self, pattern: str, default: object = _NO_DEFAULT) -> Any:
         """Remove a rule and return its layout, or return `default` without such a rule.
 
         Raises:
             KeyError: There is no such rule and no default.
         """
-        with WRITING:
+        with WRITE_LOCK:
             entry = self._table.entries.get(pattern)
             if entry is not None:
                 del self[pattern]
                 return entry.rule.layout
-        if default is _MISSING:
+        if default is _NO_DEFAULT:
             raise KeyError(pattern)
         return default
 
     def popitem(self) -> tuple[str, Layout]:
-        """Take the last rule out.
+        """Remove the last rule, and return it.
 
         Raises:
             KeyError: There are no rules.
         """
-        with WRITING:
+        with WRITE_LOCK:
             if not self:
                 raise KeyError("popitem(): layout map is empty")
             pattern = next(reversed(self))
             return pattern, self.pop(pattern)
 
     def setdefault(self, pattern: str, default: Any = None) -> Layout:
-        """Return the layout of the rule with exactly this pattern, and add the rule if it is missing.
+        """Return the layout of the rule with this exact pattern, and add the rule if it is missing.
 
         Raises:
             RuleError: It has to be added and cannot; see `__setitem__`.
         """
-        with WRITING:
+        with WRITE_LOCK:
             if pattern not in self:
                 self[pattern] = default
             return self._table.entries[pattern].rule.layout
 
     def clear(self) -> None:
-        """Take all rules out. The mesh stays."""
-        with WRITING:
+        """Remove all rules. The mesh stays."""
+        with WRITE_LOCK:
             self._table = Table()
 
     def __eq__(self, other: object) -> bool:
-        """Return whether two have equal rules in equal order on one mesh. Other mappings have no order.
+        """Compare the rules, their order, and the mesh of two maps. Other mappings have no order.
 
         Rules for variables and rules for activations are never equal.
         """
@@ -385,7 +386,7 @@ class Rules(MutableMapping[str, Layout]):
 
 
 def _iterate_rules(table: Table, path: str) -> Iterator[Rule]:
-    """Yield the rules that match a path in order. Keras's variable names are tried on `keras:` rules only."""
+    """Yield the matching rules in order. Keras variable names are tried on `keras:` rules only."""
     rules = (table.in_order[number] for number in table.index.find_matches(path))
     return (rule for rule in rules if is_keras_rule(rule.pattern)) if is_keras_rule(path) else rules
 

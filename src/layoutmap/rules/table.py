@@ -1,4 +1,4 @@
-"""The rules of one map by pattern, in order, and their index."""
+"""Store the rules of one map by pattern, in order, with their index."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from layoutmap.rules.index import RuleIndex
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One rule with its compiled pattern and whether it has its own `uneven` setting."""
+    """A rule with its compiled pattern. `has_uneven` tells whether it has its own `uneven` setting."""
 
     rule: Rule
     compiled: re.Pattern[str]
@@ -21,10 +21,10 @@ class Entry:
 
 
 class Table:
-    """The rules of a map by pattern, in order, and their index.
+    """Store rules by pattern, in order, with their index.
 
-    A table only grows, and a map that takes rules out begins another: so a lookup needs no lock, whatever another
-    thread does to the map meanwhile.
+    A table only grows, and a map that removes rules creates a new one. So a lookup needs no lock while another
+    thread changes the map.
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
@@ -35,7 +35,7 @@ class Table:
             self.append(entry)
 
     def append(self, entry: Entry) -> None:
-        """Add a rule, numbered as the last."""
+        """Append a rule, and number it."""
         number = len(self.in_order) + 1
         if entry.rule.number != number:
             entry = replace(entry, rule=replace(entry.rule, number=number))

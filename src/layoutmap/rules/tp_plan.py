@@ -1,4 +1,4 @@
-"""A tensor parallel plan of Hugging Face transformers as rules: `{"layers.*.self_attn.q_proj": "colwise", ...}`.
+"""Convert a tensor parallel plan of Hugging Face transformers to rules: `{"layers.*.self_attn.q_proj": "colwise"}`.
 
 Such a plan gives a style to modules and parameters. What a style says of weights and of a layer's output becomes a
 layout; what it says of sums and of local tensors in between, a framework with layouts does by itself. This module knows
@@ -24,14 +24,14 @@ Output = Literal["as it comes", "replicated", "sequence", "tokens"]
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The layouts of a style of torch or transformers.
+    """The shardings that a parallel style of torch or transformers stands for.
 
     Args:
         sharded: The axis of a parameter that is sharded: that of output features (`"out"`: the last but
             one, or the only one), of input features (`"in"`: the last, and biases are replicated), the
             first, the last, or none (`"nothing"`). `"none of its own"`: the style is of a module that
             computes, and says nothing of parameters.
-        output: How the layer's output is laid out: as it comes, replicated but for the batch, sharded
+        output: How the layer's output is sharded: unchanged, replicated but for the batch, sharded
             along the sequence, or replicated with batch and sequence in one axis of tokens.
         packed: Whether several weights follow each other along the axis, each of which is sharded by itself.
     """
@@ -51,7 +51,7 @@ class Style:
 
 _ROWWISE = Style("in", "replicated")
 _REPLICATED = Style("nothing")
-_COMPUTES = Style("none of its own")
+_WITHOUT_PARAMETERS = Style("none of its own")
 STYLES = {
     "colwise": Style("out"),
     "colwise_gather_output": Style("out", "replicated"),
@@ -75,19 +75,19 @@ STYLES = {
     "moe_tp_experts": Style("none of its own", "tokens"),
     "ep_dispatch_experts": Style("none of its own", "tokens"),
     "gather": Style("none of its own", "tokens"),
-    "all_reduce": _COMPUTES,
-    "moe_identity_expert": _COMPUTES,
-    "local_params": _COMPUTES,
-    "local": _COMPUTES,
+    "all_reduce": _WITHOUT_PARAMETERS,
+    "moe_identity_expert": _WITHOUT_PARAMETERS,
+    "local_params": _WITHOUT_PARAMETERS,
+    "local": _WITHOUT_PARAMETERS,
 }
-"""Every style that is known, by its name in a plan."""
+"""The known parallel styles, by their names in a plan."""
 
 _EXPERTS = {"moe_tp_experts", "ep_dispatch_experts", "gather"}
 
 
 @dataclass(frozen=True, slots=True)
 class TpRules:
-    """Rules of a plan before they are checked: specs by pattern, and warnings about parts that rules cannot express."""
+    """Unchecked rules of a plan: specs by pattern, and warnings about entries that rules cannot express."""
 
     rules: Mapping[str, tuple[str | None, ...]]
     activations: Mapping[str, Specs]
@@ -95,7 +95,7 @@ class TpRules:
 
 
 def read_tp_plan(source: object) -> dict[str, str]:
-    """Return the tensor-parallel plan of a transformers model or config, or the plan itself.
+    """Return the tensor parallel plan of a transformers model or config, or a given plan.
 
     Raises:
         RuleError: It has none.
@@ -111,9 +111,9 @@ def read_tp_plan(source: object) -> dict[str, str]:
     raise RuleError(
         f"{known.__module__}.{known.__qualname__} has no tp_plan",
         why=(
-            "it is a class, and the plan is in part that of a model's config"
+            "it is a class, and part of the plan is in the config of an instance"
             if isinstance(source, type)
-            else "transformers ships plans for part of its models, in the config of each part"
+            else "transformers has plans only for some models, in the config of each submodel"
         ),
         fix=(
             f"pass the config of a part, as in config.{parts[0]}, and its prefix"
@@ -124,12 +124,12 @@ def read_tp_plan(source: object) -> dict[str, str]:
 
 
 def is_model_function(source: object) -> bool:
-    """Return whether this is a function that builds a model, not a plan or an object with one."""
+    """Return whether an object is a function that builds a model, and not a plan."""
     named = ("tp_plan", "_tp_plan", "base_model_tp_plan", "named_parameters")
     return callable(source) and not isinstance(source, type) and not any(hasattr(source, n) for n in named)
 
 
-# A tensor-parallel plan lacks ranks, so parameter shapes can be passed with it (decisions/0014).
+# A tensor parallel plan lacks ranks, so callers may pass the parameter shapes with it (decisions/0014).
 def convert_tp_plan(
     plan: Mapping[str, str],
     *,
@@ -139,7 +139,7 @@ def convert_tp_plan(
     parameters: Mapping[str, Sequence[int]] | None,
     layers: Iterable[str] | None,
 ) -> TpRules:
-    """Convert a tensor-parallel plan to rules.
+    """Convert a tensor parallel plan to rules.
 
     Args:
         plan: Styles by the path of a module or a parameter; `*` stands for the number of a layer.
@@ -198,8 +198,8 @@ def _check_style(key: str, name: object) -> None:
         )
     if any("*" in part and part != "*" for part in key.split(".")):
         raise RuleError(
-            f"tp_plan entry {key!r}: its * is next to other characters",
-            why="* stands for the number of a layer, alone between dots",
+            f"tp_plan entry {key!r}: its * is not a complete part of the path",
+            why="* stands for the number of a layer, and must be between dots",
             fix="write it as in 'layers.*.mlp.up_proj'",
         )
 
@@ -221,7 +221,7 @@ def _list_parents(path: str) -> list[str]:
 def _find_parameters(
     plan: Mapping[str, str], prefix: str, parameters: Mapping[str, Any]
 ) -> dict[str, dict[str, int]]:
-    """Return each entry's parameters: their last name ("" for the entry's own path) and rank.
+    """Return, for each entry, the last name ("" for the entry's own path) and rank of its parameters.
 
     As in transformers, an entry is for the parameter of its name, and for those of the module of its name that have no
     entry of their own.
@@ -236,16 +236,16 @@ def _find_parameters(
             rank = len(tuple(getattr(shape, "shape", shape)))
             if found[key].setdefault(name, rank) != rank:
                 raise RuleError(
-                    f"tp_plan entry {key!r}: its parameters have {found[key][name]} and {rank} axes",
+                    f"tp_plan entry {key!r}: its parameters have different ranks, {found[key][name]} and {rank}",
                     facts={"one of them": path},
-                    why="one rule gives one layout, with a spec for each axis",
+                    why="a rule gives one layout, with a spec for each axis",
                     fix="write an entry for each of them",
                 )
     return found
 
 
 def _guess_parameters(key: str, plan: Mapping[str, str]) -> dict[str, int]:
-    """Return the usual parameters of an entry if the model's parameters are unknown."""
+    """Guess the usual parameters of an entry, without knowing the model's."""
     style = STYLES[plan[key]]
     above = plan.get(key.rpartition(".")[0])
     if style.sharded == "none of its own" or plan[key] == "replicate":
@@ -260,15 +260,17 @@ def _guess_parameters(key: str, plan: Mapping[str, str]) -> dict[str, int]:
 
 
 def _refuse_unmatched_plan(key: str, prefix: str, parameters: Iterable[str]) -> None:
-    """Refuse a plan without any entry for the model's parameters, and suggest a prefix."""
+    """Raise if no entry of a plan matches the model's parameters, and suggest a prefix."""
     anywhere = re.compile(rf"(.*?\.)?{_make_regex(key)}(\.[^.]+)?")
     matches = (anywhere.fullmatch(path) for path in parameters)
     meant = next((match[1] or "" for match in matches if match), None)
     raise RuleError(
-        "tp_plan: none of its entries is for a parameter of the model",
+        "tp_plan: no entry matches a parameter of the model",
         facts={"entry": prefix + key, "parameter": next(iter(parameters), "")},
-        why="their paths begin differently" if meant is not None else "it is another model's plan",
-        fix=f"from_tp_plan(..., prefix={meant!r})" if meant is not None else "use the model's own plan",
+        why="the model's paths have another prefix"
+        if meant is not None
+        else "the plan belongs to another model",
+        fix=f"from_tp_plan(..., prefix={meant!r})" if meant is not None else "use the plan of this model",
     )
 
 

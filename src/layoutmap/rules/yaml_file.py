@@ -1,4 +1,4 @@
-"""A layout map as YAML: the rules file that a project keeps beside its model.
+"""Read and write a layout map as YAML: the rules file that a project keeps beside its model.
 
     version: 1
     mesh:
@@ -43,17 +43,17 @@ from layoutmap.core.uneven import UnevenSetting, check_uneven
 from layoutmap.rules.patterns import refuse_slow_pattern
 
 VERSION = 1
-"""The version of the form."""
+"""The version of the file format."""
 
 _KEYS = {"version", "mesh", "rules", "activations", "uneven", "rest"}
 _MESH_KEYS = {"dims", "name", "devices", "explicit_dims"}
-_MOST_ERRORS = 10
+_MAX_ERRORS = 10
 _FIX = "write it as LayoutMap.to_yaml() does: version, mesh and rules"
 
 
 @dataclass(frozen=True, slots=True)
 class RulesFields:
-    """The fields of a rules file, unchecked: mesh dims, mesh name, devices or `None`, and sharding specs by pattern.
+    """Store the unchecked fields of a rules file.
 
     The specs are those of variables in `rules`, and of layers' outputs in `activations`.
     `dims` is `None` if the file names no mesh. `explicit_dims` are those with explicit axes on JAX. `uneven_rules` has
@@ -74,21 +74,21 @@ class RulesFields:
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-# A rules file may not contain tags, so it is written as plain lists and mappings (decisions/0199).
+# A rules file must not contain tags, so write plain lists and mappings (decisions/0199).
 def to_yaml(fields: RulesFields) -> str:
-    """Return the text of a rules file."""
+    """Write fields as the text of a rules file."""
     import yaml
 
     class Flow(list[object]):
-        """A list that is written in one line."""
+        """A list written on one line."""
 
     class FlowMapping(dict[str, object]):
-        """A mapping that is written in one line."""
+        """A mapping written on one line."""
 
     safe_dumper: Any = yaml.SafeDumper
 
     class Dumper(safe_dumper):
-        """Writes specs in one line, and everything else in lines of their own."""
+        """Write specs on one line, and everything else in block style."""
 
     def represent_list(dumper: Any, data: Flow) -> object:
         return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
@@ -138,7 +138,7 @@ def to_yaml(fields: RulesFields) -> str:
     text = dump(data)
     end = text.index("rules:")
     for pattern, reason in fields.reasons.items():
-        # Search for each key after the previous one, so that line numbers are right.
+        # Search for each key after the previous one, so that line numbers are correct.
         key = textwrap.indent(dump({pattern: None}).removesuffix("null\n").rstrip(), "  ")
         end = text.index(f"\n{key}", end) + 1
         comment = "".join(f"  # {line}\n" for line in textwrap.wrap(reason, 106, break_long_words=False))
@@ -148,7 +148,7 @@ def to_yaml(fields: RulesFields) -> str:
 
 
 def from_yaml(text: str) -> RulesFields:
-    """Read a rules file.
+    """Read the fields of a rules file.
 
     Raises:
         RuleError: It is no YAML of the kind that rules files are (see `strict_yaml`), has a key that is not
@@ -160,7 +160,7 @@ def from_yaml(text: str) -> RulesFields:
         raise RuleError(
             f"rules file of version {shorten_repr(version)}",
             why=f"this layoutmap reads version {VERSION}",
-            fix=f"write version: {VERSION} in its first line, leave it out, or use the layoutmap that wrote it",
+            fix=f"write version: {VERSION}, delete the line, or use the layoutmap release that wrote the file",
         )
     top = _check_mapping(data, "it", _KEYS)
     mesh = None if top.get("mesh") is None else _read_mesh(top["mesh"])
@@ -203,7 +203,7 @@ def from_yaml(text: str) -> RulesFields:
 
 
 def _read_mesh(value: object) -> dict[str, Any]:
-    """Return the mesh as a mapping. A text such as `batch=2,model=4` stands for its dims."""
+    """Read the mesh as a mapping. A text such as `batch=2,model=4` gives its dims."""
     if not isinstance(value, str):
         return _check_mapping(value, "mesh", _MESH_KEYS)
     try:
@@ -215,7 +215,7 @@ def _read_mesh(value: object) -> dict[str, Any]:
 
 
 def read_schema() -> str:
-    """Return the JSON Schema of a rules file. It checks the form, not patterns and dims."""
+    """Return the JSON Schema of a rules file. It checks the structure, not patterns and dims."""
     from importlib.resources import files
 
     return files("layoutmap.rules").joinpath("schema.json").read_text(encoding="utf-8")
@@ -229,7 +229,7 @@ def _read_section(top: dict[str, Any], key: str) -> object:
 def _split_settings(
     rules: dict[str, Any],
 ) -> tuple[dict[str, Any], dict[str, UnevenSetting], dict[str, str]]:
-    """Return the specs of rules, and the `uneven` and `memory` settings of rules written as mappings."""
+    """Split rules written as mappings into specs, `uneven` settings, and `memory` settings."""
     layouts, uneven, memory = dict(rules), dict[str, UnevenSetting](), dict[str, str]()
     for pattern, value in rules.items():
         if isinstance(value, dict):
@@ -252,7 +252,7 @@ def _read_rules(value: object, what: str, rule: str) -> dict[str, tuple[Any, ...
 
 
 def check_all(check: Callable[..., object], rows: Iterable[tuple[object, ...]]) -> None:
-    """Call a check for each row of arguments and raise all its errors as one."""
+    """Call a check for each row of arguments, and raise one error for all failures."""
     errors: list[LayoutMapError] = []
     for row in rows:
         try:
@@ -262,8 +262,8 @@ def check_all(check: Callable[..., object], rows: Iterable[tuple[object, ...]]) 
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        more = f"\n\n... and {len(errors) - _MOST_ERRORS} more" if len(errors) > _MOST_ERRORS else ""
-        shown = "\n\n".join(map(str, errors[:_MOST_ERRORS]))
+        more = f"\n\n... and {len(errors) - _MAX_ERRORS} more" if len(errors) > _MAX_ERRORS else ""
+        shown = "\n\n".join(map(str, errors[:_MAX_ERRORS]))
         raise RuleError(f"{len(errors)} errors\n{shown}{more}")
 
 
@@ -308,7 +308,7 @@ def _check_mapping(value: Any, what: str, keys: set[str] | None) -> dict[str, An
         if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleError(
                 f"rules file: {what} has a key {key!r} that is not text",
-                why="YAML reads null and digits without quotes as no text",
+                why="YAML does not read unquoted null and digits as text",
                 fix=f"quote it: '{'null' if key is None else key}'",
             )
     unknown = sorted(str(key) for key in found if keys is not None and key not in keys)

@@ -1,4 +1,4 @@
-"""Models that were published, at full size and without their values: to plan before there is anything to load.
+"""Describe published models at full size without their values, to plan them before anything is loaded.
 
 What is known of each is in `zoo.yaml`: a class of a model library, what its weights' shapes are made of, and
 which preset of rules is for it. The library is imported when a model is made.
@@ -22,12 +22,12 @@ from layoutmap.core.errors import LayoutMapError
 
 @dataclass(frozen=True, slots=True)
 class PublishedModel:
-    """A public model, with the library, configuration, and preset that build and shard it.
+    """A public model: its class, configuration, and matching preset.
 
     Args:
-        name: What it is called, as in `"llama3_405b"`.
+        name: Its name, such as `"llama3_405b"`.
         kind: Its class, as in `"keras_hub.models:Llama3Backbone"`.
-        preset: The rules for it: `LayoutMap.preset(model.preset, mesh)`.
+        preset: The preset with its rules: `LayoutMap.preset(model.preset, mesh)`.
         num_parameters: Number of elements of its weights.
         config: The arguments of its class.
     """
@@ -40,11 +40,11 @@ class PublishedModel:
 
     @property
     def package(self) -> str:
-        """The package that its class is of: `"keras_hub"`."""
+        """The package of its class: `"keras_hub"`."""
         return self.kind.partition(".")[0]
 
     def make(self, **options: object) -> Any:
-        """Build the model with initial values, following an open plan or scope.
+        """Build the model with initial values, inside an open plan or scope if there is one.
 
         Args:
             options: Arguments of its class besides those of `config`, as in `dtype="bfloat16"`.
@@ -65,7 +65,7 @@ class PublishedModel:
 
 
 @functools.cache
-# Libraries name the same weight differently, so each model states the preset that fits it (decisions/0024).
+# Libraries name the same weight differently, so each model names the preset that fits it (decisions/0024).
 def list_models() -> Mapping[str, PublishedModel]:
     """Return all published models by name.
 
@@ -88,7 +88,7 @@ def list_models() -> Mapping[str, PublishedModel]:
 
 
 def find_model(name: str) -> PublishedModel:
-    """Return a published model by name.
+    """Find a published model by name.
 
     Raises:
         LayoutMapError: There is none of that name.
@@ -104,9 +104,11 @@ def find_model(name: str) -> PublishedModel:
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         raise LayoutMapError(
-            f"{name!r} is not a published model that is known here",
+            f"{name!r} is not a known published model",
             facts={"known": ", ".join(known)},
-            why="what the shapes of its weights are made of must be known, since nothing is downloaded",
-            fix=f"did you mean {near[0]!r}?" if near else "use one of them, or a function of your own",
+            why="nothing is downloaded, so only models with a stored configuration can be planned",
+            fix=f"did you mean {near[0]!r}?"
+            if near
+            else "use one of them, or pass a function that builds your model",
         )
     return known[name]

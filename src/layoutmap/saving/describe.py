@@ -61,7 +61,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """All steps that exist, in rising order. Empty for files of other libraries."""
+        """All existing steps, in ascending order. Empty for files of other libraries."""
         return getattr(self.source, "steps", ())
 
     @property
@@ -76,7 +76,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
 
     @property
     def has_checksums(self) -> bool:
-        """Whether changed values are detected. Formats of other libraries have no checksums."""
+        """Whether damaged values can be detected. Formats of other libraries have no checksums."""
         return isinstance(self.source, StepSource)
 
     @property
@@ -96,7 +96,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
 
     @property
     def plan(self) -> Plan:
-        """Layouts in which the variables were saved, as a plan that you can `diff` with another one.
+        """The layouts of the saved variables, as a plan that you can `diff` with another one.
 
         What was saved without a layout is replicated in it.
         """
@@ -120,7 +120,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
         return self.source.read(variable.path, block)[inner]
 
     def verify(self, progress: Callable[[str], object] | None = None) -> tuple[CheckpointError, ...]:
-        """Read everything, and return an error for each missing or damaged part. Empty if all is correct.
+        """Read all files, and return an error for each missing or damaged part.
 
         Args:
             progress: Called with the path of each variable when it has been read.
@@ -164,7 +164,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
     # -- text, JSON, and HTML
 
     def to_json(self) -> str:
-        """Return the content as JSON for programs, one variable per line, without values."""
+        """Return the content, without values, as JSON with one variable per line."""
         head: dict[str, Any] = {"where": self.where, "step": self.step, "steps": self.steps}
         if isinstance(self.source, StepSource):
             manifest = self.source.manifest
@@ -174,12 +174,13 @@ class Checkpoint(Mapping[str, SavedVariable]):
         return format_json(self._contents, head | {"bytes": self.global_bytes})
 
     def to_html(self, problems: Sequence[CheckpointError] | None = None) -> str:
-        """Return the content as one HTML page, which loads nothing: facts, variables, and shards.
+        """Return the content as a self-contained HTML page: facts, variables, and shards.
 
         Args:
             problems: What `verify` has returned, which the page shows; `None`: it says that nobody has looked.
         """
-        from layoutmap.report.page.page import make_checkpoint_page  # imported here, as in `Plan`
+        # imported here, because few programs need the page
+        from layoutmap.report.page.page import make_checkpoint_page
 
         return make_checkpoint_page(
             self._contents, problems if problems is None else list(map(_convert_problem, problems))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from layoutmap.checkpoint.export import MOST_BYTES, export_source
+from layoutmap.checkpoint.export import MAX_FILE_BYTES, export_source
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.source import Source
 from layoutmap.saving.model_source import ModelSource, read_table
@@ -19,7 +19,7 @@ def export(
     step: int | None = None,
     format: str = "safetensors",
     names: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-    max_shard_bytes: int = MOST_BYTES,
+    max_shard_bytes: int = MAX_FILE_BYTES,
     progress: Callable[[str], object] | None = None,
 ) -> str:
     """Write the weights of a model as safetensors, optionally under the names of Hugging Face libraries.

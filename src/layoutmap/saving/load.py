@@ -135,7 +135,7 @@ def load(
     processes = Group(get_engine(adapter.engine_name), mesh)
     source = _open_source(directory, step, processes)
     if isinstance(source, StepSource):
-        source.verifies, source.room = verify != "no", room_bytes
+        source.verifies, source.cache_bytes = verify != "no", room_bytes
     table = (
         None if names is None else read_names(names) if found is None else read_table(names, found, adapter)
     )
@@ -155,7 +155,7 @@ def load(
     place = processes.number, processes.count
     positions = [each["data"] for each in saved if "data" in each]
     state = processes.agreed(lambda: None if data is None else check_data(data, positions, *place))
-    is_new = layout_map is not None  # a new model loses nothing if the checkpoint is damaged
+    is_new = layout_map is not None  # a new model needs no protection from a damaged checkpoint
     if layout_map is not None:
         found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
         found, _ = loading.put(found, None, is_new=True)
@@ -180,12 +180,12 @@ def _check_arguments(
     extra: object,
     verify: object,
 ) -> None:
-    """Refuse arguments that would have no effect or contradict each other."""
+    """Raise for arguments that would have no effect or contradict each other."""
     choices = ("missing", missing, Missing), ("extra", extra, Extra), ("verify", verify, Verify)
     for name, value, known in ((name, value, get_args(kind)) for name, value, kind in choices):
         if value not in known:
             raise CheckpointError(
-                f"{name}={value!r}: this is not one of the choices",
+                f"{name}={value!r}: this value is not allowed",
                 why=f"it is one of {', '.join(map(repr, known))}",
                 fix=f"leave {name} out, or pass {name}={known[1]!r}",
             )
@@ -193,14 +193,14 @@ def _check_arguments(
         names = ", ".join(f"{name}=" for name in options)
         raise CheckpointError(
             f"load: {names} has no effect without layout_map=",
-            why="it is for building a model, which load does only with layout_map=",
+            why="load builds a model only with layout_map=",
             fix="pass a function that makes the model, and layout_map=",
         )
     if layout_map is not None and find_adapter(model) is not None:
         raise CheckpointError(
             f"load: {type(model).__name__} is a model, and layout_map= is for a function that makes one",
-            why="a model that exists has its layouts, and keeps them",
-            fix="leave layout_map out, or pass the function; layout_map.apply(model) lays a model out",
+            why="an existing model keeps its layouts",
+            fix="leave layout_map out, or pass the function; layout_map.apply(model) shards an existing model",
         )
 
 
@@ -208,18 +208,18 @@ def _check_unused(source: KerasWeights, given: Sequence[str]) -> None:
     if given:
         raise CheckpointError(
             f"{source.where}: {', '.join(f'{name}=' for name in given)} has no effect on a weight file of Keras",
-            why="the model's own load_weights reads it, by the positions of layers",
-            fix="leave it out; model.load_weights(path, skip_mismatch=True) leaves out what does not fit",
+            why="Keras's load_weights reads it, by the order of the layers",
+            fix="leave it out, or call model.load_weights(path, skip_mismatch=True) to skip weights of other shapes",
         )
 
 
 def _load_keras_weights(model: object, source: KerasWeights) -> Any:
-    """Return the model after Keras loads a weight file, which addresses weights by layer instead of path."""
+    """Load a Keras weight file with Keras, because it addresses weights by layer instead of path."""
     load_weights = getattr(model, "load_weights", None)
     if load_weights is None:
         raise CheckpointError(
-            f"{source.where}: it is a weight file of Keras, and the model is not: {type(model).__name__}",
-            why="it names weights by Keras's layers, as in layers.dense.vars.0, and not by path",
+            f"{source.where}: this is a Keras weight file, but the model is a {type(model).__name__}",
+            why="the file names weights by Keras layers, as in layers.dense.vars.0, and not by path",
             fix="pass a Keras model, or names= with such a name for each path",
         )
     load_weights(source.where)
@@ -227,7 +227,7 @@ def _load_keras_weights(model: object, source: KerasWeights) -> Any:
 
 
 def _open_source(directory: str | os.PathLike[str], step: int | None, processes: Group) -> Source:
-    """Open the same step in all processes: the last step that the first process sees."""
+    """Open the same step in all processes: by default the last one that process 0 finds."""
 
     def open_checked(step: int | None) -> Source:
         found = open_source(directory, step)
@@ -246,8 +246,8 @@ def _open_source(directory: str | os.PathLike[str], step: int | None, processes:
         raise CheckpointError(
             f"{source.where}: the processes load different checkpoints",
             facts=label_processes(differ),
-            why="their ids differ: they were written by different saves",
-            fix="pass a directory that all processes share, or copies of one",
+            why="the checkpoint ids differ, so they are from different saves",
+            fix="pass a directory that all processes share, or identical copies",
         )
     return source
 
@@ -258,7 +258,7 @@ def _format_step(source: Any) -> str:
 
 @contextmanager
 def mark_partial_load() -> Generator[None]:
-    """Add to checkpoint errors that the model may be loaded in part, since values were not checked before."""
+    """Add to checkpoint errors that the model may be partially loaded, because values were not verified first."""
     try:
         yield
     except CheckpointError as error:
@@ -266,9 +266,9 @@ def mark_partial_load() -> Generator[None]:
         raise CheckpointError(error.what, facts=error.facts, why=why, fix=error.fix) from error
 
 
-# New memory and a second copy take most of a load's time, so values go into the array's own memory (decisions/0127).
+# Allocating and copying take most of a load's time, so values are read into the arrays' own memory (decisions/0127).
 class Loading:
-    """A load into an existing model."""
+    """Load a checkpoint into an existing model."""
 
     def __init__(
         self,
@@ -302,7 +302,7 @@ class Loading:
         random: Mapping[str, Any] | None = None,
         only: Collection[str] | None = None,
     ) -> tuple[Any, Any]:
-        """Read all values that are not read yet. An existing model changes only after all are checked.
+        """Read all remaining values. An existing model changes only after all values are verified.
 
         Args:
             model: The model.
@@ -313,7 +313,7 @@ class Loading:
             only: The paths in the checkpoint of what is read; `None`: all.
         """
         stored = self._processes.agreed(lambda: self._check_variables(model, optimizer))
-        # Initializers may have drawn from a generator after its state was read, so read RNG states again.
+        # Initializers may have advanced a generator after its state was read, so read RNG states again.
         taken = self.values.taken - {e.variable.path for e in stored if e.variable.kind is Kind.RNG}
         rest = [
             e
@@ -325,7 +325,7 @@ class Loading:
         self.unread = self._find_unread(stored)
         layouts = {each.variable.path: self._engine.get_layout(each.array) for each in rest}
         variables = {each.variable.path: each.variable for each in rest}
-        # A slot that does not exist yet is represented by its weight's array.
+        # A slot that does not exist yet is listed with its weight's array.
         weights = {id(each.array) for each in stored if not _is_slot(each)}
         own = {
             each.variable.path: (each.array, memory)
@@ -335,7 +335,7 @@ class Loading:
         if not is_new:
             with Progress(variables, enabled=self._progress, verb="checked") as progress:
                 self._processes.agreed(lambda: self._check_values(variables.values(), layouts, progress))
-        del stored, rest  # free the replaced arrays
+        del stored, rest  # free the replaced arrays before new ones are read
         with Progress(variables, enabled=self._progress, verb="loaded") as progress:
 
             def read_arrays() -> Iterator[tuple[str, Any]]:
@@ -374,7 +374,7 @@ class Loading:
             self._check_optimizer(bool(slots))
         saved = Saved(slots if self._settings else (), self._settings)
         stored = self.adapter.list_stored_variables(model, optimizer, saved)
-        if not self._settings:  # the checkpoint's optimizer belongs to another library
+        if not self._settings:  # the optimizer was saved by another library
             stored = [each for each in stored if not _is_slot(each)]
         kinds = {Kind.WEIGHT, Kind.STATE}
         if self._settings and (optimizer is not None or (slots and any(map(_is_slot, stored)))):
@@ -383,24 +383,24 @@ class Loading:
         return stored
 
     def _find_unread(self, stored: Sequence[Stored]) -> Sequence[str]:
-        """Return the paths of saved slots for which the model lacks an optimizer."""
-        if not self._settings or "optimizer" in self._settings:  # the optimizer was passed as an argument
+        """Return the paths of saved slots that are not read because the model has no optimizer."""
+        if not self._settings or "optimizer" in self._settings:  # the caller passed an optimizer
             return ()
         known = {saved.path for each in stored if (saved := self.values.find(each.variable))}
         slots = [v.path for v in self.values.source.variables.values() if v.kind is Kind.SLOT]
         return [path for path in slots if path not in known]
 
     def _check_optimizer(self, has_slots: bool) -> None:
-        """Raise if an optimizer was passed and the checkpoint has no state for one."""
+        """Raise if an optimizer was passed but the checkpoint has no optimizer state."""
         if self.values.missing == "keep" or self._settings.get("optimizer") or (has_slots and self._settings):
             return
         library = self.states.get("settings", {}).get("library")
         raise CheckpointError(
-            f"{self.values.source.where}: it has no state for the optimizer",
+            f"{self.values.source.where}: it has no optimizer state",
             facts={"saved by": library, "loading": self.adapter.name},
             why="it was saved without optimizer="
             if library == self.adapter.name
-            else "each library stores the state of its optimizers in its own form",
+            else "each library stores optimizer state in its own format",
             fix='leave optimizer out, or pass missing="keep" to start with a new state',
         )
 
@@ -414,7 +414,7 @@ class Loading:
             layout = layouts[variable.path]
             read = self.values.make_reader(variable)
             if is_integer_state(variable, saved) and read is not None:
-                read(make_full_index(saved.shape))  # raises if the value does not fit
+                read(make_full_index(saved.shape))  # raises if the value exceeds the range of the dtype
             elif layout is None:
                 self.values.source.check(saved.path)
             else:
@@ -424,9 +424,9 @@ class Loading:
             progress(variable.path)
 
 
-# A model may get its optimizer after the load, so the next `compile` restores the skipped slots (decisions/0081).
+# A model may get its optimizer after the load, so the next `compile` restores its slots (decisions/0081).
 def _report_unread(loading: Loading, values: ModelValues, model: object) -> None:
-    """Warn of saved slots that were not read, and read them once the model has an optimizer."""
+    """Warn of saved slots that were not read, and restore them once the model has an optimizer."""
     unread, where = tuple(loading.unread), values.source.where
 
     def restore() -> None:
@@ -435,16 +435,16 @@ def _report_unread(loading: Loading, values: ModelValues, model: object) -> None
             loading.put(model, None, is_new=False, only=unread)
         except CheckpointError as error:
             warning = LayoutMapWarning(
-                f"{where}: the state of the optimizer was not restored",
+                f"{where}: the optimizer state was not restored",
                 facts={"not read": join_names(unread)},
                 why=f"the optimizer differs from the one that was saved: {error.what}",
-                fix="compile the model with the optimizer that was saved",
+                fix="compile the model with the same optimizer as when it was saved",
             )
             warnings.warn(warning, stacklevel=find_user_stacklevel({loading.adapter.name}))
 
     is_restored = loading.adapter.restore_with_optimizer(model, restore)
     warning = LayoutMapWarning(
-        f"{where}: {len(unread)} variables of the optimizer were not read",
+        f"{where}: {len(unread)} optimizer variables were not read",
         facts={"not read": join_names(unread)},
         why="the model has no optimizer",
         fix="call model.compile(...), which restores them" * is_restored
@@ -462,10 +462,10 @@ def _check_override(override: Mapping[str, Any], settings: Mapping[str, Any]) ->
     known = {name for group in groups for name in group} - {"params"}
     if unknown := [name for name in override if name not in known]:
         raise CheckpointError(
-            f"override={dict(override)!r}: there is no setting {unknown[0]!r} of an optimizer that was saved",
-            facts={"settings": join_names(sorted(known)) or "none: it has no optimizer of torch"},
-            why="only a saved optimizer of torch has settings; other optimizers keep theirs in code or in variables",
-            fix="name one of these, or set it after the load",
+            f"override={dict(override)!r}: the saved optimizer has no setting {unknown[0]!r}",
+            facts={"settings": join_names(sorted(known)) or "none: it has no torch optimizer"},
+            why="only torch optimizers save settings; other libraries keep them in code or in variables",
+            fix="use one of these settings, or set it after the load",
         )
 
 

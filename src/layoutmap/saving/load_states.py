@@ -1,4 +1,4 @@
-"""Restore the states that each process has for itself: data iterators, schedules, and random generators."""
+"""Restore the state of each process: data iterators, schedules, and random generators."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from layoutmap.scope.process_group import Group
 
 
 def check_data(data: object, states: Sequence[Any], number: int, count: int, name: str = "data") -> Any:
-    """Return the saved state that this process passes to `data`.
+    """Return the saved state to restore in `data` in this process.
 
     Raises:
         CheckpointError: There is none, or there is another number of processes and each had a state of its own.
     """
     if not states:
         raise CheckpointError(
-            f"{name}: the checkpoint has no state of it",
+            f"{name}: the checkpoint has no data state",
             why="it was saved without data=",
-            fix="leave data out, and start the data where you want to",
+            fix="leave data out, and position the iterator yourself",
         )
     if isinstance(data, Mapping):
         several = cast("Mapping[str, Any]", data)
@@ -31,7 +31,7 @@ def check_data(data: object, states: Sequence[Any], number: int, count: int, nam
             raise CheckpointError(
                 f"{name}: the names differ from those that were saved",
                 facts={"names": join_names(list(several)), "saved": join_names(other[0])},
-                why="each of several gets its own state",
+                why="each iterator gets the state of its name",
                 fix="pass the same names as to save",
             )
         return {
@@ -42,23 +42,23 @@ def check_data(data: object, states: Sequence[Any], number: int, count: int, nam
     found = choose_state(states, number, count)
     if found is None:
         raise CheckpointError(
-            f"{name}: each of the processes that saved it had its own state, and their number is now different",
+            f"{name}: each process saved its own state, and the number of processes has changed",
             facts={"saved": f"{len(states)} processes", "loading": f"{count} processes"},
-            why="where each process would continue does not follow from the saved states",
-            fix=f"start {len(states)} processes; or leave data out, and start the data anew",
+            why="the saved states do not determine where other processes continue",
+            fix=f"start {len(states)} processes, or leave data out and restart the data",
         )
     return found[0]
 
 
 def choose_state(states: Sequence[Any], number: int, count: int) -> tuple[Any] | None:
-    """Return this process's state in a tuple: its own if the counts are equal, else the shared one, or `None`."""
+    """Return this process's state in a tuple: its own if the process counts match, else the shared one, or `None`."""
     if len(states) == count:
         return (states[number],)
     return (states[0],) if all(_is_same(states[0], state) for state in states[1:]) else None
 
 
 def choose_random_states(states: Sequence[Mapping[str, Any]], number: int, count: int) -> dict[str, Any]:
-    """Return the saved random states of this process by generator.
+    """Return the saved states of this process's random generators.
 
     Where each process had another and there is now another number of them, none: the generator is left as it is. That
     is so for any that the program has not seeded, so it is worth no warning.
@@ -81,7 +81,7 @@ def restore_data(
     data: object,
     state: object,
 ) -> Generator[None]:
-    """Restore the saved state of `data`, and undo that if the block raises.
+    """Restore the state of `data`, and undo that if the block raises.
 
     Args:
         adapter: Knows the model.
@@ -118,24 +118,24 @@ def restore_data(
 
 @contextmanager
 def _translate_errors(where: str, what: str) -> Generator[None]:
-    """Raise a `CheckpointError` that names the object in place of any error while it restores its state."""
+    """Convert any error of an object that restores its state to a `CheckpointError` that names the object."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"{where}: {what} cannot take up what was saved",
+            f"{where}: {what} cannot restore the saved state",
             facts={"it says": f"{type(error).__name__}: {error}"},
-            why="its state is that of another kind of object, or of another release; nothing has been loaded",
-            fix="pass the object that was saved, or leave data out"
+            why="the state is from another type of object or another release; nothing was loaded",
+            fix="pass the same type of object that was saved, or leave data out"
             if what == "data"
-            else "load it where it was saved; or export the weights, and load those",
+            else "load it with the library that saved it, or export the weights and load those",
         ) from error
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Return whether two states are equal, with the arrays in them."""
+    """Return whether two nested states are equal, including their arrays."""
     from layoutmap.checkpoint.states import encode_state
 
     return encode_state(one, "") == encode_state(other, "")

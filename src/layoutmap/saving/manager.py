@@ -101,13 +101,13 @@ class CheckpointManager:
         self._waits = wait
         self._flight: _BackgroundSave | None = None
         self._memory: Memory = {}
-        self._failures: list[BaseException] = []  # failures of background saves, not raised yet
+        self._failures: list[BaseException] = []  # errors of background saves that no call has raised yet
         self._history = History(self._storage)
         self._seen: int | None = None
-        self._position: SavedStep | None = None  # step that was saved or loaded last
-        self._before: SavedStep | None = None  # position before the save in flight
-        self._is_deleted = False  # whether the last step was deleted, so that it may be saved again
-        self._leaves = False  # whether later steps of the line are kept
+        self._position: SavedStep | None = None  # the step that was last saved or loaded
+        self._before: SavedStep | None = None  # the position before the save in flight, restored if it fails
+        self._is_deleted = False  # whether the last step was deleted, so that its number may be saved again
+        self._keeps_later = False  # whether to keep later steps of the line
         self._damaged: set[int] = set()
         self._saved_at = time.monotonic()
         self._group: Group | None = None
@@ -118,12 +118,12 @@ class CheckpointManager:
 
     @property
     def steps(self) -> list[int]:
-        """Steps that exist, in rising order, without one that is being written."""
+        """The existing steps in ascending order, without one that is being written."""
         return self._storage.steps()
 
     @property
     def is_preempted(self) -> bool:
-        """Whether a `save` has noticed that the scheduler takes the machine, so that the program must end now."""
+        """Whether the scheduler is about to stop the machine, so that the program must end now."""
         return self._is_preempted
 
     def history(self) -> list[SavedStep]:
@@ -181,7 +181,8 @@ class CheckpointManager:
             model, self._directory, number, optimizer=optimizer, data=data, metadata=metadata, metrics=found
         )
         self._group = plan.group
-        self._group.agreed(self.wait, "save")  # all processes raise if the previous save failed in one
+        # if the previous save failed in one process, all processes raise
+        self._group.agreed(self.wait, "save")
         writer = plan.begin(
             lambda token: self._resolve_later_steps(number, token), patience_seconds=self._patience_seconds
         )
@@ -231,7 +232,7 @@ class CheckpointManager:
         """
         if later not in get_args(Later):
             raise CheckpointError(
-                f"later={later!r}: this is not one of the choices",
+                f"later={later!r}: this value is not allowed",
                 why=f"it is one of {', '.join(map(repr, get_args(Later)))}",
                 fix='leave later out, or pass later="keep"',
             )
@@ -240,7 +241,7 @@ class CheckpointManager:
         number = wanted[0] if wanted else None
         if damaged == "skip":
             found = next(self._find_undamaged(wanted), None)
-            if found is None and step is None and not best:  # the line in a damaged manifest may be wrong
+            if found is None and step is None and not best:  # a damaged manifest may name a wrong line
                 found = next(
                     self._find_undamaged([n for n in self._list_own_steps() if n not in wanted]), None
                 )
@@ -249,20 +250,20 @@ class CheckpointManager:
         assert number is not None
         self._group = make_group(loaded if options.get("optimizer") is None else loaded[0])
         self._position = self._history.steps().get(number) or SavedStep(number, lines={"": number})
-        self._seen, self._leaves, self._is_deleted = number, later == "keep", False
+        self._seen, self._keeps_later, self._is_deleted = number, later == "keep", False
         if later == "delete":
             self._delete([each.step for each in self._find_descendants(self._history.steps().values())])
         return loaded
 
     def delete(self, step: int) -> None:
-        """Delete a step after the save in flight. With several processes, the first one deletes it.
+        """Delete a step, after the save in flight. Process 0 deletes it.
 
         Raises:
             CheckpointError: The step does not exist or cannot be deleted.
         """
         if self._group is None:
             self.wait()
-        else:  # a step that disappeared before all processes saw it belongs to a failed save
+        else:  # a step that disappeared before all processes listed it belongs to a failed save
             self._group.agreed(self.wait, "save")
         number = check_step(step)
         if number not in self.steps and not (self._group and self._group.has_others):
@@ -270,7 +271,7 @@ class CheckpointManager:
                 f"{self._storage.where}: there is no step {number} to delete",
                 facts={"steps": join_names(list(map(str, self.steps))) or "none"},
                 why="a step is a folder step-<number>",
-                fix="name one of these",
+                fix="delete one of these",
             )
         self._delete([number])
         self._is_deleted |= self._position is not None and number == self._position.step
@@ -289,7 +290,7 @@ class CheckpointManager:
             raise self._failures.pop()
 
     def close(self) -> None:
-        """Wait for the save in flight, and free the memory of copies. A `with` block calls this at its end."""
+        """Wait for the save in flight, and free the copies. A `with` block calls this at its end."""
         try:
             self.wait()
         finally:
@@ -314,7 +315,7 @@ class CheckpointManager:
         return f"<CheckpointManager of {self._storage.where}: steps {self.steps}>"
 
     def _resolve_later_steps(self, step: int, token: str) -> SavedStep:
-        """Refuse a step below later ones or delete those, and return the step that it comes from."""
+        """Refuse or delete later steps, and return the lineage of the new step."""
         position = self._position
         last = position or self._history.last()
         there = self._history.steps()
@@ -325,43 +326,43 @@ class CheckpointManager:
                 else "load the last step first"
             )
             raise CheckpointError(
-                f"{self._storage.where}: step {step} cannot be saved, since there are later steps",
+                f"{self._storage.where}: step {step} cannot be saved, because later steps exist",
                 facts={} if position is None else {"last loaded or saved": position.step},
-                why="the next run would go on from them, and nobody has said what becomes of them",
+                why="a restart would resume from the later steps, and `later` was not set",
                 fix=f"{load}; or save into another directory, or delete these folders first: "
                 f"{join_names([f'step-{each}' for each in later])}",
             )
         left = [
             each.step for each in self._find_descendants(there.values()) if each.step not in self._damaged
         ]
-        if left and not self._leaves:
+        if left and not self._keeps_later:
             warnings.warn(
                 LayoutMapWarning(
-                    f"step {step} goes on from step {position.step if position else None}, and not from later steps",
+                    f"step {step} continues step {position.step if position else None}, although later steps exist",
                     facts={"steps": join_names(list(map(str, left)))},
-                    why="they stay, as a line of their own of which this run deletes nothing",
-                    fix='load the step with later="delete" or later="keep"; keep each run in a directory of its own',
+                    why="the later steps are kept as another line, from which this run deletes nothing",
+                    fix='load the step with later="delete" or later="keep"; use one directory per run',
                 ),
                 stacklevel=find_user_stacklevel(),
             )
-        # Only steps on the current line can block a save.
+        # Steps of other lines cannot block a save.
         if (step in there and position is not None) or step in self._damaged:
             self._storage.delete(step)
             self._history.forget(step)
         return extend_lineage(step, token, last, there.values())
 
     def _find_blocking_steps(self, step: int, there: Iterable[SavedStep]) -> list[int]:
-        """Return the steps after a new one, except those that were kept on purpose."""
+        """Return the steps later than a new one, except those that were kept on purpose."""
         position, left = self._position, self._find_descendants(there)
         found = {n for n in self._history.damaged if n > step}
         for each in there:
             is_own = position is None or each.step == position.step or position.is_descendant(each)
-            if each.step > step and (is_own or (each in left and not self._leaves)):
+            if each.step > step and (is_own or (each in left and not self._keeps_later)):
                 found.add(each.step)
         return sorted(found - self._damaged)
 
     def _find_descendants(self, there: Iterable[SavedStep]) -> list[SavedStep]:
-        """Return the steps that come from the last saved or loaded step."""
+        """Return the descendants of the last saved or loaded step."""
         position = self._position
         return [each for each in there if position and each.is_descendant(position)]
 
@@ -379,7 +380,7 @@ class CheckpointManager:
             self._history.forget(step)
 
     def _is_due(self, model: object, step: int) -> bool:
-        """Return whether a step is due or the last before preemption, equally in all processes."""
+        """Return whether a step is due, or is the last one before preemption. All processes get the same answer."""
         if self._is_preempted:
             return False
         own = np.array([time.monotonic() - self._saved_at, -1.0])
@@ -391,7 +392,8 @@ class CheckpointManager:
             own = np.array([rows[0, 0], rows[:, 1].max()])
         if self._preemption is not None and own[1] >= 0:
             self._is_preempted = True
-            return bool(own[1] < self._preemption.total_seconds)  # finish the save before the machine stops
+            # true if the save can finish before the machine stops
+            return bool(own[1] < self._preemption.total_seconds)
         return self._retention.is_due(step, self._seen, float(own[0]))
 
     def _write(self, writer: StepWriter, saved: SavedStep) -> None:
@@ -405,16 +407,17 @@ class CheckpointManager:
                 self._history.forget(old)
 
     def _collect_metrics(self, last: SavedStep | None) -> dict[int, Mapping[str, float]]:
-        """Return the metrics of a step and its ancestors in rising order, with damaged steps before it."""
+        """Return the metrics of a step and its ancestors in ascending order, preceded by those of damaged steps."""
         found = {each.step: each.metrics for each in self._history.line(last)}
         found |= {n: {} for n in self._history.damaged if last is not None and n <= last.step}
         return dict(sorted(found.items()))
 
     def _list_own_steps(self) -> list[int]:
-        """Return the steps that can be loaded, last one first."""
+        """Return the steps of this run that can be loaded, latest first."""
         last = self._position or self._history.last()
         found = [*self._collect_metrics(last)]
-        if last is not None and last.step in self._history.damaged:  # the line of a damaged step is unknown
+        # the manifest is damaged, so the line of this step is unknown
+        if last is not None and last.step in self._history.damaged:
             found += self._collect_metrics(max(self._history.steps().values(), key=_get_age, default=None))
         return sorted({*found}, reverse=True)
 
@@ -425,7 +428,7 @@ class CheckpointManager:
         raise CheckpointError(
             f"{self._storage.where}: no step is known to be the best",
             facts={"best": self._retention.best, "steps": len(metrics)},
-            why="the metric of none of them was saved with it",
+            why="no step was saved with this metric",
             fix="pass best= to the manager and metrics= to its save, or load a step by its number",
         )
 
@@ -452,7 +455,7 @@ def _get_age(saved: SavedStep) -> tuple[int, int]:
 
 
 class _BackgroundSave:
-    """A save on its own thread, which Python waits for at exit."""
+    """Run a save on its own thread, which Python joins at exit."""
 
     def __init__(self, work: Callable[[], object], is_alone: bool, failures: list[BaseException]):
         self.is_alone = is_alone
@@ -476,6 +479,6 @@ class _BackgroundSave:
 
 
 def _report_failures(failures: list[BaseException]) -> None:
-    """Print the errors of saves that no call has raised, when the program ends."""
+    """Print the errors of failed saves that no call has raised, at program exit."""
     for failure in failures:
         sys.stderr.write(f"layoutmap: the last save has failed\n{failure}\n")

@@ -20,11 +20,11 @@ from layoutmap.engines import get_engine
 
 Names = str | os.PathLike[str] | Mapping[str, Any] | None
 
-_WRITTEN, _FAILED, _ASKS = -1, -2, -3
+_WRITTEN, _FAILED, _AWAIT_REQUEST = -1, -2, -3
 
 
 class ModelSource(Source):
-    """Source of a model's values. It caches the last variable, since blocks of one are read in a row.
+    """Read the values of a model as a source, gathering one variable at a time.
 
     In several processes the first one announces the number of each variable that it reads, and all gather it.
 
@@ -61,7 +61,7 @@ class ModelSource(Source):
         self._numbers = {path: number for number, path in enumerate(self._arrays)}
 
     def read_in_all(self) -> None:
-        """Read in every process from now on. All must read the same variables in the same order."""
+        """Read in every process from now on. All processes must read the same variables in the same order."""
         self._gather = None
 
     def finish(self, *, is_complete: bool) -> None:
@@ -69,15 +69,15 @@ class ModelSource(Source):
         self._announce(_WRITTEN if is_complete else _FAILED)
 
     def follow_first(self) -> None:
-        """Gather the variables that the first process reads, until it has finished."""
+        """Gather each variable that process 0 reads, until it has finished."""
         arrays = [*self._arrays.values()]
-        while (number := self._announce(_ASKS)) >= 0:
+        while (number := self._announce(_AWAIT_REQUEST)) >= 0:
             self._engine.to_numpy(arrays[number])
         if number == _FAILED:
             raise CheckpointError(
                 f"{self._verb}: the first process could not read or write all values",
-                why="its own error says what it lacks",
-                fix="see the error of the first process",
+                why="its error states the cause",
+                fix="correct the error of the first process",
             )
 
     def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
@@ -89,12 +89,12 @@ class ModelSource(Source):
         return self._last[1][wanted]
 
     def _announce(self, number: int) -> int:
-        """Return the number that the first process announces: of a variable, or how it has finished."""
+        """Broadcast a number from process 0: the variable to gather, or the end."""
         return number if self._gather is None else int(self._gather(np.array(number)).max())
 
 
 def read_table(names: Names, model: object, adapter: Keeping) -> NameTable | None:
-    """Return the name table of a model, or `None` if its variables keep their paths.
+    """Read the name table for a model, or return `None` if its variables keep their paths.
 
     Args:
         names: A table (see `load`), `"checkpoint"`, or `None`.
@@ -113,7 +113,7 @@ def read_table(names: Names, model: object, adapter: Keeping) -> NameTable | Non
 
 
 def select_weights(source: Source, table: NameTable | None) -> tuple[Source, list[SavedVariable]]:
-    """Return a source under the names of a table, and its weights and moving statistics."""
+    """Return a source under the names of a table, with its weights and moving statistics."""
     if table is not None:
         source = rename_source(source, table)
     return source, [v for v in source.variables.values() if v.kind in (Kind.WEIGHT, Kind.STATE)]

@@ -11,22 +11,23 @@ from typing import Any
 from layoutmap.core.errors import CheckpointError
 
 
-# SIGTERM announces the end of the machine, so it is recorded and all processes save the same step (decisions/0079).
+# SIGTERM announces that the machine will stop, so record it, and let all processes save the
+# same step (decisions/0079).
 class Preemption:
-    """Record of SIGTERM, which no longer ends the program. An earlier handler is still called."""
+    """Record SIGTERM instead of ending the program. An earlier handler is still called."""
 
     def __init__(self, seconds: float):
         if not 0 < seconds < float("inf"):
             raise CheckpointError(
                 f"preemption_seconds={seconds!r} cannot be used",
-                why="it is how long the machine still runs after SIGTERM",
-                fix="pass the time that your scheduler gives, as in preemption_seconds=30",
+                why="it is the time from SIGTERM until the machine stops",
+                fix="pass your scheduler's grace period, as in preemption_seconds=30",
             )
         if threading.current_thread() is not threading.main_thread():
             raise CheckpointError(
-                "preemption_seconds: SIGTERM is not noted outside of the main thread",
-                why="Python has signals handled by its main thread alone",
-                fix="make the manager in the main thread",
+                "preemption_seconds: SIGTERM can be recorded only in the main thread",
+                why="Python handles signals only in its main thread",
+                fix="create the manager in the main thread",
             )
         self.total_seconds = seconds
         noted = list[float]()
@@ -48,7 +49,7 @@ class Preemption:
         return time.monotonic() - self._noted[0] if self._noted else -1.0
 
     def close(self) -> None:
-        """Restore the earlier handling of SIGTERM."""
+        """Restore the earlier handler of SIGTERM."""
         self._close()
 
 

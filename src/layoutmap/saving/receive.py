@@ -1,4 +1,4 @@
-"""Receive weights that another process streams, and put all of them into a model at once: `receive`."""
+"""Receive weights that another process streams, and put them into a model all at once: `receive`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from layoutmap.adapters import Keeping, find_adapter, get_adapter, get_model_adapter, require_capability
-from layoutmap.checkpoint.export import MOST_BYTES
+from layoutmap.checkpoint.export import MAX_FILE_BYTES
 from layoutmap.checkpoint.foreign.safetensors import Safetensors
 from layoutmap.checkpoint.foreign.safetensors_export import write_variables
 from layoutmap.checkpoint.links import Link, open_link
@@ -96,33 +96,33 @@ def receive(
                 return []
             link = open_link(source, timeout_seconds)
             stack.enter_context(_answer_sender(link))
-            room = stack.enter_context(_open_room(spool))
+            scratch = stack.enter_context(_open_spool(spool))
 
             def check(begin: Begin) -> None:
                 try:
                     ModelValues(_Received(begin), names=table, cast=cast).check(variables, _KINDS)
                 except CheckpointError as error:
                     raise CheckpointError(
-                        "receive: the weights are not those of this model",
+                        "receive: the weights do not match this model",
                         facts=error.facts,
-                        why="names, shapes, or element types differ; nothing has been changed",
-                        fix="stream such a model, pass the table of its names as names=, or pass cast=True",
+                        why="names, shapes, or dtypes differ; the model was not changed",
+                        fix="stream a matching model, pass a name table as names=, or pass cast=True",
                     ) from error
 
-            return [str(room), str(_receive_parts(link, room, check))]
+            return [str(scratch), str(_receive_parts(link, scratch, check))]
 
         own = json.dumps(processes.agreed(receive_parts, "receive"))
-        room, folder = map(Path, json.loads(processes.texts(own)[0]))
-        received = processes.agreed(lambda: _Received(_read_begin(room), folder), "receive")
+        scratch, folder = map(Path, json.loads(processes.texts(own)[0]))
+        received = processes.agreed(lambda: _Received(_read_begin(scratch), folder), "receive")
         values = ModelValues(received, names=table, cast=cast)
         only = None
         if received.unchanged:
             values.check(variables, _KINDS)
             only, kept = _find_changes(values, variables, received.unchanged)
-            _store_unchanged(model, table, received.unchanged, kept, room / "kept")
-            processes.agreed(lambda: received.add_files(room / "kept"), "receive")
+            _store_unchanged(model, table, received.unchanged, kept, scratch / "kept")
+            processes.agreed(lambda: received.add_files(scratch / "kept"), "receive")
 
-        # All values are verified now, so only an interrupt could leave a mixture of old and new ones (decisions/0246).
+        # All values are verified by now, so only an interrupt could leave a mix of old and new ones (decisions/0246).
         @contextmanager
         def put_all() -> Generator[None]:
             after_answer.enter_context(delay_interrupts())
@@ -134,11 +134,11 @@ def receive(
 
 
 class _Received(Source):
-    """Weights of a stream after its files have arrived.
+    """Read the weights of a stream after its files have arrived.
 
     Args:
         begin: The first record of the stream.
-        folder: The folder of its files; `None`: there are no values yet.
+        folder: The folder of its files; `None`: they have not arrived yet.
 
     Attributes:
         unchanged: Checksums of the weights that are not in the files.
@@ -159,12 +159,12 @@ class _Received(Source):
                 )
 
     def add_files(self, folder: Path) -> None:
-        """Read the variables in the files of a folder from there."""
+        """Add the variables in the files of a folder."""
         file = Safetensors(folder)
         self._files |= dict.fromkeys(file.variables, file)
 
     def iterate(self) -> Iterator[tuple[str, NumpyArray]]:
-        """Yield each weight that has arrived."""
+        """Yield each weight with its name."""
         for name, file in self._files.items():
             yield name, file.read(name)
 
@@ -176,39 +176,39 @@ class _Received(Source):
 
 
 def _call_function(function: Callable[..., Any], link: Link, library: str | None, spool: str | None) -> Any:
-    """Receive weights and pass them to a function."""
+    """Receive weights, and pass them to a function."""
     adapter = require_capability(get_adapter(library), Keeping, "receive") if library else None
-    with _answer_sender(link), _open_room(spool) as room:
-        folder = _receive_parts(link, room, lambda begin: None)
-        weights = _Received(_read_begin(room), folder).iterate()
+    with _answer_sender(link), _open_spool(spool) as scratch:
+        folder = _receive_parts(link, scratch, lambda begin: None)
+        weights = _Received(_read_begin(scratch), folder).iterate()
         return function(weights if adapter is None else ((n, adapter.make_host_array(v)) for n, v in weights))
 
 
-def _receive_parts(link: Link, room: Path, check: Callable[[Begin], None]) -> Path:
-    """Return the folder of the files that have arrived. Store the first record in the room.
+def _receive_parts(link: Link, scratch: Path, check: Callable[[Begin], None]) -> Path:
+    """Receive the files of a stream, and return their folder. Store the first record in `scratch`.
 
     Args:
         link: The connection.
-        room: An empty folder.
+        scratch: An empty folder.
         check: Raises if the stream cannot be used, before its files are read.
     """
     begin = link.receive_begin()
     check(begin)
-    (room / "begin").write_bytes(msgspec.json.encode(begin))
-    (room / "files").mkdir()
-    folder = link.receive_files(begin, room / "files")
+    (scratch / "begin").write_bytes(msgspec.json.encode(begin))
+    (scratch / "files").mkdir()
+    folder = link.receive_files(begin, scratch / "files")
     _Received(begin, folder)
     return folder
 
 
-def _read_begin(room: Path) -> Begin:
-    return msgspec.json.decode((room / "begin").read_bytes(), type=Begin)
+def _read_begin(scratch: Path) -> Begin:
+    return msgspec.json.decode((scratch / "begin").read_bytes(), type=Begin)
 
 
 def _find_changes(
     values: ModelValues, variables: Iterable[VariableSpec], unchanged: Collection[str]
 ) -> tuple[set[str], list[str]]:
-    """Return the paths of variables that change, and the unchanged names that are parts of these."""
+    """Return the paths of variables that change, and the unchanged tensors that are parts of these."""
     changed: set[str] = set()
     kept: dict[str, None] = {}
     for variable in variables:
@@ -223,7 +223,7 @@ def _find_changes(
 def _store_unchanged(
     model: object, table: NameTable | None, unchanged: Mapping[str, str], kept: Sequence[str], folder: Path
 ) -> None:
-    """Compare the model's values with the checksums of weights that were not sent, and store some of them.
+    """Compare the model's values with the checksums of unsent weights, and write those in `kept` to files.
 
     Raises:
         CheckpointError: A value differs, since the model has missed an earlier stream.
@@ -237,32 +237,32 @@ def _store_unchanged(
         for name, checksum in unchanged.items():
             if compute_digest(named.read(name)) != checksum:
                 raise CheckpointError(
-                    f"{name}: it was not sent as it has not changed, but the model has another value",
-                    why="the model has missed an earlier stream, has changed since, or has another element type",
-                    fix="send all weights: since={}",
+                    f"{name}: it was not sent because it is unchanged, but the model has another value",
+                    why="the model missed an earlier stream, has changed since, or uses another dtype",
+                    fix="send all weights: pass since={} to stream",
                 )
         folder.mkdir()
-        write_variables(LocalStorage(folder), "", named, [named[name] for name in kept], MOST_BYTES, str)
+        write_variables(LocalStorage(folder), "", named, [named[name] for name in kept], MAX_FILE_BYTES, str)
 
 
 @contextmanager
-def _open_room(spool: str | None) -> Generator[Path]:
-    """Open a temporary folder."""
+def _open_spool(spool: str | None) -> Generator[Path]:
+    """Open a temporary folder for the stream."""
     try:
-        room = tempfile.TemporaryDirectory(prefix="layoutmap-", dir=spool)
+        scratch = tempfile.TemporaryDirectory(prefix="layoutmap-", dir=spool)
     except OSError as error:
         raise CheckpointError(
             f"spool={spool!r}: no folder can be created there",
             why=f"the system says: {error.strerror or error}",
-            fix="name a folder that exists and can be written",
+            fix="pass a folder that exists and is writable",
         ) from error
-    with room:
-        yield Path(room.name)
+    with scratch:
+        yield Path(scratch.name)
 
 
 @contextmanager
 def _answer_sender(link: Link) -> Generator[None]:
-    """Tell the sender whether the block has raised."""
+    """Send the sender an answer at the end of the block: success, or the error that the block raised."""
     try:
         yield
     except BaseException as error:
@@ -273,9 +273,9 @@ def _answer_sender(link: Link) -> Generator[None]:
         link.answer()
     except CheckpointError as error:
         warning = LayoutMapWarning(
-            "receive: the sender does not know that the weights have arrived",
+            "receive: the sender could not be told that the weights arrived",
             facts={"answer": error.what},
-            why="the model has the new weights, and the sender has ended",
-            fix="see the output of the sender",
+            why="the model has the new weights, but the sender has ended",
+            fix="read the output of the sender",
         )
         warnings.warn(warning, stacklevel=find_user_stacklevel())

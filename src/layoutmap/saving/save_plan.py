@@ -1,4 +1,4 @@
-"""Plan a save: all processes agree on the step, its manifest, and the writer of each shard.
+"""Plan a save: all processes agree on the step, its manifest, and the process that writes each shard.
 
 plan_save --agree--> SavePlan --begin--> StepWriter --write--> the step
 """
@@ -39,14 +39,14 @@ from layoutmap.scope.process_group import Group, check_saves
 
 @dataclass(frozen=True)
 class SavePlan:
-    """One step of a checkpoint that several processes are about to write together.
+    """Plan for one step of a checkpoint that several processes write together.
 
     Args:
         storage: The directory of the checkpoint.
         group: The processes that write.
         manifest: The manifest without its id, files and chunks; equal in all processes.
         shards: The shards that this process writes.
-        own_states: Random states and the position in the data of this process, encoded.
+        own_states: Encoded states of this process: its random generators and data iterator.
         total_bytes: Size of all variables, of all processes.
     """
 
@@ -59,7 +59,7 @@ class SavePlan:
 
     @property
     def variables(self) -> dict[str, VariableSpec]:
-        """Variables that this process writes, by path."""
+        """The variables that this process writes, by path."""
         saved = [each.variable for each in self.shards]
         return {v.path: VariableSpec(v.path, v.shape, v.dtype, v.kind) for v in saved}
 
@@ -107,7 +107,7 @@ class SavePlan:
             raise
 
     def _follow_last_step(self, token: str) -> SavedStep:
-        """Return the lineage of a step that comes from the last saved one."""
+        """Return the lineage of a new step that continues the last saved one."""
         history, step = History(self.storage), self.manifest.step
         last = history.last()
         position = last if last is not None and last.step < step else None
@@ -124,7 +124,7 @@ def plan_save(
     metadata: object = None,
     metrics: Mapping[str, float] | None = None,
 ) -> SavePlan:
-    """Plan a step of a checkpoint together with the model's other processes, without writing.
+    """Plan a step of a checkpoint with all processes of the model, without writing anything.
 
     Args:
         model: See `save`, as for all but `metrics`.
@@ -150,7 +150,7 @@ def plan_save(
     def make_manifest() -> tuple[Manifest, dict[str, Any]]:
         facts: dict[str, Any] = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            # Read from sys.modules, because the package imports this module.
+            # Read the version from sys.modules, because importing the package here would be a cycle.
             "writer": f"layoutmap {sys.modules['layoutmap'].__version__}",
             "library": adapter.name,
             "engine": engine.name,
@@ -187,7 +187,7 @@ def _assign_shards(
     layouts: Mapping[str, Layout | None],
     variables: Sequence[SavedVariable],
 ) -> list[WriteTask]:
-    """Return the shards that this process writes.
+    """Select the shards that this process writes.
 
     Of the processes that hold a shard, the one with the fewest bytes so far writes it.
     """
@@ -208,7 +208,7 @@ def _assign_shards(
 def _find_shards(
     group: Group, variable: VariableSpec, layout: Layout | None
 ) -> Iterator[tuple[list[int], Index, int]]:
-    """Yield each distinct shard of a variable: the processes that store it, its index, and its size in bytes."""
+    """Yield each distinct shard of a variable: the processes that store it, its index, and its bytes."""
     if layout is None:
         yield [0], make_full_index(variable.shape), variable.global_bytes
         return
@@ -247,33 +247,33 @@ def _make_table(kept: Sequence[Stored], layouts: Mapping[str, Layout | None], me
 
 def _find_mesh(engine: Engine, layouts: Mapping[str, Layout | None]) -> Mesh | None:
     meshes = {layout.mesh: path for path, layout in layouts.items() if layout is not None}
-    # torch slots know the devices of their mesh but not the mesh object, so compare bound meshes.
+    # torch slots know their DeviceMesh but not the `Mesh` object, so compare bound meshes.
     bound = {engine.bind(mesh): (mesh, path) for mesh, path in meshes.items()} if len(meshes) > 1 else {}
     if len(bound) > 1:
         (one, path), (other, other_path) = list(bound.values())[:2]
         raise CheckpointError(
             f"{path} and {other_path} are on different meshes",
             facts={path: str(one), other_path: str(other)},
-            why="the processes of one mesh save together",
-            fix="lay all out on one mesh, or save them as two models",
+            why="a save is a collective of the processes of one mesh",
+            fix="place all variables on one mesh, or save two models",
         )
     mesh = next(iter(meshes), None)
     if mesh is not None and not engine.bind(mesh).local_device_ids:
         raise CheckpointError(
             f"{meshes[mesh]}: this process has no device of its mesh",
             facts={"mesh": str(mesh)},
-            why="the processes that have devices of a mesh save what is on it, and they alone",
-            fix="call it only in these processes",
+            why="only processes with devices of the mesh save the model",
+            fix="call save only in processes with devices of this mesh",
         )
     return mesh
 
 
 def check_step(step: object) -> int:
-    """Return the number of a step."""
+    """Check a step number, and return it as an int."""
     number = as_int(step)
     if number is None or not 0 <= number <= MOST_STEP:
         raise CheckpointError(
-            f"step={step!r}: this is not a step",
+            f"step={step!r}: this is not a step number",
             why="a step is a whole number, 0 or more, of at most 18 digits",
             fix="pass the number of the training step, as in step=1000",
         )

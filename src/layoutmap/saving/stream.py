@@ -16,8 +16,8 @@ from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import CheckpointError
 from layoutmap.saving.model_source import ModelSource, Names, read_table, select_weights
 
-_LEAST_FILE_BYTES = 1 << 30
-_MOST_FILES = 256  # limit, because a receiver keeps all files open
+_MIN_FILE_BYTES = 1 << 30
+_MAX_FILES = 256  # a receiver keeps all files open, so their number is limited
 
 
 def stream(
@@ -64,15 +64,15 @@ def stream(
     """
     if processes not in ("all", "first"):
         raise CheckpointError(
-            f"processes={processes!r}: this is not one of the choices",
-            why="it is one of 'all', 'first'",
+            f"processes={processes!r}: this value is not allowed",
+            why="it must be 'all' or 'first'",
             fix='leave processes out, or pass processes="first"',
         )
     return Stream(model, names, processes, since)
 
 
 class Stream:
-    """Weights of a model by name. See `stream`.
+    """Iterate over the weights of a model by name. See `stream`.
 
     Attributes:
         checksums: The checksum of each weight, after an iteration or `write` with `since`.
@@ -86,10 +86,10 @@ class Stream:
         source = ModelSource(model, "stream")
         self._adapter = source.adapter
         self._table = read_table(names, model, source.adapter)
-        select_weights(source, self._table)  # raise before the first iteration
+        select_weights(source, self._table)  # raise errors here, before the first iteration
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """Gather and yield each weight. All processes of the model must iterate, to the end."""
+        """Gather and yield each weight. All processes of the model must iterate to the end."""
         source = ModelSource(self._model, "stream")
         if self._in_all:
             source.read_in_all()
@@ -100,7 +100,7 @@ class Stream:
         self.checksums = {}
         with lead_others(source):
             for variable in variables:
-                # Copy, because the caller may keep and change the values.
+                # The caller may keep and modify the values, so copy them.
                 values = np.array(named.read(variable.path))
                 if self._since is not None:
                     self.checksums[variable.path] = checksum = compute_digest(values)
@@ -141,27 +141,27 @@ class Stream:
             begin = Begin(
                 {v.path: StreamedVariable(v.dtype, v.shape, v.aliases) for v in variables}, unchanged
             )
-            most = max(_LEAST_FILE_BYTES, begin.sent_bytes // _MOST_FILES)
+            most = max(_MIN_FILE_BYTES, begin.sent_bytes // _MAX_FILES)
             sent = [v for v in variables if v.path not in unchanged]
             with link.open_stream(begin) as (storage, folder):
                 write_variables(storage, folder, named, sent, most, str)
             self.checksums = checksums
 
 
-# A weight that stays stale by a collision would never be seen, so 32 bits are too few (decisions/0246).
+# A checksum collision would leave a stale weight unnoticed, so 32 bits are too few (decisions/0246).
 def compute_digest(values: NumpyArray) -> str:
-    """Return a checksum of the values of one variable, to find changes."""
+    """Compute a checksum of a variable's values, to detect changes."""
     return blake2b(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, digest_size=16).hexdigest()
 
 
 @contextmanager
 def lead_others(source: ModelSource) -> Generator[None]:
-    """Let the other processes gather each variable that this one reads in the block."""
+    """Let the other processes gather each variable that this process reads in the block."""
     is_complete = False
     try:
         yield
         is_complete = True
-    except GeneratorExit:  # the caller stopped iterating
+    except GeneratorExit:  # the caller stopped iterating early
         is_complete = True
         raise
     finally:

@@ -1,4 +1,4 @@
-"""Move the weights of a trainer to a sampler in other layouts, and no byte that it has already: `plan_sync`."""
+"""Move the weights of a trainer to a sampler with other layouts, and send only bytes that it lacks: `plan_sync`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from layoutmap.saving.sync_plan import End, Matching, SyncPlan
 from layoutmap.saving.sync_versions import begin_version, record_version
 
 _STEP_BYTES = 1 << 28
-"""Bytes of the sampler on all devices that a sync with `donate=True` replaces at one time."""
+"""Bytes of sampler weights, over all devices, that a sync with `donate=True` replaces at one time."""
 
 Mover = Callable[[Sequence[Array]], list[Array]]
 
@@ -53,7 +53,7 @@ class Sync:
         donate: bool = False,
         version: int | None = None,
     ) -> Any:
-        """Give the sampler the weights of the trainer. All processes must call this.
+        """Update the sampler's weights from the trainer. All processes must call this.
 
         All new arrays are made before the first one is replaced, and Ctrl-C waits while they are replaced. So after an
         error or an interrupt the sampler has the old weights or the new ones, and the old `version` or the new one.
@@ -90,7 +90,7 @@ class Sync:
                 return new
 
             new = self._run_together(compute)
-            # An interrupt between two variables would leave weights of two versions (decisions/0241).
+            # An interrupt between two variables would mix two versions of the weights (decisions/0241).
             with delay_interrupts():
                 model, _ = self._sampler.adapter.restore_variables(model, None, zip(paths, new, strict=True))
                 self._sampler.model = model
@@ -112,7 +112,7 @@ class Sync:
     def _get_movers(
         self, donate: bool, arrays: Sequence[Array], likes: Mapping[str, Array]
     ) -> list[tuple[Sequence[int], Mover]]:
-        """Return functions that make the new arrays of some rows each. They are compiled in the first sync."""
+        """Return functions that each make the new arrays of some rows. The first sync compiles them."""
         if donate not in self._movers:
             steps = _split_rows(self.plan, _STEP_BYTES) if donate else [range(len(self.plan.rows))]
             self._movers[donate] = [(step, self._make_mover(step, arrays, likes)) for step in steps]
@@ -125,7 +125,7 @@ class Sync:
         variables = [self.plan.rows[n].variable for n in numbers]
         own = [likes[each.path] for each in variables]
         engine = self._sampler.engine
-        # Programs of JAX take padded arrays and shapes that divide, so these go through the host (decisions/0230).
+        # JAX programs accept neither padded arrays nor uneven shapes, so these move through the host (decisions/0230).
         is_padded = any(getattr(array, "is_padded", False) for array in (*arrays, *own))
         if engine is self._trainer.engine and engine.make_mover is not None and not is_padded:
             return engine.make_mover(moves, arrays, own)
@@ -140,17 +140,17 @@ class Sync:
         wrong = find_wrong_variables(self._trainer, self._sampler, rows, arrays, new, self._add_processes)
         if wrong:
             raise CheckpointError(
-                f"{format_count(len(wrong), 'variable')} arrived with other values",
+                f"{format_count(len(wrong), 'variable')} arrived with wrong values",
                 facts={"variables": join_names(wrong)},
-                why="checksums of the trainer's values and of those on the sampler's devices differ",
-                fix="sync again; if it happens again, report it with this plan",
+                why="the checksums of the trainer's and the sampler's values differ",
+                fix="sync again; if the error persists, report it with this plan",
             )
 
     def _run_together(self, compute: Callable[[], list[Array]]) -> list[Array]:
         return run_together(compute, self._gather, "sync") if self._mesh is not None else compute()
 
     def _gather(self, values: NumpyArray) -> NumpyArray:
-        """Return the values of all processes. Numbers of 64 bits travel as their bytes."""
+        """Gather the values of all processes. 64-bit numbers are sent as bytes."""
         assert self._mesh is not None
         return self._trainer.engine.all_gather(values, self._mesh)
 
@@ -167,7 +167,7 @@ def plan_sync(
     names: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     ignore: str | Sequence[str] = (),
 ) -> Sync:
-    """Plan how a sampler gets the weights of a trainer, on other devices and in other layouts. Nothing moves yet.
+    """Plan how a sampler with other devices and layouts gets the weights of a trainer. Nothing moves yet.
 
     After a sync, both have the same logical values. Each device receives only the part of its new shard that it does
     not hold, from one device that holds it. Nothing is gathered in full. Values are cast to the sampler's dtypes.
@@ -216,7 +216,7 @@ def plan_sync(
 
 
 def _split_rows(plan: SyncPlan, step_bytes: int) -> Iterator[range]:
-    """Yield the numbers of the rows in steps of bounded size. A large variable is a step of its own."""
+    """Split the rows into steps of bounded size. A large variable is a step of its own."""
     begin, total = 0, 0
     for number, row in enumerate(plan.rows):
         if number > begin and total + row.variable.global_bytes > step_bytes:
@@ -227,7 +227,7 @@ def _split_rows(plan: SyncPlan, step_bytes: int) -> Iterator[range]:
 
 
 def _make_shared_mesh(trainer: End, sampler: End) -> Mesh | None:
-    """Return a mesh of all devices of both ends, or `None` if all of them are in this process.
+    """Return a mesh of the devices of both ends, or `None` if all of them are in this process.
 
     A process may have devices of one end only, so the mesh of one end cannot reach all processes.
     """
@@ -249,7 +249,7 @@ def _move_through_host(
     layout: Layout | None,
     arrays: Sequence[Array],
 ) -> Array:
-    """Return one new array, read from the shards of this process."""
+    """Make one new array from the shards of this process."""
     dtype = get_numpy_dtype(variable.dtype, variable.path)
     readers = [_make_reader(trainer, number, arrays) for number in move.sources]
 

@@ -1,4 +1,4 @@
-"""Compare the logical values of a trainer and a sampler by checksums of the sampler's blocks. Only these travel."""
+"""Compare the values of a trainer and a sampler by exchanging only checksums of blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from layoutmap.engines.protocol import Array
 from layoutmap.saving.sync_plan import End, SyncRow
 
 Sums = dict[Ends, int]
-"""Checksum of each distinct block that the sampler's devices hold."""
+"""The checksum of each distinct block on the sampler's devices."""
 
 
 def find_wrong_variables(
@@ -35,7 +35,7 @@ def find_wrong_variables(
     new: Sequence[Array],
     add_processes: Callable[[NumpyArray], NumpyArray],
 ) -> list[str]:
-    """Return the paths of variables of which a device of this process has other values than the trainer.
+    """Return the paths of variables with other values on this process's devices than in the trainer.
 
     Args:
         trainer: The end with the values.
@@ -74,7 +74,7 @@ def find_wrong_variables(
 
 
 def _label_sources(conversion: Conversion, sources: Sequence[Stored]) -> dict[str, NumpyArray]:
-    """Return for each source the position of each of its elements in the result, or -1 for those that are not in it."""
+    """Return, for each source, the position of each element in the result, or -1 for unused elements."""
     sizes = [math.prod(source.variable.shape) for source in sources]
     begins = np.cumsum([0, *sizes])
     labels: list[NumpyArray] = []
@@ -93,7 +93,7 @@ def _label_sources(conversion: Conversion, sources: Sequence[Stored]) -> dict[st
 def _add_source(
     sums: Sums, trainer: End, source: Stored, array: Array, row: SyncRow, positions: NumpyArray | None
 ) -> None:
-    """Add checksums of the shards in this process. Of equal shards that of the first device counts."""
+    """Add checksums of the shards in this process. A replicated shard counts once, for its first device."""
     dtype, shape = get_numpy_dtype(row.variable.dtype, row.variable.path), row.variable.shape
     held = trainer.index_devices(source)
     first: dict[Ends, str] = {}

@@ -1,4 +1,4 @@
-"""Plan which bytes move between two models: match their variables, and find the pieces that devices send."""
+"""Plan a sync: match the variables of two models, and find the blocks that devices must send."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from layoutmap.plan.problems import Problem, group_problems
 from layoutmap.rules.near_misses import Candidates
 
 _COLUMNS = ("variable", "times", "shape", "dtype", "from", "to", "bytes")
-_RIGHT = {"times", "bytes"}
-_DROP = ("times", "shape", "dtype")
-_SHOWN = 3
-Held = Mapping[str, Index]
-"""The block of an array that each device holds, by the device's name."""
+_RIGHT_ALIGNED = {"times", "bytes"}
+_DROPPABLE = ("times", "shape", "dtype")
+_MAX_SHOWN = 3
+DeviceBlocks = Mapping[str, Index]
+"""The block of an array that each device stores, by the device's name."""
 
 
 @dataclass(frozen=True)
 class SyncRow:
-    """A variable of the sampler, and its sources in the trainer.
+    """A variable of the sampler with its sources in the trainer.
 
     Args:
         variable: The variable of the sampler.
-        sources: Paths of the trainer's variables that it gets its values from.
-        source_dtype: Their element type.
-        source_layout: How the trainer holds the first of them, as text.
-        target_layout: How the sampler holds the variable, as text.
-        sent_bytes: Bytes that one device sends another one, by the names of both.
-        conversion: The making of its values from those of the trainer; `None`: they are those of one variable.
+        sources: Paths of the trainer's variables that provide its values.
+        source_dtype: Their dtype.
+        source_layout: The trainer's layout of the first of them, as text.
+        target_layout: The sampler's layout of the variable, as text.
+        sent_bytes: Bytes sent from one device to another, by the names of both.
+        conversion: How its values are computed from the sources; `None`: they are copied from one variable.
     """
 
     variable: VariableSpec
@@ -65,20 +65,20 @@ class SyncRow:
 
     @property
     def dtypes(self) -> str:
-        """Element type, or both where values are cast."""
+        """The dtype, or both dtypes if values are cast."""
         own = self.variable.dtype
         return own if own == self.source_dtype else f"{self.source_dtype} -> {own}"
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """The bytes that move from a trainer to a sampler.
+    """The bytes that a sync moves from a trainer to a sampler.
 
-    A device gets the part of its new shard that it does not hold, in the smaller one of both element types.
+    A device receives the part of its new shard that it does not store yet, in the smaller of both dtypes.
 
     Args:
-        rows: One for each variable of the sampler that gets values, in its order.
-        left_out: Paths of variables of either end that `ignore` names, with the end.
+        rows: One for each variable of the sampler that is updated, in its order.
+        left_out: Ignored variables: the end and the path of each.
     """
 
     rows: tuple[SyncRow, ...]
@@ -100,12 +100,12 @@ class SyncPlan:
 
     @property
     def casts(self) -> tuple[str, ...]:
-        """Paths of variables that are cast to another element type."""
+        """Paths of variables that are cast to another dtype."""
         return tuple(row.variable.path for row in self.rows if row.source_dtype != row.variable.dtype)
 
     def to_text(self, width: int | None = None) -> str:
         """Return the text that `print` shows. For `width`, see `Plan.to_text`."""
-        table = format_table(_COLUMNS, self._list_cells(), _RIGHT, width=width, drop=_DROP)
+        table = format_table(_COLUMNS, self._list_cells(), _RIGHT_ALIGNED, width=width, drop=_DROPPABLE)
         return "\n".join([f"Sync of {self.summary}", "", *table, "", *self._list_notes()])
 
     __str__ = to_text
@@ -116,7 +116,7 @@ class SyncPlan:
 
     @property
     def summary(self) -> str:
-        """Number of variables and bytes, as text."""
+        """Return the number of variables and bytes as text."""
         return f"{format_count(len(self.rows), 'variable')}, {format_bytes(self.num_bytes)} sent"
 
     def _list_notes(self) -> Iterator[str]:
@@ -134,7 +134,7 @@ class SyncPlan:
                 yield f"left out of the {end}: {escape_text(paths)}"
 
     def _list_cells(self) -> list[tuple[str, ...]]:
-        """Return the cells of each row, with those of repeated blocks merged."""
+        """Return the cells of each row, with repeated blocks merged into one row."""
         groups: dict[tuple[object, ...], list[SyncRow]] = {}
         for row in self.rows:
             cells = str(row.variable.shape), row.dtypes, row.source_layout, row.target_layout, row.num_bytes
@@ -154,7 +154,7 @@ class SyncPlan:
 
 
 class End:
-    """A model at one end of a sync.
+    """A model at one end of a sync: the trainer or the sampler.
 
     Args:
         name: `"trainer"` or `"sampler"`.
@@ -179,7 +179,7 @@ class End:
         ]
 
     def read(self, model: object) -> dict[str, Array]:
-        """Return the arrays by path of the model, or of the one that has taken its place.
+        """Return the arrays of the model, or of its successor, by path.
 
         Raises:
             PlanError: Its variables are others than those of the plan.
@@ -192,24 +192,24 @@ class End:
         if found != planned:
             changed = [path for path in {**planned, **found} if planned.get(path) != found.get(path)]
             raise PlanError(
-                f"the {self.name} is not as planned",
-                facts={path: f"{planned.get(path)}, now {found.get(path)}" for path in changed[:_SHOWN]},
-                why=f"{format_count(len(changed), 'variable')} differ in shape, element type or layout",
+                f"the {self.name}has changed since the plan",
+                facts={path: f"{planned.get(path)}, now {found.get(path)}" for path in changed[:_MAX_SHOWN]},
+                why=f"{format_count(len(changed), 'variable')} differ in shape, dtype, or layout",
                 fix="plan again: sync = layoutmap.plan_sync(trainer, sampler)",
             )
         return {each.variable.path: each.array for each in self.stored}
 
     def describe(self, each: Stored) -> str:
-        """Return the element type, shape, and placement of a variable as text."""
+        """Describe the dtype, shape, and placement of a variable."""
         return f"{each.variable.dtype}{list(each.variable.shape)} {self.format_layout(each.array)}"
 
     def format_layout(self, array: Array) -> str:
-        """Return the layout of an array, with its mesh, or the description of its placement."""
+        """Format the layout of an array with its mesh, or describe its placement."""
         place = self.engine.describe_placement(array)
         return f"{place} on {place.mesh}" if isinstance(place, Layout) else place.what
 
-    def index_devices(self, each: Stored) -> Held:
-        """Return the block of a variable that each device holds. Empty if no layout says it.
+    def index_devices(self, each: Stored) -> DeviceBlocks:
+        """Return the block of a variable that each device stores, or an empty mapping without a layout.
 
         Raises:
             LayoutError: It is sharded unevenly.
@@ -221,30 +221,30 @@ class End:
 
 
 @functools.lru_cache(1024)
-def _index_layout(devices: Sequence[str], layout: Layout, shape: tuple[int, ...]) -> Held:
+def _index_layout(devices: Sequence[str], layout: Layout, shape: tuple[int, ...]) -> DeviceBlocks:
     return {device: layout.shard_slices(shape, number) for number, device in enumerate(devices)}
 
 
 class _TrainerNames(Source):
-    """Variables of a trainer as a source without values, so that a name table can rename them."""
+    """Present the trainer's variables as a source without values, so that a name table can rename them."""
 
     def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
         raise NotImplementedError
 
 
 class Matching:
-    """Match of the variables of two models.
+    """Match the variables of two models.
 
     Args:
-        trainer: The end with the values.
-        sampler: The end that gets them.
-        names: What the sampler's variables are called in the trainer; `None`: the same.
-        ignore: Regexes of paths of variables that are not synced.
+        trainer: The end that provides the values.
+        sampler: The end that is updated.
+        names: Names of the sampler's variables in the trainer; `None`: the same.
+        ignore: Regexes for paths of variables that are not synced.
 
     Attributes:
-        rows: The variables that get values.
+        rows: The variables that are updated.
         left_out: See `SyncPlan`.
-        moves: For each row the numbers of the trainer's variables.
+        moves: For each row, the numbers of its sources in the trainer.
         problems: Variables that cannot be synced.
     """
 
@@ -273,11 +273,11 @@ class Matching:
 
     @property
     def plan(self) -> SyncPlan:
-        """Plan of all matched variables."""
+        """The plan for all matched variables."""
         return SyncPlan(tuple(self.rows), tuple(self.left_out))
 
     def check(self) -> None:
-        """Raise all problems at once.
+        """Raise one error with all problems.
 
         Raises:
             PlanError: There are some.
@@ -337,7 +337,7 @@ class Matching:
         self.moves.append(Move(tuple(numbers), conversion, variable.path))
 
     def _find_sources(self, variable: VariableSpec) -> tuple[list[int], AxisConversion | None]:
-        """Return the numbers of the trainer's variables that a variable gets its values from, and the conversion."""
+        """Return the numbers of the trainer's variables that provide a variable's values, and the conversion."""
         paths = (variable.path, *variable.aliases)
         if self._renamed is not None:
             self._renamed.fit(paths, variable.shape)
@@ -383,7 +383,7 @@ class Matching:
         self, target: Stored, sources: Sequence[Stored], conversion: AxisConversion | None
     ) -> dict[tuple[str, str], int]:
         wanted = self._sampler.index_devices(target)
-        # Devices of two engines can have equal names and still share no arrays.
+        # Devices of two engines may have the same name without sharing memory, so add the engine's name.
         label = "" if self._trainer.engine is self._sampler.engine else f"{self._trainer.engine.name} "
         found: Counter[tuple[str, str]] = Counter()
         for number, source in enumerate(sources):

@@ -1,6 +1,7 @@
-"""Versions of weights at both ends of syncs, so that a sampler that missed a sync is found."""
+"""Record the version of weights at both ends of a sync, to detect a sampler that missed one."""
 
-# Only objects have an identity: each update of a pytree makes another tree, so trees have no versions (decisions/0241).
+# Only objects have an identity: each update of a pytree creates a new tree, so trees have
+# no versions (decisions/0241).
 from __future__ import annotations
 
 from collections.abc import MutableMapping
@@ -13,7 +14,7 @@ _received: MutableMapping[object, Versions] = WeakKeyDictionary()
 
 
 def has_identity(model: object) -> bool:
-    """Return whether a model stays one object while it is trained, as modules do and trees do not."""
+    """Return whether a model remains the same object during training, as modules do and pytrees do not."""
     try:
         hash(model)
         ref(model)
@@ -23,7 +24,7 @@ def has_identity(model: object) -> bool:
 
 
 def begin_version(trainer: object, version: int | None, last: int) -> int:
-    """Return the version number of the trainer's new sync, for a sampler that has version `last`."""
+    """Return the version number of the trainer's next sync. The sampler has version `last`."""
     if not has_identity(trainer):
         return last + 1 if version is None else version
     newest = _newest.get(trainer, 0)
@@ -33,13 +34,13 @@ def begin_version(trainer: object, version: int | None, last: int) -> int:
 
 
 def record_version(trainer: object, sampler: object, version: int) -> None:
-    """Record that the sampler has the weights of this version of the trainer."""
+    """Record the version of the trainer's weights that the sampler now has."""
     if has_identity(trainer) and has_identity(sampler):
         _received.setdefault(sampler, WeakKeyDictionary())[trainer] = version
 
 
 def find_missed_version(sampler: object) -> tuple[int, int] | None:
-    """Return the version of the sampler's weights and the newest one of its trainer, or `None` if they are equal."""
+    """Return the sampler's version and the trainer's newest one, or `None` if they are equal."""
     if not has_identity(sampler):
         return None
     versions = _received.get(sampler, {})

@@ -1,4 +1,4 @@
-"""Check the arguments of `plan`, `build`, `apply`, `scope`, and `check_parity`, with a fix in each error."""
+"""Check the arguments of `plan`, `build`, `apply`, `scope`, and `check_parity`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def add_scope_options(function: F) -> F:
-    """Put the options of every scope in place of `**options` in the signature and help of a function."""
+    """Replace `**options` by the scope's options in a function's signature and help."""
     shown = list(inspect.signature(function).parameters.values())[:-1]
     for field in dataclasses.fields(ScopeOptions):
         kind, default = inspect.Parameter.KEYWORD_ONLY, field.default
@@ -37,7 +37,7 @@ def add_scope_options(function: F) -> F:
 
 
 def check_maker(make_model: object, layout_map: object, function: str) -> None:
-    """Check the arguments of a call with a function that makes a model."""
+    """Check the model function and the layout map of a call."""
     _check_order(make_model, layout_map, function, "make_model")
     check_layout_map(layout_map, function)
     if find_adapter(make_model) is not None:
@@ -84,7 +84,7 @@ def check_layout_map(layout_map: object, function: str) -> None:
 
 
 def _is_function(value: object) -> bool:
-    """Return whether a value is a function or class, since models can be called, too."""
+    """Return whether a value is a function or class, and not a callable model."""
     return inspect.isroutine(value) or inspect.isclass(value) or isinstance(value, functools.partial)
 
 
@@ -93,13 +93,13 @@ def _check_order(first: object, second: object, function: str, name: str) -> Non
     if isinstance(first, RuleSet) and not isinstance(second, RuleSet):
         raise ScopeError(
             f"{function}: the arguments are swapped",
-            why="the layout map is the second one",
+            why="the layout map is the second argument",
             fix=f"write lm.{function}({name}, layout_map)",
         )
 
 
 def check_step_options(on: object, num_devices: int, options: Mapping[str, object]) -> None:
-    """Refuse options for the cost of a step if no cost is requested.
+    """Raise for options of a step's cost if no cost is requested.
 
     Args:
         on: The machine that `plan` was given; `None` asks for no cost.
@@ -115,7 +115,7 @@ def check_step_options(on: object, num_devices: int, options: Mapping[str, objec
             )
 
 
-# The cost counts recomputed layers, so `remat` must be a regex that can name them (decisions/0094).
+# The cost counts recomputed layers, so `remat` is a regex over layer paths (decisions/0094).
 def check_remat(remat: Any) -> None:
     """Raise unless `remat` is `None` or a regex for the layers that recompute activations."""
     try:
@@ -123,7 +123,7 @@ def check_remat(remat: Any) -> None:
             re.compile(remat)
     except (re.error, TypeError) as error:
         raise ScopeError(
-            f"remat={shorten_repr(remat)} names no layers",
+            f"remat={shorten_repr(remat)} is not a regex for layers",
             why=f"it is not a regex: {error}",
             fix="write remat='blocks', or a regex for the paths of layers, as in remat=r'blocks\\.0$'",
         ) from error

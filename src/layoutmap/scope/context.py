@@ -1,4 +1,4 @@
-"""Keep the state of a scope: its plan for the user, and layouts and checks for the adapter."""
+"""Keep the state of a scope: the plan for the user, and layouts and checks for the adapter."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Progress
 
 if TYPE_CHECKING:
-    from layoutmap.checkpoint.model_values import ModelValues  # imports numpy
+    # imported only for types, because it loads numpy
+    from layoutmap.checkpoint.model_values import ModelValues
 
 
 class Scope:
-    """An open or finished scope with its plan. Adapters get their layouts and values from it.
+    """Hold the state of an open or finished scope, with its plan. Adapters get layouts and values from it.
 
     Attributes:
         layout_map: A copy of the rules, as they were when the scope was opened.
-        options: What the user asked for.
+        options: The options of the user.
         across: Whether the mesh has devices of other processes.
-        plan: What has been planned so far; grows as models make their weights.
+        plan: The plan so far, which grows as models create weights.
         layers: The paths of all layers so far, if the adapter reports them.
-        values: What variables get instead of what their initializers compute; `None`: nothing.
+        values: Checkpoint values that replace the initializers; `None`: no checkpoint.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Scope:
         *,
         across: bool = False,
     ):
-        # Copy, because models may create weights long after the map has changed.
+        # Copy the map, because models may create weights after the user has changed it.
         self.layout_map = copy.copy(layout_map)
         mesh, activations = get_mesh(layout_map), self.layout_map.activations
         usual = ScopeOptions()
@@ -65,7 +66,7 @@ class Scope:
         lookup = self._find_output_layout if activations else None
         self.policy = LayoutPolicy(mesh, self.options.batch_dim, lookup)
         self.plan = Plan(mesh, ())
-        self.plan_only = engine is None  # a dry run, in which no variable gets a value
+        self.plan_only = engine is None  # true in a dry run, which creates no values
         self.across = across  # whether the mesh has devices of other processes
         self._engine = engine
         self._warned: set[str] = set()
@@ -99,7 +100,7 @@ class Scope:
         layers: Sequence[str] | None = None,
         free_activations: bool = False,
     ) -> Sequence[Assignment]:
-        """Return a layout for each variable in order, or raise with all problems before anything is created."""
+        """Return a layout for each variable, or raise one error with all problems before anything is created."""
         self.layers, self.free_activations = layers, free_activations
         plan = make_plan(
             [*variables, *(self._later if complete else ())],
@@ -139,11 +140,11 @@ class Scope:
         return self.plan.assignments[: len(variables)]
 
     def note(self, subject: str, what: str) -> None:
-        """Add a note to the plan about an observation during materialization."""
+        """Add a note to the plan."""
         self.plan = self.plan.add_problem(Problem("gathering", "note", subject, what))
 
     def assign_one(self, variable: VariableSpec) -> Assignment:
-        """Return the layout of a variable that is needed before all are known: its rule's layout if that fits."""
+        """Return the layout of one variable, before the others are known: its rule's layout if it fits."""
         plan = make_plan(
             [variable],
             self.layout_map,
@@ -158,7 +159,7 @@ class Scope:
     def create(
         self, assignments: Mapping[str, Assignment], initializers: Mapping[str, Initializer]
     ) -> Mapping[str, Any]:
-        """Return initial values in their layouts, by the given keys. All processes of the mesh must call this."""
+        """Create initial values in their layouts. All processes of the mesh must call this."""
         values = self.values
         readers = (
             {} if values is None else {key: values.make_reader(a.variable) for key, a in assignments.items()}
@@ -192,7 +193,7 @@ class Scope:
             return made | self.engine.create(computed, initializers, progress=progress)
 
     def gather(self, values: Any) -> Any:
-        """Return the numpy values of each process of the mesh, one row each. All processes must call this."""
+        """Gather numpy values, with one row for each process of the mesh. All processes must call this."""
         return self.engine.all_gather(values, self.mesh)
 
     def _find_output_layout(self, path: str) -> Layout | None:
@@ -200,7 +201,7 @@ class Scope:
         return layout if layout is None or self.several_dims else keep_largest_dims(layout)
 
     def _find_unsupported(self, plan: Plan) -> Iterator[Problem]:
-        """Yield a problem for each layout and element type that the engine cannot store. Uses no device."""
+        """Yield a problem for each layout or dtype that the engine cannot store, without using a device."""
         engine = get_engine(self._engine_name)
         refusals: dict[Layout | str, EngineError | None] = {}
         for path in (match.path for match in plan.activations):
@@ -214,7 +215,7 @@ class Scope:
                 refusals[layout] = _get_refusal(engine.check_layout, layout)
             if variable.dtype not in refusals:
                 refusals[variable.dtype] = _get_refusal(engine.check_dtype, variable.dtype, "")
-            # A derived variable has its parent's layout, so only the parent's problem is reported.
+            # A derived variable has its parent's layout, so report only the parent's problem.
             if assignment.match and (error := refusals[layout]) is not None:
                 yield Problem(
                     "unsupported layout",
@@ -227,7 +228,7 @@ class Scope:
                 )
 
     def _find_unused_dims(self, plan: Plan) -> Iterator[Problem]:
-        """Yield a note for each unused mesh dim. A dry run skips this, since it has no batch dim."""
+        """Yield a note for each unused mesh dim. A dry run has no batch dim, so it skips this."""
         for dim in plan.unused_dims:
             if dim.name not in list_batch_dims(self.policy.batch_dim):
                 yield Problem(
@@ -243,7 +244,7 @@ class Scope:
 
     @property
     def batches(self) -> tuple[str, ...] | None:
-        """Mesh dims that shard batches, as far as training steps have shown, or `None` if the program places them."""
+        """The mesh dims that shard batches, as observed in training steps. `None`: the program places them."""
         dim, seen = self.policy.batch_dim, self.policy.batches
         if dim is not None:
             return () if seen and True not in seen else list_batch_dims(dim)
@@ -261,7 +262,7 @@ class Scope:
             warnings.warn(warning, stacklevel=find_user_stacklevel({self.adapter.name}))
 
     def warn_if_empty(self) -> None:
-        """Warn if no variable was made in the scope, with the likely reason."""
+        """Warn if no variable was created in the scope, with the likely reason."""
         if len(self.plan) or self.session.list_unbuilt_layers():
             return
         what = "the scope saw no layer and no variable"
@@ -276,7 +277,7 @@ class Scope:
         warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({self.adapter.name}))
 
     def warn_of_unbuilt_layers(self) -> None:
-        """Warn that the checks of `strict` are still to come if layers have no weights yet."""
+        """Warn that `strict` checks layers without weights only later."""
         unbuilt = self.session.list_unbuilt_layers()
         if not self.options.strict or not unbuilt:
             return
@@ -291,7 +292,7 @@ class Scope:
         warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({self.adapter.name}))
 
     def _warn_once(self) -> None:
-        """Warn of the plan's warnings unless this text was shown before."""
+        """Report the plan's warnings, unless the same text was already reported."""
         text = format_warnings(self.plan)
         if text and text not in self._warned:
             self._warned.add(text)

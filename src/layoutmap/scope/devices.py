@@ -14,7 +14,7 @@ from layoutmap.core.mesh_dims import fill_in_size, parse_mesh_dims, set_axis_typ
 from layoutmap.engines import ENGINES, get_engine, list_installed_engines
 
 
-# Plans need no devices, so a mesh stays abstract unless `engine` or `device_type` is passed (decisions/0001).
+# Plans need no devices, so a mesh is abstract unless `engine` or `device_type` is passed (decisions/0001).
 def create_mesh(
     mesh_dims: str | Mapping[str, int] | Iterable[MeshDimension | tuple[str, int]],
     mesh_name: str = "",
@@ -63,7 +63,7 @@ def create_mesh(
         mesh = Mesh(names, fill_in_size(dims, len(names)), mesh_name)
         if device_type is not None and mesh.device_type not in (None, device_type.upper()):
             raise MeshError(
-                f"devices of type {mesh.device_type} were given, and device_type={device_type!r}",
+                f"devices of type {mesh.device_type} contradict device_type={device_type!r}",
                 facts={"mesh": str(mesh)},
                 why="a mesh has devices of one type",
                 fix="leave device_type out",
@@ -73,7 +73,7 @@ def create_mesh(
     there = held_by.devices(device_type)
     mesh = Mesh(None, fill_in_size(dims, len(there)), mesh_name)
     kind = there[0].partition(":")[0]
-    missing = [f"{kind}:{i}" for i in range(len(there), mesh.size)]  # the engine's error names the fix
+    missing = [f"{kind}:{i}" for i in range(len(there), mesh.size)]  # the engine's error explains the fix
     return held_by.bind(mesh.with_devices([*there, *missing][: mesh.size]))
 
 
@@ -146,9 +146,9 @@ def choose_engine_name() -> str:
     if len(there) == 1:
         return there[0]
     raise EngineError(
-        f"it is not clear which devices are meant: {' and '.join(imported)} are imported"
+        f"the engine is ambiguous: {' and '.join(imported)} are imported"
         if imported
-        else "it is not clear which devices are meant: no framework is imported",
+        else "the engine is ambiguous: no framework is imported",
         facts={} if imported else {"installed": ", ".join(there)},
         why="without engine=, the imported framework decides",
         fix=fix,

@@ -1,4 +1,4 @@
-"""Make layout maps from plans, models, and the rules of other libraries."""
+"""Create layout maps from plans, models, and other libraries' rules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from layoutmap.scope.scope import plan
 
 
 class ImportedMaps(RuleSet):
-    """Base of `LayoutMap` with the constructors from plans, models, and other libraries' rules."""
+    """Constructors of `LayoutMap` from plans, models, and other libraries' rules."""
 
     @classmethod
     def from_plan(cls, plan: PlanTable) -> Self:
@@ -82,7 +82,7 @@ class ImportedMaps(RuleSet):
             RuleError: Rules cannot give a variable its layout.
             ScopeError: `model` is not a model of a supported library.
         """
-        # By name, because `inspect` is in a higher package.
+        # Import by name, because `inspect` is in a higher package.
         plan = model if isinstance(model, PlanTable) else import_module("layoutmap").inspect(model, optimizer)
         return cls.from_plan(plan)
 
@@ -335,7 +335,7 @@ def _require_mesh(mesh: Mesh | str) -> Mesh:
 
 
 def _find_lost_layouts(found: PlanTable, rules: RuleSet) -> dict[str, object]:
-    """Return the paths of variables with layouts that no rule can express, with the reason of each."""
+    """Return the variables with layouts that no rule can express, by path, with the reason."""
     planned = make_plan([a.variable for a in found.assignments], rules, complete=False)
     lost: dict[str, object] = {
         problem.subject: problem.what.removeprefix(f"{problem.subject}: ")
@@ -353,7 +353,7 @@ def _warn(what: str, facts: Mapping[str, object], why: str, fix: str) -> None:
 
 
 def _make_dry(make_model: Callable[[], Any], mesh: Mesh) -> tuple[Any, dict[str, tuple[int, ...]]]:
-    """Return a model that was made in a dry run, and the shapes of its variables under all their paths."""
+    """Build a model in a dry run, and return it with the shapes of its variables by path."""
     made: list[Any] = []
 
     def make_and_keep() -> Any:

@@ -21,7 +21,7 @@ from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.scope import apply, build, scope
 
 
-# Rules must not import adapters, so methods that need one are in this subclass of `RuleSet` (decisions/0038).
+# Rules must not import adapters, so the methods that need one are in this subclass (decisions/0038).
 class LayoutMap(ImportedMaps):
     """Map regexes over variable paths to layouts.
 
@@ -106,7 +106,8 @@ class LayoutMap(ImportedMaps):
         return self._plan_tree(tree).to_named_shardings(tree)
 
     def _plan_tree(self, tree: object) -> Plan:
-        from layoutmap.engines.jax.trees import list_variables  # imported here, because it imports JAX
+        # imported here, so that plans need not load JAX
+        from layoutmap.engines.jax.trees import list_variables
 
         return make_plan(list_variables(tree), self).check()
 

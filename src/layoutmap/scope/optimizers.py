@@ -21,7 +21,7 @@ from layoutmap.scope.plan import Plan
 if TYPE_CHECKING:
     from layoutmap.adapters.jax.optimizers import OptimizerVariables
 
-# The adapter is imported inside functions, because it imports JAX.
+# Import the adapter inside functions, because it loads JAX.
 
 
 def plan_optimizer(
@@ -102,7 +102,7 @@ def _make_plan(
 
 
 def _choose_memory(assignment: Assignment, memory: str) -> Assignment:
-    """Return the assignment of a slot in a kind of memory. Counts, padded slots, and parameters stay."""
+    """Move the assignment of a slot to a memory kind. Counts, padded slots, and parameters keep theirs."""
     if not is_sharded_by_zero(assignment.variable) or assignment.is_padded:
         return assignment
     return replace(assignment, layout=assignment.layout.replace_memory(memory))

@@ -1,4 +1,4 @@
-"""Find the library of a model from the model that a function returns, if several libraries are imported."""
+"""Detect the library of a model that a function returns, if several libraries are imported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class OtherLibraryError(ScopeError):
-    """Raised for a model of another library than that of the scope.
+    """Raised if a model belongs to another library than the scope.
 
     Attributes:
         library: The library of the model.
@@ -29,13 +29,13 @@ class OtherLibraryError(ScopeError):
         self.library = owner
         super().__init__(
             f"{type(model).__name__}: a {owner} model is built in a scope for {library} models",
-            why="a scope is for one library",
+            why="a scope supports one library",
             fix=f"pass library={owner!r}",
         )
 
 
 def check_owner(model: object, library: str) -> None:
-    """Raise if a model is not of the library of the scope.
+    """Raise if a model belongs to another library than the scope.
 
     Raises:
         OtherLibraryError: It is of another library.
@@ -46,13 +46,13 @@ def check_owner(model: object, library: str) -> None:
         raise OtherLibraryError(model, owner, library)
 
 
-_PACKAGES = {"keras": "keras", "torch": "torch", "jax": "jax", "flax": "jax", "equinox": "jax"}
-"""The library of the models that a package is for."""
+_LIBRARY_OF_PACKAGE = {"keras": "keras", "torch": "torch", "jax": "jax", "flax": "jax", "equinox": "jax"}
+"""The model library that a package belongs to."""
 _MOST_NAMES = 200
 
 
 def find_named_libraries(function: object) -> set[str]:
-    """Return the libraries of the modules, classes, and functions that a function names, without calling it.
+    """Find the libraries that a function's code refers to, without calling it.
 
     Functions that it names are read, too. A class has the libraries of its base classes.
     """
@@ -62,7 +62,7 @@ def find_named_libraries(function: object) -> set[str]:
         while isinstance(value, functools.partial):
             value = value.func
         value = inspect.unwrap(value) if callable(value) else value
-        value = getattr(value, "__func__", value)  # the function of a bound method
+        value = getattr(value, "__func__", value)  # unwrap a bound method
         if id(value) in seen:
             continue
         seen[id(value)] = value
@@ -74,7 +74,7 @@ def find_named_libraries(function: object) -> set[str]:
 
 
 def _find_packages(value: Any) -> set[str]:
-    """Return the libraries of the packages that define a value."""
+    """Return the libraries with a package that defines a value."""
     if isinstance(value, ModuleType):
         modules = [value.__name__]
     elif isinstance(value, type):
@@ -82,17 +82,17 @@ def _find_packages(value: Any) -> set[str]:
     else:
         modules = [getattr(value, "__module__", None)]
     roots = {name.partition(".")[0] for name in modules if isinstance(name, str)}
-    return {_PACKAGES[root] for root in roots if root in _PACKAGES}
+    return {_LIBRARY_OF_PACKAGE[root] for root in roots if root in _LIBRARY_OF_PACKAGE}
 
 
 def _resolve_names(function: FunctionType) -> list[object]:
-    """Return the objects that the names in a function's code stand for, as far as they are defined."""
+    """Return the existing objects that the names in a function's code refer to."""
     names, codes = dict[str, None](), [function.__code__]
     while codes:
         code = codes.pop()
         names |= dict.fromkeys(code.co_names)
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-    with suppress(ValueError):  # a closure variable without a value yet
+    with suppress(ValueError):  # a closure variable may have no value yet
         closure = [cell.cell_contents for cell in function.__closure__ or ()]
         scope = {**function.__globals__, **dict(zip(function.__code__.co_freevars, closure, strict=True))}
         values = [scope[name] for name in (*names, *function.__code__.co_freevars) if name in scope]
@@ -102,7 +102,7 @@ def _resolve_names(function: FunctionType) -> list[object]:
 
 
 def infer_library(function: Callable[P, R]) -> Callable[P, R]:
-    """Call a function again with the library of the model, if `library` is None and the first call found another one.
+    """Retry a function with the model's library, if `library` is None and the first call found another one.
 
     The first call is for JAX if the function that makes the model names no other library, so that no unsharded array is
     made (decisions/0259). Otherwise it is for the first imported library, since a Keras program on JAX has imported
@@ -118,7 +118,7 @@ def infer_library(function: Callable[P, R]) -> Callable[P, R]:
         from layoutmap.adapters.random_states import read_states, restore_states
 
         given = [*args, *kwargs.values()]
-        # `load` without a layout map takes an existing model.
+        # Without a layout map, `load` uses an existing model, so nothing must be rebuilt.
         builds = any(isinstance(value, RuleSet) for value in given)
         is_jax = builds and "jax" in imported and find_named_libraries(given[0]) == {"jax"}
         states = read_states()
@@ -131,7 +131,7 @@ def infer_library(function: Callable[P, R]) -> Callable[P, R]:
         except LayoutMapError:
             raise
         except Exception as error:
-            # Code of a JAX model that names mesh dims fails without a mesh, and only a scope for JAX has one.
+            # A JAX model that names mesh dims needs a mesh, which only a JAX scope sets, so retry with JAX.
             if is_jax or "jax" not in imported[1:] or "mesh" not in str(error):
                 raise
             restore_states(states)

@@ -20,12 +20,12 @@ from layoutmap.report.explain import explain_variable
 from layoutmap.report.text import format_html, format_line, format_text
 from layoutmap.rules.rule_set import RuleSet
 
-# JSON and page code is imported inside methods, because it loads slowly.
+# Import JSON and page code inside methods, because it loads slowly.
 
 P = ParamSpec("P")
 
 
-# Plan tables must not import reports, so methods that need one are in this subclass of `PlanTable` (decisions/0038).
+# Plan tables must not import reports, so the methods that need them are in this subclass (decisions/0038).
 class Plan(PlanTable):
     """Map the path of each variable of a model to its `Assignment`, the variable and its layout.
 
@@ -58,12 +58,12 @@ class Plan(PlanTable):
 
     @classmethod
     def of(cls, table: PlanTable) -> Plan:
-        """Make the plan of a pure table."""
+        """Convert a plan table to a `Plan`."""
         return cls(**table.__getstate__())
 
     @property
     def memory(self) -> Memory:
-        """Bytes on each device by kind, and the replicated variables that could be sharded.
+        """Bytes on each device by purpose, and the replicated variables that could be sharded.
 
         Example:
             >>> from layoutmap.core.variables import VariableSpec
@@ -81,7 +81,7 @@ class Plan(PlanTable):
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the model can be built with this plan and fits its devices, as the page, JSON, and exit code say.
+        """Whether the model can be built with this plan and fits the devices.
 
         Example:
             >>> from layoutmap.core.variables import VariableSpec
@@ -113,7 +113,7 @@ class Plan(PlanTable):
               per device    512 x 256, 512.0 KiB
               because       rule 1  .*\\.kernel
               also matches  rule 2  d1: would give (model,)
-              change it     the first rule that matches wins: put one before rule 1, or change that
+              change it     change rule 1, or add a rule before it: the first rule that matches wins
         """
         if layout_map is None:
             return explain_variable(self, path)
@@ -159,7 +159,7 @@ class Plan(PlanTable):
 
     @property
     def fingerprint(self) -> str:
-        """Short text that is equal for plans with equal layouts of equal variables on one mesh."""
+        """A short hash that is equal for plans with the same mesh, variables, and layouts."""
         from layoutmap.plan.json import compute_fingerprint
 
         return compute_fingerprint(self)
@@ -183,7 +183,7 @@ class Plan(PlanTable):
                1  .*\\.\\d+\\.up$  (unsharded, model)
             the rest is replicated
         """
-        # By name, because the module of LayoutMap imports this one.
+        # Import by name, because the module of LayoutMap imports this one.
         return import_module("layoutmap.scope.layout_map").LayoutMap.from_plan(self)
 
     # -- exports
@@ -397,7 +397,7 @@ class Plan(PlanTable):
 
 
 def _return_plan(make: Callable[P, PlanTable]) -> Callable[P, Plan]:
-    """Make a function return a `Plan` in place of its table."""
+    """Wrap a function that returns a plan table so that it returns a `Plan`."""
 
     @wraps(make)
     def call_and_convert(*args: P.args, **options: P.kwargs) -> Plan:

@@ -1,4 +1,4 @@
-"""Exchange texts and arrays between the processes of a program, and check that they act alike.
+"""Exchange texts and arrays between the processes of a program, and check that they act consistently.
 
 A computation on a mesh of several processes is right only if each of them does its part of the same thing. Where they
 differ, a collective waits forever or returns wrong numbers. So what decides the computation is compared before it. Each
@@ -32,15 +32,15 @@ from layoutmap.plan.table import PlanTable
 
 
 class Group:
-    """Processes that have devices of a mesh.
+    """The processes that have devices of a mesh.
 
     Args:
-        engine: What holds the arrays.
-        mesh: Their mesh; `None`: this process is alone.
+        engine: The engine of the arrays.
+        mesh: Their mesh; `None`: only this process.
 
     Attributes:
         number: The number of this process among them.
-        devices: The numbers of the mesh's devices that each of them has.
+        devices: For each process, the numbers of its devices in the mesh.
     """
 
     def __init__(self, engine: Engine, mesh: Mesh | None):
@@ -66,12 +66,12 @@ class Group:
         return self.count > 1
 
     def gather(self, values: Any) -> Any:
-        """Return the numpy values of each process, one row each. All processes must call this."""
+        """Gather numpy values, with one row per process. All processes must call this."""
         assert self._mesh is not None
         return self._engine.all_gather(values, self._mesh)
 
     def texts(self, text: str) -> list[str]:
-        """Return the text of each process. All processes must call this."""
+        """Gather a text from each process. All processes must call this."""
         return gather_texts(text, self.gather) if self.has_others else [text]
 
     def find_differences(self, text: str) -> Sequence[str]:
@@ -79,17 +79,17 @@ class Group:
         return check_alike(text, self.gather)[0] if self.has_others else []
 
     def agreed(self, function: Callable[[], Result], verb: str = "load") -> Result:
-        """Return the result of a function that each process calls, or raise in all if it raises in one."""
+        """Call a function in each process, and raise in all processes if it raises in one."""
         return run_together(function, self.gather, verb) if self.has_others else function()
 
     def first(self, function: Callable[[], list[str]]) -> list[str]:
-        """Return the texts from a function that only the first process calls, or raise in all if it raises."""
+        """Call a function in process 0, and return its texts in all processes, or raise in all."""
         texts = self.agreed(lambda: function() if self.number == 0 else [], "save")
         return json.loads(self.texts(json.dumps(texts))[0])
 
 
 def check_options(options: str, gather: Gather) -> None:
-    """Raise a `ScopeError` if the processes open a scope with different options, or some with invalid ones."""
+    """Raise a `ScopeError` if processes open a scope with different or invalid options."""
     texts, _ = check_alike(options, gather)
     if texts:
         raise ScopeError(
@@ -109,7 +109,7 @@ def check_plans(
     rules: str = "",
     versions: Iterable[Part] = (),
 ) -> None:
-    """Raise a `PlanError` if the processes have different plans, or only some would refuse theirs."""
+    """Raise a `PlanError` if the processes have different plans or different problems."""
     refusal = ""
     try:
         plan.check(strict=strict)
@@ -132,7 +132,7 @@ def check_plans(
     other = next(i for i, text in enumerate(texts) if text != texts[0])
     if name == "problems":
         raise PlanError(
-            "the processes find different problems in one plan",
+            "the processes find different problems in the same plan",
             facts=label_processes([text or "no problem" for text in refusals]),
             why="their rules or models differ, although all variables have the same layouts",
             fix="use the same layout map and model in all processes",
@@ -149,7 +149,7 @@ def check_plans(
 
 
 def check_recipes(recipes: Iterable[tuple[str, str]], gather: Gather) -> None:
-    """Raise a `ScopeError` if the processes would initialize their shards of a variable in different ways.
+    """Raise a `ScopeError` if processes would initialize their shards of a variable differently.
 
     Args:
         recipes: A variable's path, and the text that determines its first value, for each variable in order.
@@ -176,6 +176,6 @@ def check_saves(named_texts: Iterable[tuple[str, str]], gather: Gather) -> None:
         raise CheckpointError(
             f"{found[0]}: the processes save with different arguments",
             facts=label_processes(found[1]),
-            why="each process writes its part of one step",
+            why="each process writes its shards of one step",
             fix="pass the same directory, step, metadata, model and optimizer in all processes",
         )

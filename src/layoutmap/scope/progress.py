@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import Literal, Self
 
 from layoutmap.core.escaping import escape_text
-from layoutmap.core.terminals import is_watched
+from layoutmap.core.terminals import is_interactive
 from layoutmap.core.variables import VariableSpec
 
-_PATIENCE_SECONDS = 2.0
-_BETWEEN_SECONDS = 0.1
-_LOG_SECONDS = 5.0  # time between two log lines
+_DELAY_SECONDS = 2.0
+_UPDATE_SECONDS = 0.1
+_LOG_SECONDS = 5.0  # between two log lines
 
 Shown = bool | Literal["log"] | None
 """Whether to show progress.
@@ -25,19 +25,19 @@ each few seconds.
 
 
 class ProgressLine:
-    """Line that is overwritten with each update and cleared at the end.
+    """A line that each update overwrites and the end clears.
 
     Args:
         enabled: Whether to show it.
     """
 
     def __init__(self, enabled: Shown = None):
-        self._is_log = enabled == "log" and not is_watched()
-        self._enabled = self._is_log or (enabled if isinstance(enabled, bool) else is_watched())
-        self._between_seconds = _LOG_SECONDS if self._is_log else _BETWEEN_SECONDS
-        patience = 0 if enabled is True else _LOG_SECONDS if self._is_log else _PATIENCE_SECONDS
+        self._is_log = enabled == "log" and not is_interactive()
+        self._enabled = self._is_log or (enabled if isinstance(enabled, bool) else is_interactive())
+        self._between_seconds = _LOG_SECONDS if self._is_log else _UPDATE_SECONDS
+        patience = 0 if enabled is True else _LOG_SECONDS if self._is_log else _DELAY_SECONDS
         self._next = time.monotonic() + patience
-        self._width = 0  # width of the current line
+        self._width = 0  # the width of the current line in characters
 
     def __enter__(self) -> Self:
         return self
@@ -56,7 +56,7 @@ class ProgressLine:
             self._show("")
 
     def _show(self, line: str) -> None:
-        """Overwrite the line, padded with spaces, since notebooks know carriage returns but no terminal codes."""
+        """Overwrite the line, padded with spaces, because notebooks ignore terminal codes except carriage returns."""
         if self._is_log:
             print(line, file=sys.stderr, flush=True)
             return
@@ -66,7 +66,7 @@ class ProgressLine:
 
 
 class Progress(ProgressLine):
-    """Line with the number of finished variables and the share of their bytes.
+    """Show the number of finished variables and the share of their bytes.
 
     Args:
         variables: The variables, by key.
@@ -82,7 +82,7 @@ class Progress(ProgressLine):
         self._verb = f" {verb}" * bool(verb)
 
     def __call__(self, key: str) -> None:
-        """Count the variable of a key as finished."""
+        """Count a variable as finished."""
         variable = self._variables[key]
         self._made += 1
         self._made_bytes += variable.global_bytes
@@ -93,7 +93,7 @@ class Progress(ProgressLine):
 
 
 class ElapsedTime(ProgressLine):
-    """Line with the seconds that a task has taken."""
+    """Show the seconds that a task has taken."""
 
     def __init__(self, what: str, *, enabled: Shown = None):
         super().__init__(enabled)

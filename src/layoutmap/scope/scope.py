@@ -1,4 +1,4 @@
-"""Plan a model, or build it with every variable in its layout.
+"""Plan a model, or build it with each variable created in its layout.
 
 `plan`, `scope`, `build` and `apply` are one path: variables are deferred, described, matched and checked, and then
 made. A plan stops before the last step. The file is longer than others for the docstrings of these, which are the
@@ -308,7 +308,7 @@ def _find_adapter(library: str | None) -> Building:
 
 
 def _open_scope(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]) -> Scope:
-    """Return a scope with the given options, after the devices of its mesh are started."""
+    """Open a scope with the given options, after starting the devices of its mesh."""
     adapter.check()
     engine, mesh = get_engine(adapter.engine_name), get_mesh(layout_map)
     bound = engine.bind(mesh)
@@ -328,7 +328,7 @@ def _open_scope(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]
     if across:
         from layoutmap.scope.process_group import check_options
 
-        # Compare processes before raising, so that an error in one is raised in all and none waits forever.
+        # Compare processes before raising, so that an error in one is raised in all and no process waits forever.
         compared = replace(options, progress=None, later=None) if options else refusal
         check_options(f"library={adapter.name!r}, {compared}", lambda values: engine.all_gather(values, mesh))
     if refusal is not None:
@@ -338,16 +338,15 @@ def _open_scope(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]
     try:
         engine.check_layout(replicated)
     except EngineError:
-        return context  # the plan reports it with all other problems
-    # Start simulated devices now, before the session starts, because some parts of the simulation cannot
-    # start inside of a session.
+        return context  # the plan reports this error with all other problems
+    # Start simulated devices before the session, because parts of the simulation cannot start inside one.
     engine.native(replicated, 0)
     return context
 
 
-# Adapters have options of their own, so they check those and the scope checks the rest (decisions/0171).
+# Adapters check their own options, and the scope checks the common ones (decisions/0171).
 def _check_options(adapter: Building, given: Mapping[str, Any], mesh: Mesh, across: bool) -> ScopeOptions:
-    """Return the options that were given by name, after a check."""
+    """Check the options that the user passed."""
     options = ScopeOptions(**{name: value for name, value in given.items() if name in NEUTRAL})
     check_dim("batch_dim", options.batch_dim, mesh, "the batch is sharded over it")
     if (
@@ -370,7 +369,7 @@ def make_model_in_scope(
     inputs: object,
     prepare: Callable[[object], object] | None = None,
 ) -> Any:
-    """Return the model that a function makes in a scope, complete with all its weights.
+    """Call a model function in a scope, and return the model with all its weights.
 
     Args:
         context: The scope.
@@ -389,19 +388,19 @@ def make_model_in_scope(
 def _call_and_check(
     context: Scope, make_model: Callable[[], Any], inputs: object, prepare: Callable[[object], object] | None
 ) -> Any:
-    """Call the function that makes a model, and check its result."""
+    """Call the model function, and check its result."""
     model = make_model()
     if model is None:
         raise ScopeError(
             "the function returned no model",
-            why="build and plan only see the model that the function returns",
-            fix="end it with: return model",
+            why="build and plan use the model that the function returns",
+            fix="end the function with: return model",
         )
     check_owner(model, context.adapter.name)
     model = model if prepare is None else prepare(model)
     if not context.session.made(model):
         raise ScopeError(
-            f"{type(model).__name__}: the function returned a model that existed before",
+            f"{type(model).__name__}: the function returned an existing model",
             facts={"model": getattr(model, "name", "")},
             why="only variables that the function creates are sharded; the model is unchanged",
             fix="create the model inside the function, or shard the existing one: layout_map.apply(model)",

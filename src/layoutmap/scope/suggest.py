@@ -23,7 +23,7 @@ def suggest(
     batch_dim: BatchDim | None = None,
     library: str | None = None,
 ) -> LayoutMap:
-    """Return a first layout map for a model, with the reason for each rule.
+    """Suggest a first layout map for a model, with the reason for each rule.
 
     A model of a known family gets the rules of its preset. For other models, the rules follow from the roles of the
     layers: the first of two products is sharded by columns and the second by rows, attention by heads, an embedding by
@@ -73,7 +73,7 @@ def suggest(
 
 
 def suggest_layout_map(made: PlanTable, batch_dim: BatchDim | None) -> LayoutMap:
-    """Return a first layout map for the variables of a plan.
+    """Suggest a first layout map for the variables of a plan.
 
     Raises:
         PlanError: The mesh has no such dim.

@@ -79,7 +79,7 @@ def _check_choice(name: str, value: str, choices: object, why: str) -> None:
     ways = get_args(choices)
     if value not in ways:
         raise ScopeError(
-            f"{name}={value!r}: this is not one of the choices",
+            f"{name}={value!r}: this value is not allowed",
             facts={"choices": ", ".join(map(repr, ways))},
             why=why,
             fix=f"leave {name} out, or pass {name}={ways[1]!r}",

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from layoutmap.core.terminals import is_watched
+from layoutmap.core.terminals import is_interactive
 from layoutmap.engines.torch import simulation
 
 _PATIENCE_SECONDS = 2.0
@@ -37,7 +37,7 @@ class SlowCalls:
         seconds = time.monotonic() - begin
         if self._num_calls > 1 and seconds > _PATIENCE_SECONDS:
             self._num_calls = -1
-            if progress or (progress is None and is_watched()):
+            if progress or (progress is None and is_interactive()):
                 size = simulation.get_world_size()
                 print(
                     f"layoutmap: this step took {seconds:.0f} s to the loss, since one process computes the parts of "

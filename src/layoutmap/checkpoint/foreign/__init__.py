@@ -1,4 +1,4 @@
-"""Open files of other libraries as sources, which read only the bytes that a requested block needs.
+"""Open checkpoints of other libraries as sources, which read only the bytes of a requested block.
 
 None of these formats has checksums that cover its values: a file that is too short or contradicts itself is refused,
 and a changed value cannot be seen. Nothing of a file is ever run.
@@ -24,32 +24,32 @@ from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError, join_names
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib")
-_KNOWN = (
+_KNOWN_FORMATS = (
     "a directory that layoutmap.save wrote to, *.safetensors (a file, several, or with an index), *.weights.h5, "
     "*.keras, a directory of orbax or of torch.distributed.checkpoint"
 )
 
 
 WRITERS = {"safetensors": "layoutmap.checkpoint.foreign.safetensors_export"}
-"""The formats of `export` by name, each with the module whose `write_variables` writes it."""
+"""The module with the function `write_variables` for each format of `export`."""
 
 
 def load_writer(name: str) -> Callable[..., None]:
-    """Return the function that writes variables in a format. See `safetensors_export.write_variables`.
+    """Import the function that writes variables in a format. See `safetensors_export.write_variables`.
 
     Raises:
         CheckpointError: There is no such format.
     """
     if name not in WRITERS:
         raise CheckpointError(
-            f"format={name!r}: this is no format of export",
+            f"format={name!r}: this is not an export format",
             why=f"the formats are {', '.join(WRITERS)}",
             fix="use one of them",
         )
     return import_module(WRITERS[name]).write_variables
 
 
-# Files may be malicious, so formats are read without their frameworks and pickles are refused (decisions/0085).
+# Files may be malicious, so they are read without their frameworks, and pickles are refused (decisions/0085).
 def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source:
     """Open a checkpoint of this library or of another one.
 
@@ -89,7 +89,7 @@ def _find_source(path: str | os.PathLike[str], step: int | None) -> Source:
             return found
         pickles = [each.name for each in sorted(where.iterdir()) if each.name.endswith(_PICKLES)]
         if pickles:
-            raise _make_pickle_error(os.fspath(path), f"it has {join_names(pickles)}, and no other weights")
+            raise _make_pickle_error(os.fspath(path), f"it contains only pickles: {join_names(pickles)}")
     elif name.endswith((".safetensors", INDEX)):
         _refuse_step(step, path)
         return Safetensors(where)
@@ -98,12 +98,12 @@ def _find_source(path: str | os.PathLike[str], step: int | None) -> Source:
         return KerasWeights(where)
     elif name.endswith(_PICKLES):
         raise _make_pickle_error(
-            os.fspath(path), "a file of that name is a pickle, which can run any code when it is read"
+            os.fspath(path), "a file of that name is a pickle, which can run code when it is read"
         )
     elif where.is_file():
         raise CheckpointError(
-            f"{path}: not a known kind of checkpoint",
-            why=f"what is read is {_KNOWN}",
+            f"{path}: the format of this checkpoint is not supported",
+            why=f"the supported formats are {_KNOWN_FORMATS}",
             fix="convert it to safetensors with the library that wrote it",
         )
     return StepSource(storage, step)
@@ -125,24 +125,24 @@ def _refuse_step(step: int | None, path: str | os.PathLike[str]) -> None:
     if step is not None:
         raise CheckpointError(
             f"{path}: there is no step {step}",
-            why="checkpoints of this kind have no steps",
+            why="checkpoints of this format have no steps",
             fix="leave step out",
         )
 
 
-def _check_only_step(step: int | None, there: int, path: str | os.PathLike[str]) -> int:
-    if step not in (None, there):
+def _check_only_step(step: int | None, actual: int, path: str | os.PathLike[str]) -> int:
+    if step not in (None, actual):
         raise CheckpointError(
-            f"{path}: this is step {there}, not {step}",
-            why="it is the folder of one step",
+            f"{path}: this is step {actual}, not {step}",
+            why="the path is the folder of a single step",
             fix="leave step out, or name the directory above it",
         )
-    return there
+    return actual
 
 
 def _make_pickle_error(where: str, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{where}: pickles are not read",
+        f"{where}: pickles are refused",
         why=f"{why}; a checkpoint is data, never code",
-        fix=f"convert it, which runs nothing: layoutmap checkpoint convert {where} NEW, for each such file",
+        fix=f"convert each such file, which runs no code: layoutmap checkpoint convert {where} NEW",
     )

@@ -1,4 +1,4 @@
-"""Read stored files of zip archives, such as those of torch and Keras, in place and without decompression."""
+"""Read uncompressed files in zip archives, such as those of torch and Keras, in place."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from layoutmap.core.errors import CheckpointError
 
 
 class Window(io.RawIOBase):
-    """A range of a file that behaves as a file.
+    """Read a byte range of a file as a file of its own.
 
     Args:
         file: The file.
-        start: The byte at which the part begins.
+        start: Offset of the range in bytes.
         num_bytes: Its size.
     """
 
@@ -33,7 +33,7 @@ class Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Move the read position in the window, and return it."""
+        """Move the read position within the window, and return it."""
         self._place = offset + (0, self._place, self.num_bytes)[whence]
         return self._place
 
@@ -42,7 +42,7 @@ class Window(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill a buffer as far as the window has bytes, and return the byte count."""
+        """Read into a buffer up to the end of the window, and return the byte count."""
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self.num_bytes - self._place))
         self.file.read_into(self.start + self._place, view[:count])
@@ -51,7 +51,7 @@ class Window(io.RawIOBase):
 
 
 def list_stored_files(window: Window, where: str, fix: str) -> Mapping[str, Window]:
-    """Return the files of an archive by name.
+    """Map each file name in an archive to the bytes of the file.
 
     Args:
         window: The archive.
@@ -64,7 +64,7 @@ def list_stored_files(window: Window, where: str, fix: str) -> Mapping[str, Wind
     """
 
     def make_error(why: str) -> CheckpointError:
-        return CheckpointError(f"{where}: the archive is not read", why=why, fix=fix)
+        return CheckpointError(f"{where}: the archive cannot be read", why=why, fix=fix)
 
     found: dict[str, Window] = {}
     try:
@@ -77,9 +77,9 @@ def list_stored_files(window: Window, where: str, fix: str) -> Mapping[str, Wind
                 info.header_offset + 30 + sum(int.from_bytes(local[i : i + 2], "little") for i in (26, 28))
             )
             if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-                raise make_error(f"{info.filename} is compressed, to be of any size once it is read")
+                raise make_error(f"{info.filename} is compressed, and could expand to any size")
             if info.filename in found or start + info.file_size > after:
-                raise make_error(f"{info.filename} is there twice, or shares bytes with another file")
+                raise make_error(f"{info.filename} appears twice, or shares bytes with another file")
             found[info.filename] = Window(window.file, window.start + start, info.file_size)
     except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, EOFError, IndexError) as error:
         raise make_error(f"{type(error).__name__}: {error}") from error

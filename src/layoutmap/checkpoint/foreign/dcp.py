@@ -39,8 +39,8 @@ from layoutmap.core.errors import join_names, shorten_repr
 
 METADATA = ".metadata"
 _FIX = "restore it from a copy, or save it again with torch"
-# Limit for the pickle before the values, which takes about 200 bytes for a torch.Tensor.
-_MOST_HEAD_BYTES = 1 << 20
+# Limit for the pickle in front of a tensor's values. A torch.Tensor takes about 200 bytes.
+_MAX_PICKLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class _Chunk:
 class DistributedCheckpoint(Source):
     """The tensors of a DCP directory.
 
-    Paths are the names of the saved state dict, joined by dots as DCP does. What is no tensor, such as a number or a
-    text, is left out: it is a pickle, which is not read.
+    Paths are the names of the saved state dict, joined by dots as DCP does. Values other than
+    tensors are pickles, which are skipped.
 
     Args:
         path: The directory.
@@ -77,7 +77,9 @@ class DistributedCheckpoint(Source):
         try:
             variables, self._chunks = _read_contents(file.path, found)
         except (AttributeError, TypeError, ValueError) as error:
-            raise make_dcp_error(file.path, "its metadata is not that of a checkpoint", str(error)) from error
+            raise make_dcp_error(
+                file.path, "its metadata does not describe a checkpoint", str(error)
+            ) from error
         super().__init__(os.fspath(path), variables)
 
     @property
@@ -95,12 +97,12 @@ class DistributedCheckpoint(Source):
         return result
 
     def _check(self, variable: SavedVariable, wanted: Index) -> None:
-        # Raises if a file is missing or too short.
+        # Reading the header of each chunk raises if a file is missing or too short.
         for chunk, _ in self._find_overlaps(variable.path, wanted):
             self._read_head(variable.path, chunk)
 
     def _find_overlaps(self, path: str, wanted: Index) -> list[tuple[_Chunk, Index]]:
-        """Return the chunks that overlap a block, with the overlap of each.
+        """Return the chunks that overlap a block, each with the overlap.
 
         Raises:
             CheckpointError: An element of it is not in exactly one of them.
@@ -111,7 +113,7 @@ class DistributedCheckpoint(Source):
             fault := find_coverage_error(*stack_slice_ends([both for _, both in found], len(wanted)), wanted)
         ) is not None:
             what = f"{fault[1] or 'no'} chunks in the metadata have {format_index(fault[0])}"
-            raise make_dcp_error(self.where, f"{path}: values are missing, or there twice", what)
+            raise make_dcp_error(self.where, f"{path}: values are missing or stored twice", what)
         return found
 
     def _read_block(self, path: str, chunk: _Chunk, dtype: np.dtype[Any], index: Index) -> NumpyArray:
@@ -119,34 +121,40 @@ class DistributedCheckpoint(Source):
         return read_tensor(self._files[chunk.file], start, tensor, dtype, index)
 
     def _read_head(self, path: str, chunk: _Chunk) -> tuple[TensorRecord, str, int]:
-        """Return the tensor record of a chunk's pickle, the file, and the byte at which its values begin."""
+        """Read the pickle of a chunk. Return the tensor record, the file, and the offset of the values."""
         key = chunk.file, chunk.start
         if key in self._heads:
             return self._heads[key]
         file = self._files.get(chunk.file) or ByteFile(self._folder / chunk.file)
         self._files[chunk.file] = file
         window = Window(file, chunk.start, chunk.num_bytes)
-        # DCP never compresses, and a compressed entry could expand to any size, so it is refused.
+        # A compressed entry could expand to any size. DCP never compresses, so refuse it.
         stored = list_stored_files(window, file.path, _FIX)
         files = {name.partition("/")[2]: each for name, each in stored.items()}
         head, order = files.get("data.pkl"), files.get("byteorder")
-        if head is None or head.num_bytes > _MOST_HEAD_BYTES:
+        if head is None or head.num_bytes > _MAX_PICKLE_BYTES:
             raise make_dcp_error(
-                file.path, f"{path}: its head is missing, or too large", "a tensor has 200 bytes of it"
+                file.path,
+                f"{path}: its pickle is missing or too large",
+                "the pickle of a tensor has about 200 bytes",
             )
         tensor = read_pickle(file.path, head.read(head.num_bytes) or b"")
         if not isinstance(tensor, TensorRecord):
             raise make_dcp_error(
-                file.path, f"{path}: it is not a plain tensor", f"its pickle says {shorten_repr(tensor)}"
+                file.path,
+                f"{path}: it is not a dense torch.Tensor",
+                f"its pickle says {shorten_repr(tensor)}",
             )
         if order is not None and order.read(9) != b"little":
             raise make_dcp_error(
-                file.path, f"{path}: its byte order is that of another kind of machine", "it was saved there"
+                file.path,
+                f"{path}: it has the byte order of another machine type",
+                "it was saved on such a machine",
             )
         data = files.get(f"data/{tensor.storage[2]}")
         if data is None:
             raise make_dcp_error(
-                file.path, f"{path}: its values cannot be found", f"the archive has {join_names([*files])}"
+                file.path, f"{path}: its values are missing", f"the archive has {join_names([*files])}"
             )
         _check_tensor(file.path, path, tensor, chunk, data, self.variables[path])
         self._heads[key] = tensor, tensor.storage[1], data.start
@@ -159,8 +167,8 @@ class DistributedCheckpoint(Source):
 def read_tensor(
     file: ByteFile, start: int, tensor: TensorRecord, dtype: np.dtype[Any], index: Index
 ) -> NumpyArray:
-    """Return a block of a dense tensor, with the storage at byte `start` of a file."""
-    # A transposed tensor is saved with its axes in memory order, so restore their order.
+    """Read a block of a dense tensor. Its storage begins at offset `start` of the file."""
+    # A transposed tensor is stored with its axes in memory order, so read them in that order first.
     order = sorted(range(len(tensor.shape)), key=lambda axis: (-tensor.strides[axis], axis))
     shape = [tensor.shape[axis] for axis in order]
     found = file.block(
@@ -170,7 +178,7 @@ def read_tensor(
 
 
 def is_dense(tensor: TensorRecord) -> bool:
-    """Return whether the values of a tensor are adjacent in its storage, in any order of its axes."""
+    """Return whether a tensor's values are contiguous in its storage, for any order of its axes."""
     expected, found = 1, True
     for axis in sorted(range(len(tensor.shape)), key=lambda axis: (tensor.strides[axis], -axis)):
         found &= tensor.shape[axis] == 1 or tensor.strides[axis] == expected
@@ -181,12 +189,12 @@ def is_dense(tensor: TensorRecord) -> bool:
 def _check_tensor(
     where: str, path: str, tensor: TensorRecord, chunk: _Chunk, data: Window, variable: SavedVariable
 ) -> None:
-    """Raise unless the pickle of a chunk agrees with the metadata and all its bytes exist."""
+    """Raise unless a chunk's pickle agrees with the metadata and all its bytes exist."""
     itemsize = get_numpy_dtype(variable.dtype, path).itemsize
     last = tensor.start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
     if not is_dense(tensor):
         raise make_dcp_error(
-            where, f"{path}: its values are not side by side", f"its strides are {tensor.strides}"
+            where, f"{path}: its values are not contiguous", f"its strides are {tensor.strides}"
         )
     why = ""
     if tensor.shape != compute_block_shape(chunk.index):
@@ -196,7 +204,7 @@ def _check_tensor(
     elif math.prod(tensor.shape) and (last + 1) * itemsize > data.num_bytes:
         why = f"it needs {(last + 1) * itemsize} bytes, and has {data.num_bytes}"
     if why:
-        raise make_dcp_error(where, f"{path}: a chunk of it is not as the metadata says", why)
+        raise make_dcp_error(where, f"{path}: a chunk contradicts the metadata", why)
 
 
 def _read_contents(where: str, found: Any) -> tuple[dict[str, SavedVariable], dict[str, list[_Chunk]]]:
@@ -207,7 +215,7 @@ def _read_contents(where: str, found: Any) -> tuple[dict[str, SavedVariable], di
             dtype = entry.properties.dtype
             if not isinstance(dtype, DtypeRecord):
                 raise make_dcp_error(
-                    where, f"{path}: its element type cannot be read", f"it is {shorten_repr(dtype)}"
+                    where, f"{path}: its dtype cannot be read", f"it is {shorten_repr(dtype)}"
                 )
             variables[str(path)] = SavedVariable(str(path), as_sizes(entry.size), dtype.name)
             chunks[str(path)] = []
@@ -223,11 +231,13 @@ def _read_contents(where: str, found: Any) -> tuple[dict[str, SavedVariable], di
         offsets = as_sizes(index.offset if index.offset is not None else ())
         if getattr(info, "transform_descriptors", None):
             raise make_dcp_error(
-                where, f"{index.fqn}: its values are compressed", "DCP was told to transform what it writes"
+                where, f"{index.fqn}: its values are compressed", "DCP was configured to transform its output"
             )
         if os.path.basename(info.relative_path) != info.relative_path:
             raise make_dcp_error(
-                where, f"{index.fqn}: its file is {info.relative_path!r}", "files of DCP are in its folder"
+                where,
+                f"{index.fqn}: its file is {info.relative_path!r}",
+                "all files of a DCP checkpoint are in its folder",
             )
         sizes = places[index.fqn, offsets]
         place = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))

@@ -1,4 +1,4 @@
-"""Read pickles of torch and of `torch.distributed.checkpoint` without torch and without running code.
+"""Read pickles of torch and `torch.distributed.checkpoint` without torch and without running code.
 
 Lists below have what torch writes of tensors and the classes that DCP writes. Each of them is an inert record here. A
 pickle that names anything else is refused.
@@ -17,7 +17,7 @@ from typing import Any, cast
 from layoutmap.core.errors import CheckpointError, shorten_repr
 
 _MOST_AXES = 64
-_MOST_TUPLE = 10_000  # limit for elements of a tuple, nested ones included
+_MAX_TUPLE_ELEMENTS = 10_000  # limit for the elements of a tuple, with those of nested tuples
 _STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -67,7 +67,7 @@ _IGNORED = {
 
 
 class _Record:
-    """The attributes of a pickled DCP object, without its methods."""
+    """Hold the attributes of a pickled DCP object, without its methods."""
 
     def __setstate__(self, state: Any) -> None:
         if type(self).__name__ == "TensorProperties" and isinstance(state, tuple):
@@ -80,14 +80,14 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class DtypeRecord:
-    """An element type of torch by name. The empty name is untyped bytes."""
+    """A torch dtype by name. An empty name stands for untyped bytes."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """A pickled tensor: its storage, its place and shape there, and its own element type if it has one."""
+    """A pickled tensor: its storage, offset, shape, strides, and its dtype if it differs from the storage's."""
 
     storage: tuple[Any, ...]
     start: int
@@ -96,8 +96,8 @@ class TensorRecord:
     dtype: str | None
 
 
-class _Maker:
-    """A function that a pickle may call but not change."""
+class _SafeFunction:
+    """Wrap a function that a pickle may call but must not modify."""
 
     __slots__ = ("_make",)
 
@@ -111,9 +111,9 @@ class _Maker:
         raise ValueError("a pickle changes a function")
 
 
-# torch's own readers run code or allocate without bound, so pickles are read here as inert records (decisions/0182).
+# torch's own readers can run code or allocate without limit, so pickles become inert records here (decisions/0182).
 class TensorUnpickler(pickle.Unpickler):
-    """Unpickler that makes inert records of tensors, and allows only mappings, lists, numbers, and texts."""
+    """Unpickle tensors to inert records, and allow only mappings, lists, numbers, and text besides."""
 
     writer = "torch.save writes of tensors"
 
@@ -122,20 +122,20 @@ class TensorUnpickler(pickle.Unpickler):
         self._where = where
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """Return an inert record, or a function that makes one, in place of a class or function."""
+        """Replace a class or function by an inert record or a safe function, or raise."""
         known: dict[tuple[str, str], Any] = {
             ("torch", "Size"): _make_size,
             ("torch._utils", "_rebuild_tensor_v2"): _make_tensor,
             (
                 "torch._utils",
                 "_rebuild_tensor_v3",
-            ): _make_tensor,  # for dtypes without a storage class
+            ): _make_tensor,  # torch uses this for dtypes without a storage class
             ("torch._utils", "_rebuild_parameter"): _return_first,
             ("collections", "OrderedDict"): _make_ordered_dict,
             ("collections", "Counter"): _return_first,
         }
         if (module, name) in known:
-            return _Maker(known[module, name])
+            return _SafeFunction(known[module, name])
         if module == "torch" and name in _DTYPES:
             return DtypeRecord(name)
         if module in ("torch", "torch.storage") and (name in _STORAGES or name == "UntypedStorage"):
@@ -143,22 +143,22 @@ class TensorUnpickler(pickle.Unpickler):
         raise make_dcp_error(
             self._where,
             f"its pickle names {module}.{name}",
-            f"a pickle can run what it names; a checkpoint is data, never code, and this is nothing that {self.writer}",
-            fix="load it where you trust it, and save it as safetensors",
+            f"unpickling a name can run code, and this is not a name that {self.writer}",
+            fix="load it on a machine where you trust it, and save it as safetensors",
         )
 
     def persistent_load(self, pid: Any, /) -> Any:
-        """Return the record of a storage."""
+        """Return the record of a tensor's storage."""
         kind, storage, key, *_ = pid
         if kind != "storage" or not isinstance(storage, DtypeRecord) or not isinstance(key, str):
             raise make_dcp_error(
-                self._where, "its pickle has no plain storage", f"it has {shorten_repr(pid)}"
+                self._where, "its pickle has no torch storage", f"it has {shorten_repr(pid)}"
             )
         return kind, storage.name or None, key
 
 
 class _Unpickler(TensorUnpickler):
-    """Unpickler that also makes inert records of the classes that DCP writes."""
+    """Unpickle the classes that DCP writes to inert records, too."""
 
     writer = "DCP writes"
 
@@ -166,7 +166,7 @@ class _Unpickler(TensorUnpickler):
         if (module, name) in _RECORDS:
             return type(name, (_Record,), {})
         if (module, name) in _IGNORED:
-            return _Maker(_return_none)
+            return _SafeFunction(_return_none)
         return set if (module, name) == ("builtins", "set") else super().find_class(module, name)
 
 
@@ -188,34 +188,34 @@ def _return_first(value: object, *_: object) -> object:
 
 def _make_tensor(storage: Any, start: Any, shape: Any, strides: Any, *rest: Any) -> TensorRecord:
     if any(isinstance(each, dict) and each != {} for each in rest):
-        raise ValueError("a tensor is a conjugate or negative view")
+        raise ValueError("a tensor is a conjugate or negated view")
     dtype = next((each.name for each in rest if isinstance(each, DtypeRecord)), storage[1])
     return TensorRecord(tuple(storage), as_sizes((start,))[0], as_sizes(shape), as_sizes(strides), dtype)
 
 
 def read_pickle(where: str, data: bytes, kind: type[TensorUnpickler] = _Unpickler) -> object:
-    """Return the content of a pickle as inert records. Errors name the file `where`."""
+    """Unpickle data to inert records. Errors name the file `where`."""
     try:
         _check_memo(data)
         _check_tuples(data)
         return kind(where, data).load()
     except CheckpointError:
         raise
-    except Exception as error:  # the errors of the pickle module for damaged data are not documented
+    except Exception as error:  # pickle raises undocumented errors for damaged data
         raise make_dcp_error(
             where, "its pickle cannot be read", f"{type(error).__name__}: {error}"
         ) from error
 
 
 def _check_memo(data: bytes) -> None:
-    """Raise a `ValueError` if a pickle makes Python allocate for more objects than it has bytes."""
+    """Raise a `ValueError` if a pickle makes Python allocate more memo entries than it has bytes."""
     for opcode, number, _ in pickletools.genops(data):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= cast("int", number) <= len(data):
             raise ValueError(f"object {number} of {len(data)} bytes")
 
 
 def _check_tuples(data: bytes) -> None:
-    """Raise a `ValueError` if a tuple is so long that Python would hash it for minutes."""
+    """Raise a `ValueError` if a tuple is so large that Python would hash it for minutes."""
     stack: list[int] = []  # sizes of the values on the unpickler's stack
     marks: list[int] = []
     memo: dict[int, int] = {}
@@ -241,16 +241,16 @@ def _check_tuples(data: bytes) -> None:
             parts = stack[kept:]
             del stack[kept:]
             size = 1 + sum(parts) if name.startswith("TUPLE") or name == "FROZENSET" else 1
-            if size > _MOST_TUPLE:
-                raise ValueError(f"a tuple of {shorten_repr(size)} parts")
+            if size > _MAX_TUPLE_ELEMENTS:
+                raise ValueError(f"a tuple of {shorten_repr(size)} elements")
             stack += [size] * len(opcode.stack_after)
 
 
 def as_sizes(values: Sequence[Any]) -> tuple[int, ...]:
-    """Return non-negative whole numbers as a tuple, or raise a `ValueError` for other values."""
+    """Convert non-negative whole numbers to a tuple, or raise a `ValueError` for other values."""
     found = tuple(values)
     if len(found) > _MOST_AXES or not all(type(n) is int and n >= 0 for n in found):
-        raise ValueError(f"{shorten_repr(found)} are no sizes")
+        raise ValueError(f"{shorten_repr(found)} are not sizes")
     return found
 
 

@@ -59,7 +59,7 @@ class KerasWeights(Source):
             found = np.asarray(self._datasets[path][wanted])
         except (OSError, RuntimeError) as error:
             raise _make_error(self.where, f"{path}: its values cannot be read", str(error)) from error
-        # A view would take big-endian bytes for little-endian ones, so convert the order first.
+        # A view would read big-endian bytes as little-endian, so convert the byte order first.
         return found.astype(found.dtype.newbyteorder("="), copy=False).view(
             get_numpy_dtype(variable.dtype, path)
         )
@@ -68,15 +68,17 @@ class KerasWeights(Source):
         path = name.strip("/").replace("/", ".")
         if path in self.variables:
             raise _make_error(
-                file, f"{path}: it is there twice", "another file of the same weights has it, too"
+                file, f"{path}: it appears twice", "another file of the same weights contains it, too"
             )
         if dataset.external is not None or dataset.is_virtual:
             raise _make_error(
-                file, f"{path}: its values are in another file", "a weight file of Keras has its own values"
+                file,
+                f"{path}: its values are in another file",
+                "Keras stores all values in the weight file itself",
             )
         if dataset.id.get_storage_size() < dataset.nbytes or dataset.nbytes > most:
             raise _make_error(
-                file, f"{path}: its values are not there, or compressed", "Keras writes them as they are"
+                file, f"{path}: its values are missing or compressed", "Keras writes values uncompressed"
             )
         marked = dataset.attrs.get("dtype")
         if marked != "bfloat16" and dataset.dtype.kind not in "biufc":
@@ -96,13 +98,13 @@ def _list_datasets(
     for name in group:
         path = f"{prefix}/{name}"
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):
-            raise _make_error(file, f"{path}: it is a link", "a weight file of Keras has none")
+            raise _make_error(file, f"{path}: it is a link", "Keras writes no links")
         found = group[name]
         place = h5py.h5o.get_info(found.id).addr
-        # Two hard links to each of 40 groups would be 2^40 paths, so each object is read once.
+        # Two hard links to each of 40 nested groups would give 2^40 paths, so each object is read once.
         if place in known or path.count("/") > _MOST_DEPTH:
             raise _make_error(
-                file, f"{path[:200]}: it is there twice, or too deep", "a weight file of Keras is a tree"
+                file, f"{path[:200]}: it appears twice or is nested too deep", "a Keras weight file is a tree"
             )
         known.add(place)
         if isinstance(found, h5py.Group):
@@ -112,11 +114,11 @@ def _list_datasets(
 
 
 def _find_weight_file(file: ByteFile) -> Window:
-    """Return the weight file in a `.keras` archive."""
+    """Find the weight file in a `.keras` archive."""
     path = file.path
     files = list_stored_files(Window(file, 0, file.num_bytes), path, "save it again with model.save")
     if _WEIGHTS not in files:
-        raise _make_error(path, "it has no weights", f"a model of Keras has them in {_WEIGHTS}")
+        raise _make_error(path, "it has no weights", f"Keras stores the weights of a model in {_WEIGHTS}")
     return files[_WEIGHTS]
 
 
@@ -133,7 +135,9 @@ def _list_files(path: Path) -> list[Path]:
     files = [path.parent / name for name in dict.fromkeys(names)]
     for file in files:
         if file.parent != path.parent or not file.is_file():
-            raise _make_error(str(file), "the file is missing", f"{path} names it, and it is not beside it")
+            raise _make_error(
+                str(file), "the file is missing", f"{path} lists it, but it is not in the same folder"
+            )
     return files
 
 

@@ -1,4 +1,4 @@
-"""Read orbax directories: the metadata, and the zarr arrays in ranges through tensorstore.
+"""Read orbax directories: their metadata, and ranges of their zarr arrays through tensorstore.
 
 What is read is what `StandardCheckpointer`, `PyTreeCheckpointer` and `CheckpointManager` write: arrays and numbers, in
 one database (OCDBT) or in a folder each. Other items of a step, such as JSON, are left out. Of orbax itself nothing is
@@ -23,8 +23,8 @@ from layoutmap.core.errors import CheckpointError, join_names
 
 METADATA = "_METADATA"
 _STEP_METADATA = "_CHECKPOINT_METADATA"
-_SMALL = {".zarray", ".zattrs", "zarr.json"}
-_MOST_RATIO = 1 << 16  # limit for array bytes per file byte; zstd reaches 1 << 15 for zeros
+_METADATA_FILES = {".zarray", ".zattrs", "zarr.json"}
+_MAX_COMPRESSION = 1 << 16  # limit for array bytes per file byte; zstd reaches 1 << 15 for zeros
 
 
 class Orbax(Source):
@@ -52,9 +52,9 @@ class Orbax(Source):
         items = [folder] if (folder / METADATA).is_file() else _list_items(folder)
         if not items:
             raise CheckpointError(
-                f"{folder}: no arrays are in this checkpoint of orbax",
-                why=f"no file {METADATA} is in it, or in a folder of it",
-                fix="name the directory of the checkpoint, and check that its save was completed",
+                f"{folder}: this orbax checkpoint has no arrays",
+                why=f"there is no file {METADATA} in it or in a folder of it",
+                fix="name the directory of the checkpoint, and check that its save was complete",
             )
         for item in items:
             self._add_item(item, "" if len(items) == 1 else f"{item.name}.")
@@ -82,23 +82,23 @@ class Orbax(Source):
                 fix="restore it from a copy, or load another step",
             ) from error
         for keys, value in leaves:
-            if value.get("skip_deserialize"):  # None or an empty dict, which has no array
+            if value.get("skip_deserialize"):  # None or an empty dict, which stores no array
                 continue
             name = ".".join(keys)
             path = prefix + ".".join(keys[:-1] if keys[-1:] == ("value",) and len(keys) > 1 else keys)
             if path in self.variables:
                 raise CheckpointError(
-                    f"{path}: it is there twice",
+                    f"{path}: two arrays have this path",
                     facts={"file": str(file)},
-                    why="keys have dots",
-                    fix="rename them",
+                    why="keys with dots give two arrays the same path",
+                    fix="rename one of the keys",
                 )
             check_inside(str(file), name)
             store = self._open_array(item, path, name, found)
             shape = tuple(map(int, store.shape))
             self.variables[path] = SavedVariable(path, shape, store.dtype.numpy_dtype.name)
             self._stores[path] = store
-        check_variables(str(item), self.variables.values(), num_bytes * _MOST_RATIO)
+        check_variables(str(item), self.variables.values(), num_bytes * _MAX_COMPRESSION)
 
     def _open_array(self, item: Path, path: str, name: str, metadata: Mapping[str, Any]) -> Any:
         base: dict[str, Any] = {"driver": "file", "path": f"{item}/"}
@@ -107,7 +107,7 @@ class Orbax(Source):
         else:
             base["path"] = f"{item / name}/"
         spec: dict[str, Any] = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": base}
-        # Orbax writes all chunks of an array, and tensorstore reads a missing one as zeros unless it is told otherwise.
+        # tensorstore reads a missing chunk as zeros by default, but orbax writes every chunk.
         spec["fill_missing_data_reads"] = False
         tensorstore = import_reader("checkpoints of orbax", "tensorstore", "their arrays are in its formats")
         try:
@@ -120,7 +120,7 @@ class Orbax(Source):
 
 
 def _count_bytes(item: Path) -> int:
-    """Return the size of all files of a checkpoint, after a check that each one is regular.
+    """Return the total size of a checkpoint's files, and raise if one is not a regular file.
 
     Raises:
         CheckpointError: One is not a regular file: tensorstore would wait for a pipe without end.
@@ -133,7 +133,7 @@ def _count_bytes(item: Path) -> int:
             except OSError as error:
                 raise _make_read_error(str(item), path, error) from error
             check_regular(path, found)
-            if os.path.basename(path) in _SMALL:
+            if os.path.basename(path) in _METADATA_FILES:
                 check_small(path, found.st_size)
             total += found.st_size
     return total
@@ -145,7 +145,7 @@ def is_orbax(folder: Path) -> bool:
 
 
 def _list_steps(folder: Path) -> dict[int, Path]:
-    """Return the folders of steps by number. Orbax may write a name or zeros before the number."""
+    """Return the folder of each step by number. Orbax may write a prefix or zeros before the number."""
     found = {
         each: each.name.rpartition("_")[2] for each in folder.iterdir() if (each / _STEP_METADATA).is_file()
     }
@@ -160,7 +160,7 @@ def _choose_folder(path: Path, step: int | None) -> Path:
         raise CheckpointError(
             f"{path}: there is no step {step}",
             facts={"steps": join_names([str(each) for each in sorted(steps)]) or "none"},
-            why="a step of orbax is a folder of that number",
+            why="an orbax step is a folder named by its number",
             fix="load one of these" if steps else "leave step out",
         )
     return steps[max(steps) if step is None else step]

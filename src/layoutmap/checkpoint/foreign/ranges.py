@@ -1,4 +1,4 @@
-"""Read blocks of row-major arrays from files: only the byte ranges that a block needs."""
+"""Read blocks of row-major arrays from files, using only the byte ranges that a block needs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from layoutmap.checkpoint.gate import MOST_SMALL_BYTES, check_regular, check_sma
 from layoutmap.core.blocks import Index, NumpyArray, compute_block_shape
 from layoutmap.core.errors import CheckpointError
 
-_SHORT_BYTES = 512  # read shorter runs together with the gaps between them, because a disk reads whole blocks
+# runs shorter than this are read together with the gaps between them, because a disk reads whole blocks
+_SHORT_BYTES = 512
 _SLAB_BYTES = 1 << 20
 
 
 class ByteFile:
-    """File that is read in byte ranges.
+    """Read byte ranges of a file.
 
     Args:
-        path: Where it is.
+        path: The path.
 
     Attributes:
-        path: Where it is.
+        path: The path.
         num_bytes: Its size when it was opened.
         bytes_read: Number of bytes read so far.
 
@@ -39,7 +40,7 @@ class ByteFile:
         try:
             self._file = os.open(
                 self.path, os.O_RDONLY | os.O_NONBLOCK
-            )  # so that opening a named pipe does not block
+            )  # O_NONBLOCK: opening a named pipe must not block
         except OSError as error:
             raise _make_read_error(self.path, error) from error
         weakref.finalize(self, os.close, self._file)
@@ -49,7 +50,7 @@ class ByteFile:
         self.bytes_read = 0
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes from `start` on.
+        """Fill a buffer with the bytes that begin at offset `start`.
 
         Raises:
             CheckpointError: They cannot be read, or the file ends before.
@@ -67,7 +68,7 @@ class ByteFile:
                         "wanted": f"bytes {start} to {start + len(buffer)}",
                         "there": f"{start + done} bytes",
                     },
-                    why="its header announces more, or it was changed while it was read",
+                    why="its header promises more bytes, or another program changed it meanwhile",
                     fix="download or copy it again",
                 )
             done += count
@@ -83,13 +84,13 @@ class ByteFile:
         return self.read(0, self.num_bytes)
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        """Return the bytes from `start` on."""
+        """Return the bytes that begin at offset `start`."""
         data = bytearray(num_bytes)
         self.read_into(start, memoryview(data))
         return bytes(data)
 
     def block(self, start: int, dtype: np.dtype[Any], shape: Sequence[int], index: Index) -> NumpyArray:
-        """Return a block of an array that begins at byte `start`.
+        """Read a block of an array that begins at offset `start`.
 
         Args:
             start: The byte.
@@ -101,7 +102,7 @@ class ByteFile:
         if not result.size:
             return result
         parts = [(part.start, part.stop) for part in index]
-        # Axes from `axis` on are contiguous, because the block covers all but the first of them fully.
+        # The block covers all axes after `axis` fully, so its elements are contiguous from `axis` on.
         axis = len(shape)
         while axis and (axis == len(shape) or parts[axis] == (0, shape[axis])):
             axis -= 1
@@ -127,7 +128,7 @@ class ByteFile:
         strides: Sequence[int],
         run: tuple[int, int, int],
     ) -> None:
-        """Fill the block by reads of several rows each, since one read per contiguous range is slow."""
+        """Fill the block by reads of several rows each, because a read per contiguous range is slow."""
         begin, end, row = run
         axis = len(strides) - 1
         first, last = parts[axis]

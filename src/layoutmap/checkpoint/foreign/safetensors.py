@@ -25,7 +25,7 @@ from layoutmap.core.errors import CheckpointError, join_names, shorten_repr
 
 INDEX = ".safetensors.index.json"
 _MOST_HEADER_BYTES = 100_000_000  # limit of the safetensors library
-_NAMES = {there: name for name, there in SAFETENSORS.items()}
+_DTYPE_NAMES = {there: name for name, there in SAFETENSORS.items()}
 _FIX = "download or copy it again, or write it anew with the library safetensors"
 
 
@@ -46,7 +46,7 @@ class Safetensors(Source):
     Attributes:
         where: The path.
         variables: The tensors by name.
-        metadata: What the files say of themselves under `__metadata__`.
+        metadata: The `__metadata__` of the files.
 
     Raises:
         CheckpointError: There is none, a header does not fit its file, or an index does not fit its files.
@@ -90,7 +90,7 @@ class Safetensors(Source):
         if size != tensor.file.num_bytes:
             raise _make_error(
                 tensor.file,
-                "the file has changed its size",
+                "the size of the file has changed",
                 f"it had {tensor.file.num_bytes} bytes, now {size}",
             )
 
@@ -110,7 +110,7 @@ class Safetensors(Source):
             if name in self._tensors:
                 other = self._tensors[name].file.path
                 raise _make_error(
-                    file, f"tensor {name!r} is there twice", f"{other} has one of that name, too"
+                    file, f"tensor {name!r} appears twice", f"{other} has a tensor of that name, too"
                 )
             last, last_name = end, name
             self._tensors[name] = _Tensor(file, start + begin, variable)
@@ -119,8 +119,8 @@ class Safetensors(Source):
                 file,
                 "the file is truncated"
                 if start + last > file.num_bytes
-                else "the file has more than its header says",
-                f"its header speaks of {start + last} bytes, and it has {file.num_bytes}",
+                else "the file has more bytes than its header lists",
+                f"its header lists {start + last} bytes, and the file has {file.num_bytes}",
             )
 
     def __repr__(self) -> str:
@@ -128,7 +128,7 @@ class Safetensors(Source):
 
 
 def _list_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """Return the files to read, and the index if there is one."""
+    """Return the files to read, and the weight map of the index if there is one."""
     if path.is_dir():
         indexes = sorted(path.glob("*" + INDEX))
         one = path / "model.safetensors"
@@ -136,9 +136,9 @@ def _list_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
             indexes = [path / ("model" + INDEX)]
         if len(indexes) > 1:
             raise CheckpointError(
-                f"{path}: several indexes",
+                f"{path}: the folder has several indexes",
                 facts={"there": join_names([each.name for each in indexes])},
-                why="each belongs to another set of files",
+                why="each index belongs to another checkpoint",
                 fix="name one of them, as in .../" + indexes[0].name,
             )
         if not indexes:
@@ -153,14 +153,14 @@ def _list_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
         isinstance(name, str) for name in cast("dict[str, Any]", names).values()
     ):
         raise _make_error(
-            file, "the index has no weight_map", "it maps the name of each tensor to that of its file"
+            file, "the index has no weight_map", "weight_map maps each tensor's name to its file's name"
         )
     index = cast("dict[str, str]", names)
     files = [path.parent / name for name in dict.fromkeys(index.values())]
     for each in files:
         if each.name not in index.values() or each.parent != path.parent:
             raise _make_error(
-                file, f"the index names the file {str(each)!r}", "files of an index are in its folder"
+                file, f"the index names the file {str(each)!r}", "the files of an index are in its folder"
             )
         if not each.is_file():
             count = sum(name == each.name for name in index.values())
@@ -168,21 +168,21 @@ def _list_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
                 f"{each}: the file is missing",
                 facts={"index": str(path), "tensors": count},
                 why="the index names it",
-                fix="download or copy it",
+                fix="download or copy the file again",
             )
     return files, index
 
 
 def _read_header(file: ByteFile) -> tuple[int, dict[str, object]]:
-    """Return the byte at which the values begin, and the header."""
+    """Read the header. Return the offset of the values and the header's entries."""
     length = int.from_bytes(file.read(0, 8), "little") if file.num_bytes >= 8 else -1
     if not 2 <= length <= min(_MOST_HEADER_BYTES, file.num_bytes - 8):
         raise _make_error(
             file,
             "this is not a file of safetensors, or a truncated one",
-            f"its first 8 bytes say that its header has {length} bytes, and it has {file.num_bytes} in all"
+            f"by its first 8 bytes the header has {length} bytes, but the file has {file.num_bytes}"
             if length >= 0
-            else f"it has {file.num_bytes} bytes, and begins with 8 that give the length of its header",
+            else f"it has {file.num_bytes} bytes, and its first 8 must give the size of the header",
         )
     return 8 + length, _parse_json(file, file.read(8, length), "its header")
 
@@ -192,7 +192,7 @@ def _parse_json(file: ByteFile, data: bytes, what: str) -> dict[str, object]:
         found: dict[str, Any] = {}
         for name, value in pairs:
             if name in found:
-                raise _make_error(file, f"{what} has {name!r} twice", "which of them is meant is not known")
+                raise _make_error(file, f"{what} has {name!r} twice", "a duplicate name is ambiguous")
             found[name] = value
         return found
 
@@ -208,7 +208,7 @@ def _parse_json(file: ByteFile, data: bytes, what: str) -> dict[str, object]:
 
 
 def _read_entry(file: ByteFile, name: str, entry: Any) -> tuple[int, int, SavedVariable]:
-    """Return the first and last byte of a tensor's values, and its variable."""
+    """Return a tensor's byte range in the data and its variable."""
     try:
         shape: tuple[int, ...] = tuple(entry["shape"])
         (begin, end), code = entry["data_offsets"], entry["dtype"]
@@ -218,16 +218,16 @@ def _read_entry(file: ByteFile, name: str, entry: Any) -> tuple[int, int, SavedV
     if not sound:
         why = "each has a dtype, a shape and data_offsets, of whole numbers from 0 on"
         raise _make_error(file, f"tensor {name!r}: its entry cannot be read", why, there=shorten_repr(entry))
-    if code not in _NAMES:
-        known = f"the known ones are {', '.join(_NAMES)}"
+    if code not in _DTYPE_NAMES:
+        known = f"the known ones are {', '.join(_DTYPE_NAMES)}"
         raise _make_error(
             file, f"tensor {name!r} has elements of type {code!r}", known, fix="convert it to one of these"
         )
-    dtype = _NAMES[code]
+    dtype = _DTYPE_NAMES[code]
     needed = math.prod(shape) * get_numpy_dtype(dtype, name).itemsize
     if end - begin != needed:
         why = f"{code} of shape {shape} needs {needed} bytes, and its data_offsets have {end - begin}"
-        raise _make_error(file, f"tensor {name!r}: its size does not fit its shape", why)
+        raise _make_error(file, f"tensor {name!r}: its byte count contradicts its shape", why)
     return begin, end, SavedVariable(name, shape, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Write weights as Hugging Face libraries do: safetensors files and an index."""
+"""Write weights as safetensors files and an index, as Hugging Face libraries do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layoutmap.core.blocks import Index, make_full_index
 from layoutmap.core.errors import CheckpointError
 
 _BLOCK_BYTES = 1 << 26
-"""The most bytes in memory at once, unless one row is larger."""
+"""The maximum number of bytes in memory at once, unless a single row is larger."""
 
 
 def write_variables(
@@ -49,12 +49,12 @@ def write_variables(
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         with storage.create(folder, name) as sink:
             rows = [(v.path, SAFETENSORS[v.dtype], v.shape, v.global_bytes) for v in content]
-            sink.write(encode_header("pt", rows))  # transformers requires this format entry
+            sink.write(encode_header("pt", rows))  # transformers reads only files with this format entry
             for variable in content:
                 for index in _split_rows(variable):
                     values = np.ascontiguousarray(source.read(variable.path, index))
                     sink.write(values.reshape(-1).view(np.uint8).data)
-                    del values  # free it before the next variable is read
+                    del values  # free the block before the next variable is read
                 weight_map[variable.path] = name
                 progress(variable.path)
     if len(files) > 1:
@@ -65,15 +65,15 @@ def write_variables(
 
 
 def _split_files(variables: Sequence[SavedVariable], most: int) -> Iterator[list[SavedVariable]]:
-    """Yield the variables of each file. Large elements come first, so that numpy can map all of them."""
+    """Yield the variables of each file, sorted by element size, so that every offset is aligned for numpy."""
     found: list[SavedVariable] = []
     size = 0
     for variable in variables:
         if variable.dtype not in SAFETENSORS:
             raise CheckpointError(
-                f"{variable.path}: elements of type {variable.dtype} cannot be written",
+                f"{variable.path}: dtype {variable.dtype} cannot be written",
                 why=f"safetensors has {', '.join(SAFETENSORS)}",
-                fix="convert it to one of these, or keep it in a checkpoint of layoutmap.save",
+                fix="cast it to one of these, or store it with layoutmap.save",
             )
         if found and size + variable.global_bytes > most:
             yield _sort_by_alignment(found)
@@ -88,7 +88,7 @@ def _sort_by_alignment(variables: list[SavedVariable]) -> list[SavedVariable]:
 
 
 def _split_rows(variable: SavedVariable) -> Iterator[Index]:
-    """Yield the blocks of a variable that are adjacent in a file: ranges of rows of its first axis."""
+    """Yield contiguous blocks of a variable: ranges of rows of its first axis."""
     everything = make_full_index(variable.shape)
     if not variable.shape:
         yield everything

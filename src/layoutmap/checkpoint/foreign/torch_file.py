@@ -26,15 +26,15 @@ _MOST_NAME = 4096
 _FIX = "save the state dict again with torch.save, which has made such archives since torch 1.6"
 
 
-# A pickle can run code, so only inert records of known names are made from it (decisions/0085).
+# A pickle can run code, so it may create only inert records of known names (decisions/0085).
 class TorchFile(Source):
     """The tensors of a file of `torch.save`.
 
-    Paths are the keys of its mappings and lists, joined by dots. What is no tensor is left out.
+    Paths are the keys of its mappings and lists, joined by dots. Values other than tensors are skipped.
 
     Args:
         path: The file.
-        part: Which of its entries is meant, as in `"model"`, or `"model.encoder"`; `None`: all of it.
+        part: The entry to read, such as `"model"` or `"model.encoder"`; `None`: all entries.
 
     Attributes:
         where: The file.
@@ -55,11 +55,13 @@ class TorchFile(Source):
         head = files.get("data.pkl")
         if head is None or head.num_bytes > _MOST_PICKLE_BYTES:
             raise self._make_error(
-                "its pickle is missing, or too large", f"it is data.pkl of {join_names([*files])}"
+                "its pickle is missing or too large", f"data.pkl is expected among {join_names([*files])}"
             )
         order = files.get("byteorder")
         if order is not None and order.read(9) != b"little":
-            raise self._make_error("its byte order is that of another kind of machine", "it was saved there")
+            raise self._make_error(
+                "it has the byte order of another machine type", "it was saved on such a machine"
+            )
         found = read_pickle(self.where, head.read(head.num_bytes) or b"", TensorUnpickler)
         known: dict[TensorRecord, str] = {}
         aliases: dict[str, list[str]] = {}
@@ -69,7 +71,8 @@ class TorchFile(Source):
             name = name.removeprefix(f"{part}.")
             if name in self._tensors or name in aliases:
                 raise self._make_error(
-                    f"{name}: it is there twice", "keys that have dots, and keys in mappings, meet"
+                    f"{name}: two tensors have this path",
+                    "a key with dots equals the joined keys of nested mappings",
                 )
             first = known.setdefault(tensor, name)
             aliases.setdefault(first, []).append(name)
@@ -81,13 +84,13 @@ class TorchFile(Source):
         }
         if not self.variables:
             raise self._make_error(
-                f"it has no tensors{' in ' * bool(part)}{part or ''}", "only tensors are read"
+                f"it has no tensors{' in ' * bool(part)}{part or ''}", "only tensors can be read"
             )
         if (total := sum(map(_count_bytes, self._tensors.values()))) > self._file.num_bytes:
             raise make_dcp_error(
                 self.where,
                 f"its tensors have {total} bytes",
-                f"the file has {self._file.num_bytes}, of which several tensors are views",
+                f"the file has {self._file.num_bytes}, so several tensors are views of the same bytes",
                 fix="save tensor.clone() of each",
             )
 
@@ -98,12 +101,12 @@ class TorchFile(Source):
         )
 
     def _find_storage(self, name: str, tensor: TensorRecord, files: Mapping[str, Window]) -> Window:
-        """Return the storage of a tensor, after a check that all its values are there."""
+        """Return the storage of a tensor, after a check that it contains all values."""
         data = files.get(f"data/{tensor.storage[2]}")
         if data is None or not tensor.dtype or not is_dense(tensor):
             raise make_dcp_error(
                 self.where,
-                f"{name}: its values are missing, or not side by side",
+                f"{name}: its values are missing or not contiguous",
                 f"its storage is {tensor.storage[2]}, its strides {tensor.strides}",
                 fix="save tensor.detach().contiguous() in its place",
             )
@@ -127,7 +130,7 @@ def _count_bytes(found: tuple[TensorRecord, Window]) -> int:
 
 
 def _iterate_tensors(where: str, found: object, most: int) -> Iterator[tuple[str, TensorRecord]]:
-    """Yield the tensors in nested mappings and lists by path, and refuse more than `most` parts."""
+    """Yield the tensors in nested mappings and lists by path, and raise after `most` entries."""
     left: list[tuple[tuple[str, ...], object]] = [((), found)]
     count = 0
     while left:
@@ -136,8 +139,8 @@ def _iterate_tensors(where: str, found: object, most: int) -> Iterator[tuple[str
         if count > most or len(path) > _MOST_DEPTH or sum(map(len, path)) > _MOST_NAME:
             raise make_dcp_error(
                 where,
-                "its mappings refer to each other",
-                "they have more parts than the pickle has bytes, or names too long",
+                "its mappings contain each other",
+                "they expand to more entries than the pickle has bytes, or to names that are too long",
             )
         if isinstance(value, TensorRecord):
             yield ".".join(path) or "tensor", value

@@ -1,1 +1,1 @@
-"""Contain the protobuf code that `make proto` generates from `layout.proto`."""
+"""Hold the protobuf code that `make proto` generates from `layout.proto`."""

@@ -20,7 +20,7 @@ from layoutmap.plan.lint.weights import (
     is_attention_output,
     iterate_kernel_pairs,
 )
-from layoutmap.plan.problems import OF_RULES, Problem
+from layoutmap.plan.problems import RULE_KINDS, Problem
 
 _LARGE_BYTES = 2**20  # report arrays that take at least this much memory on a device
 _LEAST_SHARE = 0.05  # report tables that take at least this share of a device's weights
@@ -298,7 +298,7 @@ def _find_unused_dims(linted: Linted) -> Iterator[Problem]:
 
 def _find_unused_rules(linted: Linted) -> Iterator[Problem]:
     """Return the plan's problems about rules without effect, which it has once all variables are known."""
-    return (problem for problem in linted.plan.problems if problem.kind in OF_RULES)
+    return (problem for problem in linted.plan.problems if problem.kind in RULE_KINDS)
 
 
 def _find_large_unplaced_arrays(linted: Linted) -> Iterator[Problem]:

@@ -1,1 +1,1 @@
-"""A plan as one page for a browser."""
+"""Write a plan or a checkpoint as one page for a browser."""

@@ -1,4 +1,4 @@
-"""The data of a plan's page, as plain lists: texts that many variables share are in it once.
+"""Convert a plan to lists for its page. Shared texts are stored once.
 
 A model has some thousand variables and a few dozen forms (a shape, a type and a layout), so a variable is its path and
 a few numbers. All bytes are counted here; the page's scripts compute only where each slice is.
@@ -26,12 +26,12 @@ NO_RULE, NOT_ASKED = -1, -2
 
 
 def make_page_data(plan: PlanTable, findings: Sequence[Problem] = ()) -> dict[str, object]:
-    """Return a plan as lists and dicts for JSON. Equal plans give equal data."""
+    """Convert a plan to lists and dicts for JSON. Equal plans give equal data."""
     return _PageData(plan).make_data(findings)
 
 
 def make_verdict_data(verdict: Verdict) -> dict[str, object]:
-    """Return a verdict as data for the page, which computes nothing itself."""
+    """Convert a verdict to data for the page's scripts, which compute nothing."""
     return {
         "mood": verdict.mood,
         "fits": verdict.fits,
@@ -49,8 +49,8 @@ def make_verdict_data(verdict: Verdict) -> dict[str, object]:
     }
 
 
-class _Shared(dict[Hashable, int]):
-    """Values by their number, each once."""
+class _UniqueValues(dict[Hashable, int]):
+    """Number distinct values in the order of their first use."""
 
     def number(self, value: Hashable) -> int:
         return self.setdefault(value, len(self))
@@ -59,11 +59,11 @@ class _Shared(dict[Hashable, int]):
 class _PageData:
     def __init__(self, plan: PlanTable) -> None:
         self.plan = plan
-        self.layouts, self.forms, self.rules = _Shared(), _Shared(), _Shared()
-        self.lists = _Shared()  # shared lists of other matching rules and of near misses
-        self.texts = _Shared()
+        self.layouts, self.forms, self.rules = _UniqueValues(), _UniqueValues(), _UniqueValues()
+        self.lists = _UniqueValues()  # distinct lists of other matching rules and of near misses
+        self.texts = _UniqueValues()
         self._of_plan = frozenset(plan.problems)
-        self._seen: dict[int, int] = {}  # number of each layout, by the identity of the object
+        self._seen: dict[int, int] = {}  # the number of each layout by object identity
         self.number = {id(a): i for i, a in enumerate(plan.assignments)}
         self.by_path: dict[str, list[int]] = {}
         for i, a in enumerate(plan.assignments):
@@ -103,7 +103,7 @@ class _PageData:
         }
 
     def _find_first(self, cause: str) -> int | None:
-        """Return the number of a cause's first variable, or None for a layer. A cause may have stars."""
+        """Return the number of a cause's first variable, or None for a layer. The cause's path may have stars."""
         if "*" in cause:
             return next(
                 (numbers[0] for path, numbers in self.by_path.items() if replace_numbers(path) == cause), None
@@ -156,7 +156,7 @@ class _PageData:
         return self.rules.number((rule.number, rule.pattern, self._number_layout(rule.layout), rule.uneven))
 
     def _number_layout(self, layout: Layout) -> int:
-        """Return the number of a layout: its mesh dims per axis, and its text."""
+        """Number a layout, and store its mesh dims per axis and its text."""
         if id(layout) in self._seen:
             return self._seen[id(layout)]
         dims = {name: i for i, name in enumerate(self.plan.mesh.dim_names)}
@@ -182,7 +182,7 @@ class _PageData:
 def _group_problems(
     plan: PlanTable, findings: Sequence[Problem]
 ) -> list[tuple[Problem, tuple[Problem, ...]]]:
-    """Return the problems with those of repeated blocks merged, each with its members, without duplicates."""
+    """Merge the problems of repeated blocks, each with its members, without duplicates."""
     return merge_problems(sort_problems(list(dict.fromkeys([*plan.problems, *findings]))))
 
 

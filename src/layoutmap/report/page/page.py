@@ -1,4 +1,4 @@
-"""A plan as one page of HTML that loads nothing: for a browser, offline, to be kept and sent on.
+"""Write a plan as one self-contained HTML page that works offline.
 
 The parts are in `assets`: a frame, a style sheet, and scripts, each one idea. They are put into one file with
 the plan's data as JSON. The data are never markup or script: a `<` in them is written as an escape.
@@ -21,7 +21,7 @@ from layoutmap.report.contents import Contents, format_contents_line
 from layoutmap.report.page.data import make_page_data, make_verdict_data
 from layoutmap.report.text import format_line
 
-# Each script uses the ones before it. All run in one scope, which other scripts cannot reach.
+# Each script uses earlier ones. All run in one scope that other scripts cannot access.
 _SCRIPTS = (
     *(
         "slices",
@@ -51,7 +51,7 @@ _SCRIPTS = (
 def make_plan_page(
     plan: PlanTable, findings: Sequence[Problem] = (), explained: Mapping[str, object] | None = None
 ) -> str:
-    """Return a plan as a self-contained HTML page. Equal plans give equal pages.
+    """Write a plan as a self-contained HTML page. Equal plans give equal pages.
 
     Args:
         plan: The plan.
@@ -67,7 +67,7 @@ def make_plan_page(
 
 
 def read_explained_step(explained: Any) -> Mapping[str, object]:
-    """Check the figures of a compiled step, which may come from a file.
+    """Check and return the figures of a compiled step, which may come from a file.
 
     Raises:
         PlanError: Some are missing, or of another type.
@@ -92,7 +92,7 @@ def read_explained_step(explained: Any) -> Mapping[str, object]:
 
 
 def make_checkpoint_page(contents: Contents, problems: Sequence[Problem] | None) -> str:
-    """Return a checkpoint as a self-contained HTML page with its variables, saved layouts, and facts.
+    """Write a checkpoint as a self-contained HTML page with its variables, saved layouts, and facts.
 
     Args:
         contents: The checkpoint.
@@ -107,7 +107,7 @@ def make_checkpoint_page(contents: Contents, problems: Sequence[Problem] | None)
     return _fill_template("checkpoint", f"Checkpoint {format_contents_line(contents)}", data)
 
 
-# A page must work offline, so its style, scripts, and data are in one file (decisions/0021).
+# A page must work offline, so it contains its styles, scripts, and data (decisions/0021).
 def _fill_template(kind: str, title: str, data: Mapping[str, object]) -> str:
     scripts = "\n".join(_read_asset(f"{name}.js") for name in _SCRIPTS)
     parts = {
@@ -117,9 +117,9 @@ def _fill_template(kind: str, title: str, data: Mapping[str, object]) -> str:
         "data": _dump_json(data),
         "script": f'(() => {{\n"use strict";\n{scripts}\n}})();',
     }
-    # One pass, so that a path that looks like a placeholder is not replaced.
+    # Replace in one pass, so that a path that looks like a placeholder is kept.
     page = re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _read_asset("page.html"))
-    # Paths may contain half of a surrogate pair, which no encoding can write.
+    # Paths may contain unpaired surrogates, which no encoding can write.
     return page.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -128,5 +128,5 @@ def _read_asset(name: str) -> str:
 
 
 def _dump_json(data: object) -> str:
-    """Return JSON that is safe inside a script element: ASCII only, with `<` escaped."""
+    """Dump JSON that is safe inside a script element: ASCII only, with `<` escaped."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

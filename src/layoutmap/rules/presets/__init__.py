@@ -1,4 +1,4 @@
-"""Read the preset rules files for model families, and adapt them to a mesh: `LayoutMap.preset`.
+"""Read the preset rules for model families, and adapt them to a mesh: `LayoutMap.preset`.
 
 A file here has no mesh, and its specs name two dims that stand for those of any mesh:
 
@@ -24,8 +24,8 @@ from layoutmap.core.old_names import warn_about_old_name
 from layoutmap.core.specs import BatchDim, Specs
 from layoutmap.rules.yaml_file import RulesFields, from_yaml
 
-_FOLDER = os.path.dirname(__file__)  # os.path, because pathlib is slow to import
-_FITS = {
+_FOLDER = os.path.dirname(__file__)  # not pathlib, because it is slow to import
+_COMPATIBLE_FAMILIES = {
     "mistral": "llama",
     "opt": "gpt2",
     "roberta": "bert",
@@ -33,9 +33,9 @@ _FITS = {
     "distilbert": "bert",
     "electra": "bert",
 }
-"""Families of keras-hub that a preset of another name fits without a problem, in lower case."""
+"""The preset that fits other families of keras-hub, by their lower-case names."""
 _OLD_NAMES = {"names": "list_presets", "about": "describe_preset", "read": "read_preset"}
-_CLOSE = 0.85  # names of different families reach 0.75 (bart and bert)
+_MIN_SIMILARITY = 0.85  # names of different families reach 0.75, such as bart and bert
 
 
 def list_presets() -> tuple[str, ...]:
@@ -49,7 +49,7 @@ def list_presets() -> tuple[str, ...]:
 
 
 def describe_preset(name: str) -> str:
-    """Return the purpose of a preset, the first line of its file.
+    """Return the purpose of a preset, from the first line of its file.
 
     Raises:
         RuleError: There is none of that name.
@@ -62,7 +62,7 @@ def describe_preset(name: str) -> str:
 
 
 def find_matching_preset(paths: Sequence[str]) -> str | None:
-    """Return the preset with a rule for each path, and of several the one with the fewest unused rules.
+    """Return the preset with a rule for each path and the fewest unused rules, or None.
 
     Example:
         >>> print(find_matching_preset(["token_embedding.embeddings", "up.kernel"]))
@@ -77,11 +77,11 @@ def find_matching_preset(paths: Sequence[str]) -> str | None:
     return min(unused, key=unused.__getitem__, default=None)
 
 
-# Meshes have different dim names, so yours replace `model` and `fsdp` of a preset (decisions/0024).
+# Mesh dims have no standard names, so the given dims replace `model` and `fsdp` of the preset (decisions/0024).
 def read_preset(
     name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | None, batch_dim: BatchDim | None = None
 ) -> RulesFields:
-    """Return the rules of a preset for a mesh.
+    """Read the rules of a preset, adapted to a mesh.
 
     Args:
         name: One of `list_presets`.
@@ -115,8 +115,8 @@ def read_preset(
 def _read_file(name: str) -> str:
     there = list_presets()
     if name not in there:
-        fits = _FITS.get("".join(filter(str.isalpha, name.lower())))
-        near = difflib.get_close_matches(name.lower(), there, 1, _CLOSE)
+        fits = _COMPATIBLE_FAMILIES.get("".join(filter(str.isalpha, name.lower())))
+        near = difflib.get_close_matches(name.lower(), there, 1, _MIN_SIMILARITY)
         raise RuleError(
             f"there is no preset {name!r}",
             facts={"presets": ", ".join(there)},
