@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -73,7 +74,7 @@ def exchange(folder, dims, verb, port):
             connection, _ = server.accept()
     elif first:
         while not (folder / "listens").exists():
-            pass
+            time.sleep(0.02)  # the core is for the others
         connection = socket.create_connection(("127.0.0.1", int(port)))
     for name in TRIED:
         model = make_on_mesh(name, dims, seed=0 if sends else 1)
