@@ -20,6 +20,7 @@ from layoutmap.engines.torch.engine import engine
 
 NAMES = ("Mixtral", "Qwen3Moe", "DeepseekV3", "Llama", "LoRA")
 TRIED = some(NAMES, "Mixtral", "Llama", "LoRA")  # stacked experts, tied weights, and adapters
+SENT = some(NAMES, "Mixtral", "LoRA")  # over a folder and over a socket
 SECONDS = 240  # that no test waits for
 
 
@@ -76,7 +77,7 @@ def exchange(folder, dims, verb, port):
         while not (folder / "listens").exists():
             time.sleep(0.02)  # the core is for the others
         connection = socket.create_connection(("127.0.0.1", int(port)))
-    for name in TRIED:
+    for name in SENT:
         model = make_on_mesh(name, dims, seed=0 if sends else 1)
         end = None
         if first:

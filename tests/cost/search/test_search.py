@@ -184,7 +184,7 @@ def test_what_is_found_is_never_worse_than_what_an_expert_writes_down(kind):
     rules, dtype, width = EXPERTS[kind]
     inputs = jax.ShapeDtypeStruct((64, width), dtype)
     options = {"optimizer": optax.adam(1e-3), "library": "jax"}
-    found = lm.search(lambda: kind(nnx.Rngs(0)), inputs, "h100:8", mesh="data=2,model=4", tries=12, **options)
+    found = lm.search(lambda: kind(nnx.Rngs(0)), inputs, "h100:8", mesh="data=2,model=4", tries=8, **options)
     hand = lm.LayoutMap("data=2,model=4", rules)
     step = lm.lower_step(lambda: kind(nnx.Rngs(0)), hand, inputs=inputs, batch_dim="data", **options)
     ours, theirs = (sum(step.compile(each).sent_by_kind.values()) for each in (found.layout_map, hand))
