@@ -30,9 +30,12 @@ import pytest
 
 TIMEOUT_SECONDS = 300
 LOADED = {
-    "jax": ("jax", "keras"),
+    "jax": ("jax", "keras", "flax.nnx", "optax"),
     "tensorflow": ("tensorflow",),
-    "torch": ("torch", "torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd"),
+    "torch": (
+        *("torch", "torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd"),
+        *("torch.distributed.checkpoint", "layoutmap.adapters.torch", "layoutmap.engines.torch.engine"),
+    ),
 }
 
 EIGHT_DEVICES = """
@@ -113,7 +116,7 @@ def _ended(running: Running) -> Ended:
 @functools.cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", *LOADED[os.environ["KERAS_BACKEND"]]])
+    context.set_forkserver_preload(["pytest", "hypothesis", *LOADED[os.environ["KERAS_BACKEND"]]])
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OMP_NUM_THREADS", "1")  # read when torch is loaded: these processes share two cores
         forkserver.ensure_running()

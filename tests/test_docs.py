@@ -16,6 +16,7 @@ from __future__ import annotations
 import doctest
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from pathlib import Path
 import frameworks
 import pytest
 from cases import few, some
+
+from layoutmap.cli.main import main
 
 PROCESSES = ("jax",)
 pytestmark = pytest.mark.every_case
@@ -197,16 +200,25 @@ def test_a_first_page_begins_with_the_reasons(page: Path):
 
 
 @pytest.mark.timeout(900)
-def test_the_commands_of_the_readme_run_as_printed(readme: tuple[Path, subprocess.CompletedProcess[str]]):
-    """In the folder of its Python, with no variable set; those that count a step in the long run."""
+def test_the_commands_of_the_readme_run_as_printed(
+    readme: tuple[Path, subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
+):
+    """In the folder of its Python, with no variable set.
+
+    `make test` counts no step, and starts a program only for what loads a model without and with arrays.
+    """
     text = PAGES[0].read_text(encoding="utf-8")
     (block,) = (m[4] for m in FENCE.finditer(text) if m[3] == "bash" and "my_models:" in m[4])
     folder, _ = readme
     lines = block.splitlines()
     commands = some(lines, *(line for line in lines if "--on" not in line))
-    run = run_without_variables("\n".join(["set -e", *commands]), folder)
+    started = some(commands, *(line for line in commands if re.match("layoutmap (plan|inspect) ", line)))
+    run = run_without_variables("\n".join(["set -e", *started]), folder)
 
     assert 0 == run.returncode, run.stdout[-2000:] + run.stderr[-2000:]
+    monkeypatch.chdir(folder)
+    for line in commands:
+        assert line in started or 0 == main(shlex.split(line, comments=True)[1:]), line
     written = {name for name in ("plan.html", "found.yaml") if any(name in each for each in commands)}
     assert "plan.html" in written <= {path.name for path in folder.iterdir()}
 

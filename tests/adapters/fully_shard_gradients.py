@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.utils.checkpoint
-from cases import EVERYTHING
+from cases import EVERYTHING, some
 from fully_shard_pairs import (
     BY_BATCH,
     ROWS,
@@ -46,7 +46,7 @@ def steps():
     draws_next = torch.equal(drawn, torch.get_rng_state())
     both = optimizers_of(plain, model)
     norms = []
-    for step in range(24 if EVERYTHING else 3):
+    for step in range(24 if EVERYTHING else 2):
         for optimizer in both:
             optimizer.zero_grad()
         losses = passes(plain, model, seed=step, rows=8 - step % 2)
@@ -101,7 +101,7 @@ def other_optimizers():
 def unsharded_head():
     """A layer without a layout beside a sharded model: one optimizer and one norm; another seed in one process."""
     found = {}
-    for name in ("foreach", "fused"):
+    for name in some(["foreach", "fused"], "foreach"):
         both = []
         for model in pair(SMALL):
             torch.manual_seed(3)
@@ -416,11 +416,13 @@ def replicated_groups():
     """Batches go over two mesh dims, and weights are sharded over one of them (HSDP), or some over both."""
     found = {}
     both = {r".*\.(up|down)\.weight": (("replica", "batch"), None)} | BY_BATCH
-    for name, rules, options in (
-        ("one dim", BY_BATCH, {}),
-        ("both dims", both, {}),
-        ("gathered by layoutmap", BY_BATCH, {"gather": "own"}),
-    ):
+    ways = {
+        "one dim": (BY_BATCH, {}),
+        "both dims": (both, {}),
+        "gathered by layoutmap": (BY_BATCH, {"gather": "own"}),
+    }
+    for name in some(ways, "both dims"):
+        rules, options = ways[name]
         plain, model = pair(rules=rules, mesh="replica=2,batch=2", batch_dim=("replica", "batch"), **options)
         found[name] = passes(plain, model)
         found[name] = [abs(found[name][0] - found[name][1]), apart(plain, model, gradient)]

@@ -7,6 +7,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from cases import some
 from fully_shard_pairs import (
     CHAIN_RULES,
     MESH,
@@ -52,7 +53,7 @@ def collectives(step):
 
 def as_many_collectives():
     """A step of this library's, forward, backward and optimizer, beside torch's own ways; of many blocks and of one."""
-    return [collectives_of(blocks) for blocks in (3, 1)]
+    return [collectives_of(blocks) for blocks in some([3, 1], 3)]
 
 
 def collectives_of(blocks):

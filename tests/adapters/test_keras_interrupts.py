@@ -81,7 +81,7 @@ def sweep(function, step=1):
     return left, at
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.long), 41])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.long), 67])
 def test_an_interrupt_at_any_line_leaves_keras_plain(step):
     """Wherever a scope is interrupted, Keras's classes are plain, no scope is open, and the next one works."""
     run_alone(__file__, step)

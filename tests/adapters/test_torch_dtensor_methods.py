@@ -71,7 +71,7 @@ def test_drawn_cases_on_simulated_devices(seed):
     check([case], [dtensor_methods.difference(case)])
 
 
-@pytest.mark.parametrize("seeds", PARTS if EVERYTHING else [range(SEED, SEED + 4)])
+@pytest.mark.parametrize("seeds", PARTS if EVERYTHING else [range(SEED, SEED + 2)])
 @pytest.mark.parametrize("num_processes", [2, 4])
 @pytest.mark.every_case
 def test_drawn_cases_in_processes(num_processes, seeds, tmp_path):

@@ -66,7 +66,7 @@ def is_near(found):
 
 
 def test_steps_are_those_of_one_device(few):
-    """Weights, losses and norms of 3 steps, or 24, are near, also of 7 rows on 2 devices; layouts stay."""
+    """Weights, losses and norms of 2 steps, or 24, are near, also of 7 rows on 2 devices; layouts stay."""
     found = few["steps"]
 
     assert found["weights"] < NEAR, found

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import transformers
@@ -102,7 +101,8 @@ def test_parallelize_module_and_fully_shard_are_passed_and_a_block_left_out_is_f
     """Drawn meshes, names, heads and blocks: no finding, and of one block that was not parallelized exactly one."""
     seeds = map(str, some(range(20261128_100, 20261128_150), *range(20261128_100, 20261128_105)))
     worker = Path(__file__).with_name("torch_lint_process.py")
-    result = subprocess.run([sys.executable, worker, *seeds], capture_output=True, text=True, check=True)
+    result = forked.run(worker, [*seeds])
 
+    assert 0 == result.returncode, result.stderr
     for actual, expected in json.loads(result.stdout.splitlines()[-1]):
         assert expected == actual

@@ -1,9 +1,8 @@
 """What programs put around torch models, and models of transformers."""
 
-import subprocess
-import sys
 from functools import partial
 
+import forked
 import pytest
 import torch
 import transformers
@@ -240,7 +239,8 @@ def test_operations_of_one_device_are_counted(rules, parts):
 
 
 LATE = """
-import torch, layoutmap as lm
+import sys, torch, layoutmap as lm
+assert "safetensors" not in sys.modules
 layout_map = lm.LayoutMap("batch=2,model=2", {}, rest="replicated")
 model = layout_map.build(lambda: torch.nn.Linear(4, 4), library="torch", batch_dim="batch")
 import safetensors.torch
@@ -252,6 +252,6 @@ assert sorted(safetensors.torch.load(file)) == ["bias", "weight"]
 @pytest.mark.every_case
 def test_libraries_are_imported_after_a_model_is_sharded():
     """A package lacks the name of a module of its own while that is imported, and transformers imports safetensors."""
-    ended = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
+    ended = forked.run(LATE)
 
     assert 0 == ended.returncode, ended.stderr

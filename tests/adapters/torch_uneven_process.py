@@ -45,9 +45,7 @@ def main():
         )
     tries["files"] = lambda: uneven_models.find_file_faults(folder / "saved", mesh)
     told = {}
-    for name in some(
-        tries, "arrays", "tied by batch", "blocks, adamw", "layoutmap gathers", "columns, compiled", "files"
-    ):
+    for name in some(tries, "arrays", "blocks, adamw", "layoutmap gathers", "columns, compiled", "files"):
         try:
             told[name] = tries[name]()
         except Exception:

@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import torch
+from cases import some
 from torch import nn
 from torch.nn import functional as F
 
@@ -276,7 +277,8 @@ def find_file_faults(folder, mesh, name="tied"):
         _, optimizer = train(model, OPTIMIZERS["adamw"], steps=2)
         lm.save(model, folder, optimizer=optimizer)
         size = lm.Mesh(None, mesh).size
-        for other in (mesh, f"batch={size}", f"model={size}", f"model={size // 2},batch=2"):
+        crossed = f"model={size // 2},batch=2"
+        for other in some([mesh, f"batch={size}", f"model={size}", crossed], mesh, crossed):
             _, again = build(name, other)
             new = OPTIMIZERS["adamw"](again.parameters())
             lm.load(again, folder, optimizer=new)

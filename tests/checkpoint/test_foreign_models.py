@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -101,6 +102,7 @@ def make_nnx(family: str) -> Any:
     return getattr(found, name)(found.ModelConfig(**sizes), rngs=nnx.Rngs(0))
 
 
+@functools.cache
 def loaded(family: str, library: str, folder: Path) -> tuple[str, Any, Any]:
     """The name of the table, the model in layouts on 2x4, and its logits."""
     mesh = lm.create_mesh("batch=2,model=4")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -81,13 +83,22 @@ def save_safetensors(path: Path) -> Path:
     return path
 
 
-def save_torch(path: Path) -> Path:
+@functools.cache
+def save_with_torch() -> tempfile.TemporaryDirectory[str]:
     """Written in another process, since torch and JAX do not share a test process."""
-    what = "{'w': torch.arange(64.).reshape(8, 8), 'z': torch.zeros(4, 4)}"
-    how = "import torch.distributed.checkpoint as dcp; dcp.save(v, checkpoint_id=p, no_dist=True)"
-    program = f"import torch, warnings; warnings.simplefilter('ignore'); v, p = {what}, {str(path)!r}; "
-    program += "torch.save(v, p)" if path.suffix == ".pt" else how
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, close_fds=False)
+    folder = tempfile.TemporaryDirectory()
+    program = "import torch, warnings; warnings.simplefilter('ignore'); "
+    program += "import torch.distributed.checkpoint as dcp; "
+    program += "v = {'w': torch.arange(64.).reshape(8, 8), 'z': torch.zeros(4, 4)}; "
+    program += "torch.save(v, 'm.pt'); dcp.save(v, checkpoint_id='m', no_dist=True)"
+    command = [sys.executable, "-c", program]
+    subprocess.run(command, check=True, capture_output=True, close_fds=False, cwd=folder.name)
+    return folder
+
+
+def save_torch(path: Path) -> Path:
+    made = Path(save_with_torch().name) / f"m{path.suffix}"
+    (shutil.copytree if made.is_dir() else shutil.copy)(made, path)
     return path
 
 
@@ -185,23 +196,31 @@ def damage(file: Path, kind: str) -> None:
 KINDS = ("deleted", "empty", "truncated", "directory", "pipe", "dangling", "sparse", "inflated", "nested")
 
 
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """What reading each damaged checkpoint of each format comes to; one process reads all of them."""
+    paths: dict[tuple[str, str], Path] = {}
+    for name, (file_name, make) in FORMATS.items():
+        folder = tmp_path_factory.mktemp("damaged")
+        good = folder / "good"
+        good.mkdir()
+        paths[name, "good"] = make(good / file_name)
+        files = sorted(each.relative_to(good) for each in good.rglob("*") if each.is_file())
+        for number, file in enumerate(files):
+            for kind in KINDS:
+                copy = folder / f"{number}-{kind}"
+                shutil.copytree(good, copy)
+                damage(copy / file, kind)
+                paths[name, f"{kind} {file}"] = copy / file_name
+    found = dict(zip(paths, outcomes([*paths.values()]), strict=True))
+    return {name: {what: text for (n, what), text in found.items() if n == name} for name in FORMATS}
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", FORMATS)
-def test_each_damaged_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_each_damaged_file_is_refused(read: dict[str, dict[str, str]], name: str) -> None:
     """Deleted, empty, truncated, sparse, inflated, nested, or no file: each is refused, or not needed for values."""
-    file_name, make = FORMATS[name]
-    (tmp_path / "good").mkdir()
-    good = make(tmp_path / "good" / file_name)
-    files = sorted(each for each in (tmp_path / "good").rglob("*") if each.is_file())
-    paths, whats = [good], ["good"]
-    for number, file in enumerate(files):
-        for kind in KINDS:
-            copy = tmp_path / f"{number}-{kind}"
-            shutil.copytree(tmp_path / "good", copy)
-            damage(copy / file.relative_to(tmp_path / "good"), kind)
-            paths.append(copy / file_name)
-            whats.append(f"{kind} {file.relative_to(tmp_path / 'good')}")
-    results = dict(zip(whats, outcomes(paths), strict=True))
+    results = dict(read[name])
     expected = results.pop("good")
 
     assert expected.startswith("read")

@@ -45,7 +45,7 @@ def preempted(model, number, folder, saves):
 
     def slow(*arguments):
         in_flight.set()
-        time.sleep(1)
+        time.sleep(0.5)
         return create(*arguments)
 
     LocalStorage.create = slow

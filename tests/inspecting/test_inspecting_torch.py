@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
+from cases import few
 from engines import several_processes
 
 import layoutmap as lm
@@ -168,18 +170,43 @@ def make_model():
 """
 
 
-def test_under_torchrun_one_process_prints_and_the_others_where_they_differ(tmp_path):
+COMMAND = """
+import sys
+from layoutmap.cli.main import main
+sys.path.insert(0, sys.argv[1])
+sys.exit(main(["inspect", "program:make_model"]))
+"""
+
+
+def run_processes(folder, port):
+    """Return the exit codes and what is printed, of processes with what torchrun tells them."""
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [
+        forked.start(COMMAND, [str(folder)], shared | {"RANK": str(n), "LOCAL_RANK": str(n)})
+        for n in range(2)
+    ]
+    ended = forked.wait_for_all(started)
+    return max(each.returncode for each in ended), "".join(each.stdout for each in ended)
+
+
+def run_torchrun(folder, port):
+    """Return the same of torchrun itself."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    command += ["-m", "layoutmap", "inspect", "program:make_model"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
+    return ended.returncode, ended.stdout
+
+
+@pytest.mark.parametrize("run", few([run_processes, run_torchrun], run_processes))
+def test_under_torchrun_one_process_prints_and_the_others_where_they_differ(run, tmp_path):
     """The plan once; then a line of the process whose model is another; and exit code 1."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    port = str(several_processes.free_ports(1)[0])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
-    command = [*torchrun, "-m", "layoutmap", "inspect", "program:make_model"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+    code, said = run(tmp_path, str(several_processes.free_ports(1)[0]))
 
-    assert 1 == ended.returncode
-    assert 1 == ended.stdout.count("Plan: 2 variables on device=2")
-    assert "error: weight: the processes hold it in different ways" in ended.stdout
-    assert "process 1: holds 2 variables in other ways than process 0: weight, bias" in ended.stdout
+    assert 1 == code
+    assert 1 == said.count("Plan: 2 variables on device=2")
+    assert "error: weight: the processes hold it in different ways" in said
+    assert "process 1: holds 2 variables in other ways than process 0: weight, bias" in said
 
 
 def test_a_mesh_whose_devices_are_named_elsewhere_is_the_same():

@@ -52,7 +52,7 @@ def test_drawn_pairs_of_simulated_devices_sync_bit_for_bit(part):
 @pytest.mark.parametrize("number", few([2, 4], 2))
 def test_processes_sync_bit_for_bit_with_the_planned_bytes(tmp_path, number):
     """Processes send what the plan says, in all; where one fails, all raise, and no sampler changes."""
-    count = 50 if EVERYTHING else 12
+    count = 50 if EVERYTHING else 6
     (port,) = several_processes.free_ports(1)
     results = several_processes.run(WORKER, tmp_path, [{}] * number, str(port), str(number), "0", str(count))
     told = [each for each, _ in results]

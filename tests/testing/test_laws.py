@@ -21,8 +21,9 @@ HERE = [
     name for name, each in SUBJECTS.items() if each.engine == os.environ.get("LAYOUTMAP_TEST_PROCESS", "jax")
 ]
 TOGETHER = [name for name in SUBJECTS if SUBJECTS[name].num_processes > 1]
-TODAY = TOGETHER[DAY % len(TOGETHER)]
-"""The library of this day, of those of all engines: `make test` starts its processes alone."""
+ALONE = [name for name in SUBJECTS if name not in TOGETHER]
+TODAY = {each[DAY % len(each)] for each in (ALONE, TOGETHER)}
+"""The libraries of this day, of those of all engines: `make test` tries one in this process and one in several."""
 # `make fuzz`, `make test-all` and tests/testing/test_precisions.py try those in other precisions.
 IN_FLOAT32 = [law for law in LAWS if law not in PRECISIONS]
 # Laws that processes keep together; the others of a case in several processes are for `make test-all`.
@@ -60,7 +61,13 @@ FOUND = {
 """Cases in which a law once did not hold, and whose fault has no smaller test."""
 
 
-@pytest.mark.parametrize("subject", [subject for subject in HERE if subject not in TOGETHER])
+def choose_today(subjects):
+    """Return those of this process as cases, of which those that are not of this day are long."""
+    return few([name for name in subjects if name in HERE], *TODAY & {*HERE} & {*subjects})
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("subject", choose_today(ALONE))
 def test_the_laws_hold_on_a_case_of_this_day(subject):
     """Planned, built, trained, saved and loaded, each drawn model is as planned, with the numbers of the plain one."""
     print(f"LAYOUTMAP_DRAWN={DAY} tries these cases again")
@@ -68,7 +75,8 @@ def test_the_laws_hold_on_a_case_of_this_day(subject):
     assert {} == unheld(subject, DAY * 1000, 1, IN_FLOAT32)
 
 
-@pytest.mark.parametrize("subject", few([name for name in TOGETHER if name in HERE], *({TODAY} & {*HERE})))
+@pytest.mark.every_case
+@pytest.mark.parametrize("subject", choose_today(TOGETHER))
 def test_the_laws_hold_on_a_case_of_this_day_in_processes(subject):
     """So does one that processes make and train together; torch's fully_shard gathers there and nowhere else."""
     assert {} == unheld(subject, DAY * 1000, 1, TRIED_TOGETHER)

@@ -25,7 +25,7 @@ PROCESSES = ("jax", "tensorflow", "torch")
 HERE = os.environ.get("LAYOUTMAP_TEST_PROCESS") or "jax"
 LIBRARIES = sorted({each.library for each in SUBJECTS.values() if each.engine == HERE}, reverse=True)
 """`make test` tries the first, whose models compile fastest."""
-SMALL = {"keras": 105, "torch": 103, "nnx": 117, "pytree": 117}
+SMALL = {"keras": 105, "torch": 103, "nnx": 117, "pytree": 218}
 """Seeds of small models."""
 # Each test compiles a model anew: in `make test` one engine is enough.
 pytestmark = [pytest.mark.long] if HERE != "jax" else []

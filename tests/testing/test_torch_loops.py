@@ -14,11 +14,11 @@ from layoutmap.testing.laws import ignore_warnings
 from layoutmap.testing.subjects import make_cpu_environment, make_launcher_environments
 
 PROCESSES = ("torch",)
-OF_A_DAY = 3
+OF_A_DAY = 2
 
 
 def test_loops_of_this_day():
-    """Three of them, others each day."""
+    """Two of them, others each day."""
     chosen = [LOOPS[(DAY * OF_A_DAY + number) % len(LOOPS)] for number in range(OF_A_DAY)]
     with ignore_warnings():
         assert [] == list(differences(DAY * 1000, chosen))

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from cases import some
 from engines.torch import test_slices
 from engines.torch.beside_plain import outcome
 from engines.torch.custom_operators import DIFFERENTIABLE
@@ -74,6 +75,7 @@ MORE = {
 } | {
     f"custom operator, {name}": (function, [(each, ("model", "batch")[: each.ndim]) for each in arguments])
     for name, (function, arguments) in DIFFERENTIABLE.items()
+    if name in some(DIFFERENTIABLE, "parts", "linear_cross_entropy, bias")
 }
 BY_TILES = ("dropout", "dropout2d", "attention")
 
