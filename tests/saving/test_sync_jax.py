@@ -84,6 +84,9 @@ def programs(monkeypatch):
             return {"jit": jit, "device_put": put}.get(name) or getattr(jax, name)
 
     monkeypatch.setattr(moving, "jax", Jax())
+    monkeypatch.setattr(
+        moving, "can_copy_between", lambda devices: False
+    )  # as on devices that share no memory
     return texts, sent
 
 
@@ -115,6 +118,22 @@ def test_drawn_pairs_sync_bit_for_bit_with_the_planned_bytes(part, programs):
             np.testing.assert_array_equal(
                 np.asarray(trainer[name].astype(new.dtype)), np.asarray(new), f"{seed} {name}"
             )
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_drawn_pairs_sync_bit_for_bit_between_devices_that_share_memory(part, monkeypatch):
+    """CPU devices of one process copy in memory: nothing is compiled, and the trainer may donate its arrays then."""
+    monkeypatch.setattr(moving, "_Program", None)
+    donate = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)
+    for seed in range(part * 50, part * 50 + (50 if EVERYTHING else 5)):
+        trainer, sampler = draw_pair(seed)
+        expected = {name: np.asarray(array.astype(sampler[name].dtype)) for name, array in trainer.items()}
+        synced = lm.plan_sync(trainer, sampler)(verify=True)
+        for array in trainer.values():
+            donate(array)
+        for name, old in sampler.items():
+            assert (old.dtype, old.sharding) == (synced[name].dtype, synced[name].sharding)
+            np.testing.assert_array_equal(expected[name], np.asarray(synced[name]), f"{seed} {name}")
 
 
 class Policy(nnx.Module):

@@ -175,7 +175,8 @@ def plan_sync(
     tied weight is one variable.
 
     On JAX, the programs are compiled once, in the first sync. If both meshes have the same devices, it is one program;
-    if not, there are three: on the trainer's devices, on all, and on the sampler's. Processes that have devices of
+    if not, there are three: on the trainer's devices, on all, and on the sampler's. CPU devices of one process copy in
+    memory instead. Processes that have devices of
     either mesh all call the sync. On torch, both models are in one process group, and all
     its processes call the sync. Between two engines, and with padded arrays on JAX, values go through the memory of
     one process.
