@@ -298,6 +298,35 @@ def test_a_sampler_that_missed_a_sync_is_reported():
         guards[0]()
 
 
+def test_a_tree_that_missed_a_sync_is_reported():
+    """A guard finds a tree that missed a sync of another one, one whose new tree was dropped, and a failed sync."""
+    (trainer, first), (_, second) = draw_pair(3), draw_pair(3)
+    syncs = [lm.plan_sync(trainer, sampler) for sampler in (first, second)]
+    guard = lm.guard(second, every=10)
+    guard()
+    old, second = second, syncs[1]()
+    guard(second)
+    with pytest.raises(
+        lm.PlanError, match="the sampler has version 0 of its trainer's weights, and version 1"
+    ):
+        guard(old)
+
+    trainer = jax.tree.map(lambda array: array + 1, trainer)  # an update
+    syncs[0](trainer)
+    first = syncs[0](trainer)
+    with pytest.raises(
+        lm.PlanError, match="has version 1 of its trainer's weights, and version 2 was synced"
+    ):
+        guard(second)
+    second = syncs[1](trainer)
+    guard(second)
+    lm.guard(first)()
+    assert [2, 2] == [sync.version for sync in syncs]
+    lm.plan_sync(trainer, draw_pair(3)[1])(version=9)
+    with pytest.raises(lm.PlanError, match="version 9 was synced"):
+        guard(second)
+
+
 def test_an_interrupt_while_arrays_are_replaced_waits(monkeypatch):
     """Ctrl-C between two variables is raised once all are replaced."""
     trainer, sampler = make_policies()
