@@ -6,9 +6,10 @@
 Each pair has 24 float32 arrays of drawn sizes in drawn layouts on a drawn mesh of 8 devices (JAX) or 4 processes
 (torch). The sampler's arrays have other layouts on another mesh, and half of the pairs are cast to bfloat16. The
 methods take turns, and each has run once before. "x" is the seconds of `lm.plan_sync` divided by those of the faster
-other method. "sent" is the bytes that devices send each other: those of the sync are counted in the tests, those of
-`jit` in the compiled program, and those of gathered weights are (devices - 1) times all weights. `device_put` compiles
-a program for each array, of which no bytes are counted; `jit` is one program with `out_shardings`.
+other method. "cpu x" divides the seconds of all threads instead, which other programs change less. "sent" is the
+bytes that devices send each other: those of the sync are counted in the tests, those of `jit` in the compiled
+program, and those of gathered weights are (devices - 1) times all weights. `device_put` compiles a program for each
+array, of which no bytes are counted; `jit` is one program with `out_shardings`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import re
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -77,14 +79,18 @@ def measure_jax(seed: int, mib: float, rounds: int) -> dict[str, Any]:
     }
     for method in methods.values():
         jax.block_until_ready(method())
-    seconds = run_rounds(
-        methods,
-        rounds,
-        lambda name: time_call(lambda: jax.block_until_ready(methods[name]()))[0],
-        f"pair {seed} ",
-    )
+    cpu: dict[str, list[float]] = {name: [] for name in methods}
+
+    def run(name: str) -> float:
+        begin = time.process_time()
+        seconds, _ = time_call(lambda: jax.block_until_ready(methods[name]()))
+        cpu[name].append(time.process_time() - begin)
+        return seconds
+
+    seconds = run_rounds(methods, rounds, run, f"pair {seed} ")
     sent = {"sync": sync.plan.num_bytes, "jit": count_sent_bytes(text, 8)}
-    return {"seconds": {name: statistics.median(each) for name, each in seconds.items()}, "sent": sent}
+    medians = [{name: statistics.median(each) for name, each in found.items()} for found in (seconds, cpu)]
+    return {"seconds": medians[0], "cpu": medians[1], "sent": sent}
 
 
 def count_sent_bytes(text: str, num_devices: int) -> int:
@@ -162,15 +168,20 @@ def measure_torch(seeds: range, mib: float, rounds: int) -> list[dict[str, Any]]
 
 def print_results(engine: str, results: list[dict[str, Any]]) -> None:
     """Print the median and the worst ratio, and all pairs."""
-    ratios = []
     print(f"\n{engine}: seconds and MiB sent for each pair")
-    for each in results:
-        others = [seconds for name, seconds in each["seconds"].items() if name != "sync"]
-        ratios.append(each["seconds"]["sync"] / min(others))
+    ratios = [compute_ratio(each["seconds"]) for each in results]
+    for ratio, each in zip(ratios, results, strict=True):
         seconds = "  ".join(f"{name} {value:.3f} s" for name, value in each["seconds"].items())
         sent = "  ".join(f"{name} {value / 2**20:.1f} MiB" for name, value in each["sent"].items())
-        print(f"  {seconds}   {sent}   x {ratios[-1]:.2f}")
+        print(f"  {seconds}   {sent}   x {ratio:.2f}")
     print(f"  x median {statistics.median(ratios):.2f}, worst {max(ratios):.2f}")
+    if ratios := [compute_ratio(each["cpu"]) for each in results if "cpu" in each]:
+        print(f"  cpu x median {statistics.median(ratios):.2f}, worst {max(ratios):.2f}")
+
+
+def compute_ratio(seconds: dict[str, float]) -> float:
+    """Return the seconds of a sync divided by those of the faster other method."""
+    return seconds["sync"] / min(each for name, each in seconds.items() if name != "sync")
 
 
 def main() -> None:

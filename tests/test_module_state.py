@@ -43,6 +43,8 @@ STATE = {
     "adapters.jax.contexts._contexts": "the scope of a model, for as long as that lives: JAX's have no place for it",
     "adapters.torch.training._trainings": "what train_with said of a model, for as long as it lives",
     "saving.sync_versions._newest": "the newest version of a trainer that was synced, for as long as it lives",
+    "saving.sync_versions._trained": "the identity of a trained tree by its first array, for as long as that lives",
+    "saving.sync_versions._synced": "the versions of arrays of synced trees, for as long as they live",
     "saving.sync_versions._received": "the versions of its trainers that a sampler has, for as long as both live",
     # made once
     "engines.jax.engine.engine": "the engine: its compiled programs, and the meshes of its arrays",

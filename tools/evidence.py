@@ -17,7 +17,7 @@ from typing import Any
 from layoutmap.core.text_table import format_table
 from layoutmap.testing.laws import LAWS
 from layoutmap.testing.schedule import LawResult
-from layoutmap.testing.subjects import SUBJECTS, get_subject
+from layoutmap.testing.subjects import PADDED, SUBJECTS, get_subject
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, KEPT = ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence.json"
@@ -69,7 +69,7 @@ def publish(counts: Counts, command: str) -> None:
     kept: Counts = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
     known = {"date": date.today().isoformat(), "commits": [commit], "commands": [command]}
     kept |= {subject: subject_counts | known for subject, subject_counts in counts.items()}
-    kept = {subject: kept[subject] for subject in SUBJECTS if subject in kept}
+    kept = {subject: kept[subject] for subject in SUBJECTS | PADDED if subject in kept}
     KEPT.write_text(f"{json.dumps(kept, indent=1)}\n", encoding="utf-8")
     _write_table("drawn", make_tables(kept))
 
@@ -113,7 +113,7 @@ def make_tables(kept: Counts) -> str:
     rows = ["| Library | Cases | All held | Refused | Wrong |", "| --- | --: | --: | --: | --: |"]
     runs: list[str] = []
     for subject, found in kept.items():
-        title, (first, last) = SUBJECTS[subject].title, found["seeds"]
+        title, (first, last) = get_subject(subject).title, found["seeds"]
         wrong = found["cases"] - found["refused"] - found["all held"]
         rows.append(_format_row([title, found["cases"], found["all held"], found["refused"], wrong]))
         commits = ", ".join(f"`{commit}`" for commit in found["commits"])

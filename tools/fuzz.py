@@ -24,7 +24,7 @@ import evidence
 
 from layoutmap.testing.laws import LAWS
 from layoutmap.testing.schedule import LawResult, Schedule
-from layoutmap.testing.subjects import SUBJECTS, WITHOUT_MODELS
+from layoutmap.testing.subjects import PADDED, SUBJECTS, WITHOUT_MODELS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -81,9 +81,9 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "subjects",
         nargs="*",
-        choices=[*SUBJECTS, *WITHOUT_MODELS, []],
+        choices=[*SUBJECTS, *PADDED, *WITHOUT_MODELS, []],
         metavar="SUBJECT",
-        help=", ".join(SUBJECTS | WITHOUT_MODELS),
+        help=", ".join(SUBJECTS | PADDED | WITHOUT_MODELS),
     )
     parser.add_argument(
         "--seed", type=int, default=today, help="the first seed of each (default: %(default)s)"

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from layoutmap.testing.subjects import SUBJECTS
+from layoutmap.testing.subjects import get_subject
 
 ROOT = Path(__file__).resolve().parents[1]
 EVIDENCE = ROOT / "docs" / "evidence.json"
@@ -314,7 +314,7 @@ def format_table(outcomes: dict[tuple[str, str], str]) -> str:
 def format_summary(outcomes: dict[tuple[str, str], str]) -> str:
     """Return the README's table: one row per library with its groups of laws and its drawn models."""
     drawn = {
-        SUBJECTS[subject].title: f"{found['all held']} of {found['cases'] - found['refused']}"
+        get_subject(subject).title: f"{found['all held']} of {found['cases'] - found['refused']}"
         for subject, found in json.loads(EVIDENCE.read_text(encoding="utf-8")).items()
     }
     rows = [_format_row("models", [*GROUPS, DRAWN]), _format_row("---", ["---"] * (len(GROUPS) + 1))]

@@ -84,6 +84,9 @@ def programs(monkeypatch):
             return {"jit": jit, "device_put": put}.get(name) or getattr(jax, name)
 
     monkeypatch.setattr(moving, "jax", Jax())
+    monkeypatch.setattr(
+        moving, "can_copy_between", lambda devices: False
+    )  # as on devices that share no memory
     return texts, sent
 
 
@@ -115,6 +118,22 @@ def test_drawn_pairs_sync_bit_for_bit_with_the_planned_bytes(part, programs):
             np.testing.assert_array_equal(
                 np.asarray(trainer[name].astype(new.dtype)), np.asarray(new), f"{seed} {name}"
             )
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_drawn_pairs_sync_bit_for_bit_between_devices_that_share_memory(part, monkeypatch):
+    """CPU devices of one process copy in memory: nothing is compiled, and the trainer may donate its arrays then."""
+    monkeypatch.setattr(moving, "_Program", None)
+    donate = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)
+    for seed in range(part * 50, part * 50 + (50 if EVERYTHING else 5)):
+        trainer, sampler = draw_pair(seed)
+        expected = {name: np.asarray(array.astype(sampler[name].dtype)) for name, array in trainer.items()}
+        synced = lm.plan_sync(trainer, sampler)(verify=True)
+        for array in trainer.values():
+            donate(array)
+        for name, old in sampler.items():
+            assert (old.dtype, old.sharding) == (synced[name].dtype, synced[name].sharding)
+            np.testing.assert_array_equal(expected[name], np.asarray(synced[name]), f"{seed} {name}")
 
 
 class Policy(nnx.Module):
@@ -277,6 +296,35 @@ def test_a_sampler_that_missed_a_sync_is_reported():
     interrupt_after(lines * 3 // 4, lambda: syncs[0](version=8))
     with pytest.raises(lm.PlanError, match=r"sync of this sampler was not called, or failed"):
         guards[0]()
+
+
+def test_a_tree_that_missed_a_sync_is_reported():
+    """A guard finds a tree that missed a sync of another one, one whose new tree was dropped, and a failed sync."""
+    (trainer, first), (_, second) = draw_pair(3), draw_pair(3)
+    syncs = [lm.plan_sync(trainer, sampler) for sampler in (first, second)]
+    guard = lm.guard(second, every=10)
+    guard()
+    old, second = second, syncs[1]()
+    guard(second)
+    with pytest.raises(
+        lm.PlanError, match="the sampler has version 0 of its trainer's weights, and version 1"
+    ):
+        guard(old)
+
+    trainer = jax.tree.map(lambda array: array + 1, trainer)  # an update
+    syncs[0](trainer)
+    first = syncs[0](trainer)
+    with pytest.raises(
+        lm.PlanError, match="has version 1 of its trainer's weights, and version 2 was synced"
+    ):
+        guard(second)
+    second = syncs[1](trainer)
+    guard(second)
+    lm.guard(first)()
+    assert [2, 2] == [sync.version for sync in syncs]
+    lm.plan_sync(trainer, draw_pair(3)[1])(version=9)
+    with pytest.raises(lm.PlanError, match="version 9 was synced"):
+        guard(second)
 
 
 def test_an_interrupt_while_arrays_are_replaced_waits(monkeypatch):

@@ -12,7 +12,7 @@ from cases import few, some
 from layoutmap.testing.arrays import try_arrays
 from layoutmap.testing.laws import LAWS, PRECISIONS
 from layoutmap.testing.schedule import LawResult, Schedule
-from layoutmap.testing.subjects import SUBJECTS
+from layoutmap.testing.subjects import PADDED, SUBJECTS, get_subject
 from layoutmap.testing.worker import try_seed
 
 PROCESSES = ("jax", "tensorflow", "torch")
@@ -20,6 +20,7 @@ DAY = int(os.environ.get("LAYOUTMAP_DRAWN", date.today().strftime("%Y%m%d")))
 HERE = [
     name for name, each in SUBJECTS.items() if each.engine == os.environ.get("LAYOUTMAP_TEST_PROCESS", "jax")
 ]
+PADDED_HERE = [name for name, each in PADDED.items() if each.engine == get_subject(HERE[0]).engine]
 TOGETHER = [name for name in SUBJECTS if SUBJECTS[name].num_processes > 1]
 ALONE = [name for name in SUBJECTS if name not in TOGETHER]
 TODAY = {each[DAY % len(each)] for each in (ALONE, TOGETHER)}
@@ -99,7 +100,7 @@ def test_training_is_right_where_it_once_was_not(subject):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("subject", HERE)
+@pytest.mark.parametrize("subject", [*HERE, *PADDED_HERE])
 def test_the_laws_hold_on_many_cases(subject, part):
     """So is each of these, of three days."""
     first = (DAY + part % 3) * 1000 + 100 + part * OF_PART
@@ -110,7 +111,7 @@ def test_the_laws_hold_on_many_cases(subject, part):
 def unheld(subject, first, number, laws=tuple(LAWS)):
     """What did not hold, by seed and law; tried again as users run it, in a process of its own."""
     found = [each for each in tried(subject, first, number, laws) if each.outcome.is_suspicious]
-    if SUBJECTS[subject].num_processes == 1:
+    if get_subject(subject).num_processes == 1:
         suspects = dict.fromkeys(each.seed for each in found)
         found = [each for seed in suspects for each in Schedule([subject], seed, count=1, laws=laws).run()]
     return {(each.seed, each.outcome.law): each.outcome.why for each in found if each.outcome.is_suspicious}
@@ -118,7 +119,7 @@ def unheld(subject, first, number, laws=tuple(LAWS)):
 
 def tried(subject, first, number, laws):
     """The outcomes of laws on cases: in this process, but for those that several processes try together."""
-    if SUBJECTS[subject].num_processes > 1:
+    if get_subject(subject).num_processes > 1:
         return list(Schedule([subject], first, count=number, laws=laws, num_workers=1).run())
     seeds = range(first, first + number)
     return [

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from layoutmap.adapters import Keeping, get_model_adapter, require_capability
 from layoutmap.core.errors import PlanError, ScopeError
 from layoutmap.core.variables import Kind
+from layoutmap.engines.protocol import Array
 from layoutmap.inspecting.inspect import inspect
 from layoutmap.plan.problems import group_problems
 from layoutmap.plan.table import PlanTable
@@ -52,7 +54,7 @@ class Guard:
         self._num_steps += 1
 
     def _check_synced(self, model: object) -> None:
-        missed = find_missed_version(model)
+        missed = find_missed_version(model, lambda: _list_arrays(model))
         if missed is None:
             return
         version, newest = missed
@@ -153,3 +155,8 @@ def guard(
             fix="pass a positive number, as in every=1000",
         )
     return Guard(model, plan, optimizer, every)
+
+
+def _list_arrays(tree: object) -> list[Array]:
+    adapter = require_capability(get_model_adapter(tree), Keeping, "guard")
+    return [each.array for each in adapter.list_stored_variables(tree)]

@@ -21,7 +21,13 @@ from layoutmap.engines.agreement import run_together
 from layoutmap.engines.protocol import Array
 from layoutmap.saving.sync_checksums import find_wrong_variables
 from layoutmap.saving.sync_plan import End, Matching, SyncPlan
-from layoutmap.saving.sync_versions import begin_version, record_version
+from layoutmap.saving.sync_versions import (
+    begin_version,
+    find_identity,
+    has_identity,
+    record_arrays,
+    record_version,
+)
 
 _STEP_BYTES = 1 << 28
 """Bytes of sampler weights, over all devices, that a sync with `donate=True` replaces at one time."""
@@ -41,6 +47,7 @@ class Sync:
         self.plan = plan
         self.version = 0
         self._trainer, self._sampler, self._moves = trainer, sampler, moves
+        self._identity = find_identity(trainer.model, (each.array for each in trainer.stored), None)
         self._mesh = _make_shared_mesh(trainer, sampler)
         self._movers: dict[bool, list[tuple[Sequence[int], Mover]]] = {}
 
@@ -67,7 +74,8 @@ class Sync:
                 After an interrupt the sampler may then have weights of two versions, and must be synced again.
             version: Number of the trainer's weights, such as its step. `None`: one more than this sampler has, or the
                 newest version that another sampler of the trainer has. A guard of a sampler (`layoutmap.guard`) raises
-                if its trainer has begun to sync a newer version, and both are modules and not trees.
+                if its trainer has begun to sync a newer version. The version of a tree is that of its arrays, so a
+                guard also finds an old tree that is still used.
 
         Returns:
             The sampler: the same object, or a new one if it is a pytree, which cannot be changed.
@@ -77,9 +85,13 @@ class Sync:
             CheckpointError: A checksum differs. Nothing has changed, unless with `donate`.
         """
         arrays = list(self._trainer.read(trainer).values())
-        begun = begin_version(self._trainer.model, version, self.version)
+        self._identity = find_identity(self._trainer.model, arrays, self._identity)
+        begun = begin_version(self._identity, version, self.version)
         likes = self._sampler.read(sampler)
         model = self._sampler.model
+        is_tree = not has_identity(model)
+        if is_tree:  # so that a guard finds a sampler of which the new tree was dropped
+            record_arrays(self._identity, (likes[row.variable.path] for row in self.plan.rows), self.version)
         for numbers, move in self._get_movers(donate, arrays, likes):
             paths = [self.plan.rows[n].variable.path for n in numbers]
 
@@ -94,9 +106,11 @@ class Sync:
             with delay_interrupts():
                 model, _ = self._sampler.adapter.restore_variables(model, None, zip(paths, new, strict=True))
                 self._sampler.model = model
+                if is_tree:
+                    record_arrays(self._identity, new, begun)
                 if numbers and numbers[-1] == len(self.plan.rows) - 1:
                     self.version = begun
-                    record_version(self._trainer.model, model, begun)
+                    record_version(self._identity, model, begun)
             del new
         return model
 
@@ -175,9 +189,10 @@ def plan_sync(
     are not. A tied weight moves once.
 
     On JAX, the first sync compiles the programs: one program if both meshes have the same devices, else three, for the
-    trainer's devices, all devices, and the sampler's devices. Processes with devices of either mesh all call the sync.
-    On torch, both models are in one process group, and all of its processes call the sync. Between two engines, and for
-    padded arrays on JAX, values go through the memory of one process.
+    trainer's devices, all devices, and the sampler's devices. CPU devices of one process copy in memory instead.
+    Processes with devices of either mesh all call the sync. On torch, both models are in one process group, and all of
+    its processes call the sync. Between two engines, and for padded arrays on JAX, values go through the memory of one
+    process.
 
     Args:
         trainer: Model or tree of sharded arrays, of any supported library.

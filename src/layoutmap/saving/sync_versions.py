@@ -1,16 +1,44 @@
 """Record the version of weights at both ends of a sync, to detect a sampler that missed one."""
 
-# Only objects have an identity: each update of a pytree creates a new tree, so trees have
-# no versions (decisions/0241).
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+from layoutmap.engines.protocol import Array
+
 Versions = MutableMapping[object, int]
+"""Version of the weights, by the identity of the trainer."""
 
 _newest: Versions = WeakKeyDictionary()
 _received: MutableMapping[object, Versions] = WeakKeyDictionary()
+
+
+class TreeIdentity:
+    """Identity of a tree that is trained, since each update makes another tree of other arrays."""
+
+
+class _ArrayTable:
+    """Values by array, which cannot be hashed. An entry is dropped with its array."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[ref[Any], Any]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def get(self, array: Array) -> Any:
+        return self._entries.get(id(array), (None, None))[1]
+
+    def set(self, array: Array, value: object) -> None:
+        key = id(array)
+        self._entries[key] = (ref(array, lambda _: self._entries.pop(key, None)), value)
+
+
+# Trees change with each update, so their versions are stored by their arrays (decisions/0241).
+_trained = _ArrayTable()
+_synced = _ArrayTable()
 
 
 def has_identity(model: object) -> bool:
@@ -23,25 +51,55 @@ def has_identity(model: object) -> bool:
     return True
 
 
-def begin_version(trainer: object, version: int | None, last: int) -> int:
+def find_identity(trainer: object, arrays: Iterable[Array], last: object) -> object:
+    """Return the trainer, or the identity of a tree, which another sync of the same tree may have given it.
+
+    Args:
+        trainer: The trainer.
+        arrays: Its arrays.
+        last: Identity of the tree that an update has replaced by this one. `None`: there is none.
+    """
+    first = None if has_identity(trainer) else next(iter(arrays), None)
+    if first is None:
+        return trainer if has_identity(trainer) else TreeIdentity()
+    identity = _trained.get(first) or last or TreeIdentity()
+    _trained.set(first, identity)
+    return identity
+
+
+def begin_version(identity: object, version: int | None, last: int) -> int:
     """Return the version number of the trainer's next sync. The sampler has version `last`."""
-    if not has_identity(trainer):
-        return last + 1 if version is None else version
-    newest = _newest.get(trainer, 0)
+    newest = _newest.get(identity, 0)
     begun = max(last + 1, newest) if version is None else version
-    _newest[trainer] = max(begun, newest)
+    _newest[identity] = max(begun, newest)
     return begun
 
 
-def record_version(trainer: object, sampler: object, version: int) -> None:
+def record_version(identity: object, sampler: object, version: int) -> None:
     """Record the version of the trainer's weights that the sampler now has."""
-    if has_identity(trainer) and has_identity(sampler):
-        _received.setdefault(sampler, WeakKeyDictionary())[trainer] = version
+    if has_identity(sampler):
+        _received.setdefault(sampler, WeakKeyDictionary())[identity] = version
 
 
-def find_missed_version(sampler: object) -> tuple[int, int] | None:
+def record_arrays(identity: object, arrays: Iterable[Array], version: int) -> None:
+    """Record that arrays of a tree have this version, unless they have one of this trainer already."""
+    versions: Versions = WeakKeyDictionary({identity: version})
+    for array in arrays:
+        own = _synced.get(array)
+        if own is None:
+            _synced.set(array, versions)
+        elif identity not in own:
+            _synced.set(array, WeakKeyDictionary({**own, identity: version}))
+
+
+def find_missed_version(
+    sampler: object, list_arrays: Callable[[], Iterable[Array]]
+) -> tuple[int, int] | None:
     """Return the sampler's version and the trainer's newest one, or `None` if they are equal."""
-    if not has_identity(sampler):
-        return None
-    versions = _received.get(sampler, {})
-    return next(((own, new) for each, own in versions.items() if own < (new := _newest[each])), None)
+    found: list[Versions] = []
+    if has_identity(sampler):
+        found.append(_received.get(sampler, {}))
+    elif _synced:
+        found += filter(None, map(_synced.get, list_arrays()))
+    missed = ((own, new) for each in found for key, own in each.items() if own < (new := _newest[key]))
+    return next(missed, None)

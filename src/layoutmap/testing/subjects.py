@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from layoutmap.engines.launchers import detect_launcher
@@ -67,6 +67,7 @@ class Subject:
     library: str  # key of `layoutmap.testing.models.LIBRARIES`; empty: no models
     engine: str
     num_processes: int = 1  # processes that try a case together, each with its own devices
+    is_padded: bool = False  # whether each case pads a variable
 
     def make_environment(self, *, quick: bool, simulated: bool = True) -> dict[str, str]:
         """Return the environment of its processes."""
@@ -110,6 +111,11 @@ SUBJECTS = {
 }
 """All subjects with models, by the name in commands."""
 
+PADDED = {
+    f"{name}-padded": replace(SUBJECTS[name], title=f"{SUBJECTS[name].title}, padded", is_padded=True)
+    for name in ("keras-jax", "keras-torch", "torch", "nnx", "pytree")
+}
+"""Subjects whose cases all have axes that do not divide and are padded, which a third of other cases have."""
 _TITLES = {"jax": "JAX", "torch": "PyTorch", "tensorflow": "TensorFlow"}
 _KINDS = {"speeds": "speeds of", "arrays": "arrays of", "saves": "killed saves on", "faults": "faults of"}
 WITHOUT_MODELS = {
@@ -121,5 +127,5 @@ WITHOUT_MODELS = {
 
 
 def get_subject(name: str) -> Subject:
-    """Return an entry of `SUBJECTS` or `WITHOUT_MODELS`."""
-    return (SUBJECTS | WITHOUT_MODELS)[name]
+    """Return an entry of `SUBJECTS`, `PADDED`, or `WITHOUT_MODELS`."""
+    return (SUBJECTS | PADDED | WITHOUT_MODELS)[name]

@@ -40,8 +40,16 @@ DRAWN_OPTIMIZER = 4
 
 
 def draw_case(subject: str, seed: int, devices: Devices = EIGHT) -> Case:
-    """Return the case that a subject tries for a seed."""
-    case = models.draw(seed, get_subject(subject).library, devices)
+    """Return the case that a subject tries for a seed.
+
+    Of a padded subject, it is the first of 1,000 seeds whose plan pads a variable.
+    """
+    library = get_subject(subject).library
+    if get_subject(subject).is_padded:
+        drawn = (models.draw(other, library, devices) for other in range(seed * 1000, (seed + 1) * 1000))
+        case = next(other for other in drawn if any(a.is_padded for a in other.plan().assignments))
+    else:
+        case = models.draw(seed, library, devices)
     return case.to_sgd() if seed % DRAWN_OPTIMIZER else case
 
 
