@@ -3,6 +3,7 @@
 import copy
 import re
 import shlex
+from dataclasses import dataclass
 
 import layoutmap as lm
 from layoutmap.rules.yaml_file import from_yaml
@@ -45,3 +46,67 @@ def changed(layout_map, rules=None, activations=None, mesh=None):
             after.add(rule.pattern, specs, uneven=rule.uneven, memory=memory)
         after.update(copy.copy(new))
     return made
+
+
+_SPECS = r"(\([^()]*\))"
+_CHANGE = re.compile(rf"change rule (\d+) to {_SPECS}")
+_PLACE = re.compile(rf'(?:put before rule (\d+)|add a rule): layout_map\[r"(.*?)"\] = {_SPECS}')
+_CORRECT = re.compile(
+    r'did you mean r"(.*?)"\?|correct rule \d+  .*? to r"(.*?)"|to match anywhere in a path: r"(.*)"'
+)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules as a user edits them: patterns with their specs, in order."""
+
+    rows: tuple[tuple[str, tuple], ...]
+
+    def change(self, number, specs):
+        """Return the rules with other specs in one of them."""
+        return self._replace(number, [(self.rows[number - 1][0], specs)])
+
+    def rename(self, number, pattern):
+        """Return the rules with another pattern in one of them, or without it if that pattern exists."""
+        is_there = any(pattern == other for other, _ in self.rows)
+        return self._replace(number, [] if is_there else [(pattern, self.rows[number - 1][1])])
+
+    def delete(self, number):
+        """Return the rules without one of them."""
+        return self._replace(number, [])
+
+    def put(self, pattern, specs, before=None):
+        """Return the rules with another one before a number, or as the last one."""
+        rows = [row for row in self.rows if row[0] != pattern]
+        at = len(rows) if before is None else sum(row in rows for row in self.rows[: before - 1])
+        return Rules((*rows[:at], (pattern, specs), *rows[at:]))
+
+    def find(self, pattern):
+        """Return the number of the rule with a pattern."""
+        return 1 + next(number for number, (other, _) in enumerate(self.rows) if other == pattern)
+
+    def _replace(self, number, rows):
+        return Rules((*self.rows[: number - 1], *rows, *self.rows[number:]))
+
+
+def follow(problem, rules):
+    """Return the rules after the fix of a problem, which is read as it is written."""
+    if problem.kind in ("unused rule", "no rule") and (found := _CORRECT.search(problem.fix)):
+        pattern = problem.subject
+        if problem.kind == "no rule":
+            pattern = re.search(r"rule \d+  (.*?) to r\"", problem.fix)[1]
+        return rules.rename(rules.find(pattern), next(filter(None, found.groups())))
+    if problem.kind in ("unused rule", "shadowed rule"):
+        assert "delete it" in problem.fix, problem
+        return rules.delete(rules.find(problem.subject))
+    changes, places = _CHANGE.findall(problem.fix), _PLACE.findall(problem.fix)
+    deleted = re.findall(r"(?:^|; )delete rule (\d+)", problem.fix)
+    assert changes or places or deleted, problem
+    rules_before = rules
+    for number, specs in changes:
+        rules = rules.change(int(number), eval(specs))
+    for before, pattern, specs in reversed(places):
+        rules = rules.put(pattern, eval(specs), int(before) if before else None)
+    for pattern in [rules_before.rows[int(number) - 1][0] for number in deleted]:
+        rules = rules.delete(rules.find(pattern))
+    return rules

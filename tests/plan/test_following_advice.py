@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 
+import pytest
+from advice import Rules, follow
+from cases import EVERYTHING
 from decoders import MESHES, models
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from layoutmap import Layout, LayoutMap, Mesh, Plan
-from layoutmap.plan.problems import merge_problems
+from layoutmap.plan.problems import group_problems
+from layoutmap.plan.suggest_rules import suggest_rules
+from layoutmap.rules.merged_rules import match_numbers
 from layoutmap.scope.plan import make_plan
 
 MOST_STEPS = 300
@@ -21,50 +26,38 @@ def rules(draw, variables, mesh):
     for v in draw(st.lists(st.sampled_from(variables), max_size=6, unique=True)):
         specs = draw(st.permutations([*mesh.dim_names, *[None] * len(v.shape)]))[: len(v.shape)]
         if not Layout(specs, mesh).find_uneven_axes(v.shape):
-            yield v.path, specs
+            yield f"{re.escape(v.path)}$", tuple(specs)
 
 
-def list_advice(plan: Plan) -> list[dict[str, Layout]]:
-    """Return each piece of advice as the layouts that it gives, by path."""
-    found = []
-    for p, each in merge_problems(plan.warnings):
-        assert "no rule" == p.kind, p
-        specs = re.search(r" = (\(.*\))$", p.fix)
-        assert specs is not None, p.fix
-        layout = Layout(eval(specs[1]), plan.mesh)
-        found.append({one.subject: layout for one in each})
+def list_advice(plan: Plan, rules: Rules) -> list[tuple[Rules, str]]:
+    """Return the rules after each piece of advice, which is read as it is written, and the advice."""
+    problems = group_problems([*plan.errors, *plan.warnings, *plan.lint()])
+    found = [(follow(p, rules), str(p)) for p in problems if p.kind != "unused dim"]
     for row in plan.memory.rows:
-        specs = [row.dim if axis == row.axis else None for axis in range(row.assignments[0].layout.rank)]
-        found.append({a.variable.path: Layout(specs, plan.mesh) for a in row.assignments})
-    return found + [read_finding(p, plan) for p in plan.lint() if p.kind != "unused dim"]
+        specs = tuple(row.dim if axis == row.axis else None for axis in range(row.assignments[0].layout.rank))
+        pattern = match_numbers([a.variable.path for a in row.assignments])
+        found.append((rules.put(pattern, specs, 1), f"{row.path}: axis {row.axis} over {row.dim}"))
+    return found
 
 
-def read_finding(problem, plan: Plan) -> dict[str, Layout]:
-    """Return the layouts that the fix of a finding gives."""
+def plan_rules(variables, mesh, rules, rest=None):
+    return make_plan(variables, LayoutMap(mesh, dict(rules.rows), rest=rest))
 
-    def read_layout(text):
-        specs = [
-            None if each.strip() == "unsharded" else each.strip() for each in text.split(",") if each.strip()
-        ]
-        return Layout(specs, plan.mesh)
 
-    if problem.kind == "odd one out":
-        others = [(name, re.search(r"others \((.*)\)$", text)) for name, text in problem.facts]
-        return {f"{problem.subject}.{name}": read_layout(each[1]) for name, each in others if each}
-    if problem.kind == "query, key, value":
-        axis, dims = re.fullmatch(r"shard axis (\d) of all three over (.*)", problem.fix).groups()
-        block = problem.subject.rpartition("query")[0]
-        layouts = {}
-        for name, _ in problem.facts:
-            v = plan[f"{block}{name}"].variable
-            specs = [dims if number == int(axis) else None for number in range(len(v.shape))]
-            heads = v.shape[int(axis)] // (v.use.head_size or 1)
-            if heads % plan.mesh.dim_size(dims) == 0:
-                layouts[v.path] = Layout(specs, plan.mesh)
-        return layouts
-    if problem.fix == "replicate it":
-        return {problem.subject: Layout.replicated(plan.mesh, len(plan[problem.subject].variable.shape))}
-    return {problem.subject: read_layout(re.search(r"\(([^()]*)\)$", problem.fix)[1])}
+def follow_all(data, variables, mesh, rules, rest=None) -> tuple[Plan, list[str]]:
+    """Return the plan after advice was followed in a drawn order, until there is none."""
+    seed = data.draw(st.randoms(use_true_random=False))
+    steps = [str(rules)]
+    for _ in range(MOST_STEPS):
+        plan = plan_rules(variables, mesh, rules, rest)
+        advice = list_advice(plan, rules)
+        if not advice:
+            break
+        rules, text = seed.choice(advice)
+        steps += [text, str(rules)]
+    assert [] == advice, "\n".join(steps[-12:])
+    assert "no problems" in plan.verdict.headline
+    return plan, steps
 
 
 # Shrinking takes minutes
@@ -74,15 +67,94 @@ def test_all_advice_leads_to_a_plan_without_problems(data):
     """Each piece is followed on its own, as the user finds it, and none leads back."""
     variables = data.draw(models())
     mesh = Mesh(None, data.draw(st.sampled_from(MESHES)))
-    layouts = {path: Layout(specs, mesh) for path, specs in data.draw(rules(variables, mesh))}
-    seed = data.draw(st.randoms(use_true_random=False))
-    for _ in range(MOST_STEPS):
-        layout_map = LayoutMap(mesh, {re.escape(path): each for path, each in layouts.items()})
-        plan = make_plan(variables, layout_map)
-        assert not plan.errors, plan
-        advice = list_advice(plan)
-        if not advice:
-            break
-        layouts |= seed.choice(advice)
-    assert [] == advice, (str(plan.lint()), plan.memory, layouts)
-    assert "no problems" in plan.verdict.headline
+    follow_all(data, variables, mesh, Rules(tuple(data.draw(rules(variables, mesh)))))
+
+
+def draw_typo(data, rules, plan):
+    """Return the rules with two letters of a word in other places."""
+    number, (pattern, specs) = data.draw(st.sampled_from([*enumerate(rules.rows)]))
+    places = [
+        at
+        for word in re.finditer(r"(?<!\\)[a-z]{2,}", pattern)
+        for at in range(word.start(), word.end() - 1)
+        if pattern[at] != pattern[at + 1]
+    ]
+    at = data.draw(st.sampled_from(places))
+    typo = pattern[:at] + pattern[at + 1] + pattern[at] + pattern[at + 2 :]
+    return Rules((*rules.rows[:number], (typo, specs), *rules.rows[number + 1 :]))
+
+
+def draw_removal(data, rules, plan):
+    """Return the rules without one."""
+    return rules.delete(data.draw(st.integers(1, len(rules.rows))))
+
+
+def draw_swap(data, rules, plan):
+    """Return the rules with the specs of two axes of one rule swapped, or of two rules in a row."""
+    first = data.draw(st.integers(1, len(rules.rows)))
+    for number in range(first, 1 + data.draw(st.integers(first, min(first + 1, len(rules.rows))))):
+        specs = rules.rows[number - 1][1]
+        others = [
+            swapped
+            for swapped in sorted(
+                {*map(tuple, (specs[n:] + specs[:n] for n in range(1, len(specs))))}, key=str
+            )
+            if swapped != specs
+            and not plan_rules(
+                [a.variable for a in plan.assignments], plan.mesh, rules.change(number, swapped)
+            ).errors
+        ]
+        if others:
+            rules = rules.change(number, data.draw(st.sampled_from(others)))
+    return rules
+
+
+def draw_odd_block(data, rules, plan):
+    """Return the rules with another one before them, for one weight of one block."""
+    blocks = sorted({path.partition(".")[2].partition(".")[0] for path in plan if path.startswith("blocks.")})
+    at = f"blocks.{data.draw(st.sampled_from(blocks))}."
+    path = data.draw(st.sampled_from([path for path in plan if path.startswith(at)]))
+    specs = data.draw(st.permutations([*plan.mesh.dim_names, *[None] * len(plan[path].variable.shape)]))
+    specs = data.draw(st.sampled_from([specs[: plan[path].layout.rank], [None] * plan[path].layout.rank]))
+    assume(not Layout(specs, plan.mesh).find_uneven_axes(plan[path].variable.shape))
+    return rules.put(f"{re.escape(path)}$", tuple(specs), 1)
+
+
+def check_mutated_map(data, mutate):
+    variables = data.draw(models())
+    mesh = Mesh(None, data.draw(st.sampled_from(MESHES)))
+    suggested = suggest_rules(make_plan(variables, LayoutMap(mesh)))
+    rest = data.draw(st.sampled_from([None, "replicated"]))
+    rows = (
+        (r.pattern, tuple(None if s == "unsharded" else s for s in r.layout.sharding_specs))
+        for r in suggested.rules
+    )
+    good = Rules(tuple(rows))
+    original = plan_rules(variables, mesh, good, rest)
+    plan, steps = follow_all(data, variables, mesh, mutate(data, good, original), rest)
+    if mutate is not draw_odd_block:
+        assert plan.device_bytes <= original.device_bytes, "\n".join(steps)
+
+
+@pytest.mark.parametrize("mutate", [draw_typo, draw_removal, draw_swap, draw_odd_block])
+@settings(max_examples=100 if EVERYTHING else 1, phases=[Phase.generate], deadline=None)
+@given(st.data())
+def test_all_advice_repairs_a_map_with_one_mistake(mutate, data):
+    """A device then holds no more bytes than with the map without the mistake."""
+    variables = data.draw(models())
+    mesh = Mesh(None, data.draw(st.sampled_from(MESHES)))
+    rest = data.draw(st.sampled_from([None, "replicated"]))
+    suggested = suggest_rules(make_plan(variables, LayoutMap(mesh)))
+    good = Rules(
+        tuple(
+            (
+                rule.pattern,
+                tuple(None if spec == "unsharded" else spec for spec in rule.layout.sharding_specs),
+            )
+            for rule in suggested.rules
+        )
+    )
+    original = plan_rules(variables, mesh, good, rest)
+    plan, steps = follow_all(data, variables, mesh, mutate(data, good, original), rest)
+    if mutate is not draw_odd_block:
+        assert plan.device_bytes <= original.device_bytes, "\n".join(steps)

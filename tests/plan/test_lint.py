@@ -172,7 +172,7 @@ def test_the_dims_of_fully_shard_add_no_finding(flat):
         gathered = replace(plan, assignments=sharded, gathered_dims=("data",))
 
         expected = [each for each in found(plan) if each[0] != "replicated table"]
-        assert expected == found(gathered)
+        assert expected == found(gathered), slip
         assert found(gathered) == found(Plan.from_json(gathered.to_json()))
 
 
@@ -214,9 +214,74 @@ def test_an_odd_one_out_says_which_weights_and_how_the_others_are_laid_out():
         "  up.bias      (unsharded,)     rule 2  blocks\\.1\\.up\\.bias; others (model,)\n"
         "  down.kernel  (unsharded, unsharded)     rule 1  blocks\\.1\\.(up|down)\\.kernel; others (model, unsharded)\n"
         "  why          each device along model holds all of its weights and computes all of its products\n"
-        "  fix          lay it out as the others: widen their rules, or parallelize this block, too"
+        "  fix          lay it out as the others; delete rule 1; delete rule 2"
     ) == str(problem)
     assert "odd one out" not in {p.kind for p in plan_of(but(rules), decoder(number=3)).lint()}
+
+
+def without(*patterns):
+    """Return the good rules without some."""
+    return {pattern: specs for pattern, specs in GOOD.items() if pattern not in patterns}
+
+
+UP, DOWN = r".*up\.kernel", r".*down\.kernel"
+COLUMN, ROW = (
+    "add a rule: layout_map[r\"blocks\\.\\d+\\.up\\.kernel$\"] = (None, 'model')",
+    ("add a rule: layout_map[r\"blocks\\.\\d+\\.down\\.kernel$\"] = ('model', None)"),
+)
+
+
+@pytest.mark.parametrize(
+    ("rules", "kind", "subject", "change"),
+    [
+        (without(UP) | {r".*pu\.kernel": (None, "model")}, "replicated partner", "up.kernel", COLUMN),
+        (but({UP: ("model", None)}), "swapped", "up.kernel", "change rule 1 to (None, 'model')"),
+        (without(UP, DOWN), "contradicts its bias", "up.kernel", COLUMN),
+        (
+            without(UP, DOWN) | {UP: ("model", None)},
+            "swapped",
+            "up.kernel",
+            "change rule 7 to (None, 'model')",
+        ),
+        (without(DOWN), "replicated partner", "down.kernel", ROW),
+        (but({r".*up\.bias": ("data",)}), "contradicts its kernel", "up.bias", "change rule 1 to ('model',)"),
+        (
+            but({r".*down\.bias": ("model",)}),
+            "contradicts its kernel",
+            "down.bias",
+            "change rule 1 to (None,)",
+        ),
+    ],
+    ids=["typo", "swapped", "no rule", "swapped alone", "no row", "bias", "bias of a row"],
+)
+def test_the_odd_one_is_reported_and_not_the_weights_that_agree(rules, kind, subject, change):
+    """Unmatched variables are replicated on purpose, so that the plan itself reports nothing."""
+    variables = [*decoder(), *(weight(f"blocks.{n}.down.bias", (HIDDEN,), "out.0") for n in range(2))]
+    plan = make_plan(variables, LayoutMap(Mesh(None, f"data={DATA},model={MODEL}"), rules, rest="replicated"))
+
+    assert [(kind, f"blocks.{n}.{subject}") for n in range(2)] == found_all(plan)
+    assert {change} == {
+        p.fix.partition("; ")[2].removeprefix("its axes seem to be swapped; ")
+        for p in plan.lint()
+        if p not in plan.problems
+    }
+
+
+def found_all(plan):
+    return [(p.kind, p.subject) for p in plan.lint() if p not in plan.problems]
+
+
+def test_only_a_weight_with_rows_is_called_a_table():
+    """A kernel of the same shape is a kernel."""
+    variables = [*decoder(), weight("head.kernel", (ROWS, HIDDEN), "out.0", "in.0")]
+    table, head = plan_of(but({r".*embeddings": (None, None), r"head": (None, None)}), variables).lint()
+
+    assert ("replicated table", "replicated kernel") == (table.kind, head.kind)
+    assert "tokens.embeddings: a table of 512 x 64 is replicated" == table.what
+    assert (
+        "head.kernel: a kernel of 512 x 64, with as many outputs as a table has rows, is replicated"
+        == head.what
+    )
 
 
 QUERY, KEY, VALUE = {"attention.query"}, {"attention.key"}, {"attention.value"}
@@ -253,7 +318,7 @@ def test_a_mistake_that_is_fixed_as_reported_is_gone():
     plan = plan_of(but({r".*(query|key|value)\.kernel": ("model", "data", None)}))
     (fix,) = {p.fix for p in plan.lint() if p.kind == "swapped"}
 
-    assert "its axes seem to be swapped: (data, model, unsharded)" == fix
+    assert "its axes seem to be swapped; change rule 1 to ('data', 'model', None)" == fix
     assert [] == found(plan_of(but({r".*(query|key|value)\.kernel": ("data", "model", None)})))
 
 

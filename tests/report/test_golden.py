@@ -97,7 +97,7 @@ error: flat: a layout of rank 2 for a tensor of rank 1
   layout  (unsharded, model)     rule 8  flat
   mesh    batch=2, model=4
   why     a layout has one sharding spec for each axis
-  fix     use (unsharded,), or change the rule so that it does not match this tensor
+  fix     change rule 8 to (None,)
 
 error: odd: axis 1 cannot be split evenly
   shape   (16, 6)
@@ -249,7 +249,7 @@ flat
                 layout  (unsharded, model)     rule 8  flat
                 mesh    batch=2, model=4
                 why     a layout has one sharding spec for each axis
-                fix     use (unsharded,), or change the rule so that it does not match this tensor
+                fix     change rule 8 to (None,)
   change it   change rule 8: a rule that equals the path wins over all others
 """,
     "odd": r"""

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from layoutmap.core.errors import format_count, join_names
-from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.paths import format_path_pattern, split_at_numbers
+from layoutmap.core.variables import Assignment
 from layoutmap.plan.lint import make_suggestions
-from layoutmap.plan.problems import Problem
+from layoutmap.plan.lint.changes import ChangeWriter
+from layoutmap.plan.problems import Problem, merge_problems
 from layoutmap.plan.slots import NO_RULES, SLOTS
 from layoutmap.plan.table import PlanTable
 from layoutmap.rules.index import RuleIndex
@@ -139,23 +141,46 @@ def _get_nearest_path(rule: Problem) -> str:
 
 
 def suggest_rules(plan: PlanTable) -> Iterator[Problem]:
-    """Yield the problems of a plan. Add a rule to the fix of a variable without one."""
+    """Yield the problems of a plan, with a rule in the fix of a variable without one, or with one of another rank."""
     by_path = {(a.variable.model, a.variable.path): a for a in plan.assignments}
     models = {a.variable.model for a in plan.assignments}
-    suggestions = make_suggestions(plan)
-    for problem in plan.problems:
-        model = problem.model if problem.model or len(models) > 1 else next(iter(models), "")
-        a = by_path.get((model, problem.subject))
-        layout = suggestions.suggest_layout(a) if a and problem.kind == "no rule" else None
-        # Vectors are small, so suggest a rule only if their kernel is sharded.
-        if a and layout and (len(a.variable.shape) > 1 or a.variable.use):
-            none = f"= {(None,) * layout.rank}"
-            problem = replace(problem, fix=problem.fix.replace(none, f"= {_format_specs(layout)}"))
-        yield problem
+    wanted: dict[int, Assignment] = {}
+    for p in plan.problems:
+        model = p.model if p.model or len(models) > 1 else next(iter(models), "")
+        a = by_path.get((model, p.subject))
+        if (
+            a
+            and a.match
+            and (p.fix.startswith("add a rule: layout_map[r") or (p.kind == "rank" and a.match.rule))
+        ):
+            wanted[id(p)] = a
+    if not wanted:
+        yield from plan.problems
+        return
+    layouts = _choose_layouts(plan, wanted.values())
+    writer = ChangeWriter(plan, [(a, layouts[a.variable.key]) for a in wanted.values()])
+    fixes: dict[int, str] = {}
+    for _, group in merge_problems([p for p in plan.problems if id(p) in wanted]):
+        changes = [(wanted[id(p)], layouts[wanted[id(p)].variable.key]) for p in group]
+        fixes |= dict.fromkeys(map(id, group), "; ".join(writer.list_changes(changes)))
+    for p in plan.problems:
+        yield replace(p, fix=fixes[id(p)]) if id(p) in fixes else p
 
 
-def _format_specs(layout: Layout) -> str:
-    return str(tuple(None if spec == UNSHARDED else spec for spec in layout.sharding_specs))
+def _choose_layouts(plan: PlanTable, members: Iterable[Assignment]) -> dict[tuple[str, str], Layout]:
+    """Return the layouts that are suggested for some variables, which are taken for replicated ones."""
+    replicated = {
+        id(a): a if a.fits else replace(a, layout=Layout.replicated(plan.mesh, len(a.variable.shape)))
+        for a in plan.assignments
+    }
+    suggestions = make_suggestions(replace(plan, assignments=tuple(replicated.values())))
+    found: dict[tuple[str, str], Layout] = {}
+    for a in members:
+        new = replicated[id(a)]
+        # Vectors are small, so shard them only like their kernel.
+        is_small = len(a.variable.shape) == 1 and not a.variable.use
+        found[a.variable.key] = (None if is_small else suggestions.suggest_layout(new)) or new.layout
+    return found
 
 
 def find_layer_outputs(rules: Rules, paths: Sequence[str]) -> Iterator[Problem]:

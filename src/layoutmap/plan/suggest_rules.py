@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from layoutmap.core.layout import Layout
-from layoutmap.core.paths import make_path_regex, split_at_numbers
+from layoutmap.core.paths import split_at_numbers
 from layoutmap.core.specs import BatchDim, list_batch_dims, spec_from_dims
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.lint import list_named_batch_dims
@@ -21,7 +21,7 @@ from layoutmap.plan.lint.weights import Linted, Weight, is_attention_output
 from layoutmap.plan.planner import make_table
 from layoutmap.plan.table import PlanTable
 from layoutmap.rules import presets
-from layoutmap.rules.merged_rules import match_numbers, merge_patterns
+from layoutmap.rules.merged_rules import find_full_pattern_parts, merge_patterns
 from layoutmap.rules.rule_set import RuleSet
 
 _MIN_SHARE = 0.001  # groups with a smaller share of all weights get no rule
@@ -156,10 +156,7 @@ def _find_pattern_parts(members: Group, group: Group, owners: Mapping[str, str])
     """Find a pattern that matches some variables of a group and no variable outside the group."""
     paths, of_group = [a.variable.path for a in members], {a.variable.path for a in group}
     unwanted = [path for path, owner in owners.items() if owner not in of_group]
-    for regex in (make_path_regex([a.variable.path for a in group]), match_numbers(paths)):
-        if not any(re.match(regex, path) for path in unwanted):
-            return ("", *regex[:-1].split(r"\."))
-    return ("", f"({'|'.join(map(re.escape, paths))})")
+    return find_full_pattern_parts(paths, [a.variable.path for a in group], unwanted)
 
 
 class _Reasons:

@@ -67,7 +67,20 @@ def _find_pattern_parts(paths: Sequence[str], unwanted: set[str]) -> tuple[str, 
         regex = make_path_regex([".".join(each[-length:]) for each in split])
         if _is_only_for(start + regex, unwanted):
             return (start, *regex[:-1].split(r"\."))
-    for regex in (make_path_regex(paths), match_numbers(paths)):
+    return find_full_pattern_parts(paths, paths, unwanted)
+
+
+def find_full_pattern_parts(
+    paths: Sequence[str], group: Sequence[str], unwanted: Iterable[str]
+) -> tuple[str, ...]:
+    """Return the parts of a pattern for whole paths that differ in numbers only and match no unwanted path.
+
+    Args:
+        paths: The paths.
+        group: Paths that the pattern may match, if it then has no numbers of its own.
+        unwanted: Paths that it must not match.
+    """
+    for regex in (make_path_regex(group), match_numbers(paths)):
         if _is_only_for(regex, unwanted):
             return ("", *regex[:-1].split(r"\."))
     return ("", f"({'|'.join(map(re.escape, paths))})")

@@ -2,10 +2,13 @@
 
     "sum over the batch dim" an axis that is summed over is sharded over the dim of the batch
     "swapped"                a layer's output is sharded over another dim than the next layer's input
+    "replicated partner"     of two kernels in a row one is sharded along the axis between them, and one is replicated
     "query, key, value"      the three of an attention layer are not sharded alike
     "heads"                  sharding splits a head of attention
     "replicated table"       a table of embeddings is replicated while the rest is sharded
+    "replicated kernel"      the same of an output layer as large as a table
     "contradicts its kernel" a bias, or the scale of a quantized weight, is sharded differently from its kernel
+    "contradicts its bias"   a kernel is sharded differently from its bias, and no other weight agrees with it
     "unused dim"             nothing is sharded over a dim of the mesh
     "odd one out"            of repeated blocks one is not sharded as the others are
 
@@ -32,6 +35,7 @@ from layoutmap.core.specs import BatchDim, format_batch_dim, spec_from_dims
 from layoutmap.core.text_table import format_html_table
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.lint import checks
+from layoutmap.plan.lint.changes import write_changes
 from layoutmap.plan.lint.suggest import Suggestions
 from layoutmap.plan.lint.weights import Linted
 from layoutmap.plan.problems import Problem, group_problems
@@ -91,7 +95,12 @@ def lint_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> Findings:
     """
     check_dim("lint: batch_dim", batch_dim, plan.mesh, "batches are sharded over it", PlanError)
     linted, is_known = sort_weights(plan, batch_dim)
-    found = [problem for check in checks.CHECKS for problem in check(linted)]
+    findings = [finding for check in checks.CHECKS for finding in check(linted)]
+    reported = {id(a) for finding in findings for a, _ in finding.changes}
+    findings += checks.find_replicated_partners(linted, reported)
+    reported |= {id(a) for finding in findings for a, _ in finding.changes}
+    findings += checks.find_contradictions(linted, reported)
+    found = [*write_changes(findings, plan)]
     if plan.cost is not None:
         found += load_cost_package().lint(linted)
     return Findings(tuple(found), linted.batch_dim, is_known)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from layoutmap.core.variables import Assignment, Kind
+from layoutmap.plan.lint.changes import Finding
 from layoutmap.plan.lint.weights import Linted, find_compute_dims, format_rule_suffix
 from layoutmap.plan.problems import Problem
 
@@ -29,7 +30,7 @@ class _OddWeight:
 
 
 # A block with less sharding than its siblings is likely a mistake, so lint reports it (decisions/0022).
-def find_odd_blocks(linted: Linted) -> Iterator[Problem]:
+def find_odd_blocks(linted: Linted) -> Iterator[Finding]:
     """Yield a problem for each block that is not sharded over all the mesh dims of its siblings."""
     found: dict[int, _OddWeight] = {}
     for group in _group_siblings(linted).values():
@@ -70,7 +71,7 @@ def _find_sharding_dims(a: Assignment) -> frozenset[str]:
     return frozenset(dim for axis in find_compute_dims(a.layout, (), ()) for dim in axis)
 
 
-def _describe_block(linted: Linted, block: str, weights: Sequence[_OddWeight]) -> Problem:
+def _describe_block(linted: Linted, block: str, weights: Sequence[_OddWeight]) -> Finding:
     first = weights[0]
     computes = first.dims - {*linted.batch_dims, *linted.plan.gathered_dims}
     over = " and ".join(dim for dim in first.assignment.layout.mesh.dim_names if dim in first.dims)
@@ -83,7 +84,7 @@ def _describe_block(linted: Linted, block: str, weights: Sequence[_OddWeight]) -
     ]
     if len(weights) > _MAX_SHOWN:
         facts.append(("and", f"{len(weights) - _MAX_SHOWN} more weights"))
-    return Problem(
+    problem = Problem(
         "odd one out",
         "warning",
         block,
@@ -91,5 +92,6 @@ def _describe_block(linted: Linted, block: str, weights: Sequence[_OddWeight]) -
         tuple(facts),
         f"each device along {over} holds all of its weights"
         + " and computes all of its products" * bool(computes),
-        "lay it out as the others: widen their rules, or parallelize this block, too",
+        "lay it out as the others",
     )
+    return Finding(problem, tuple((each.assignment, each.sibling.layout) for each in weights))

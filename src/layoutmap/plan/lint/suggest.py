@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from layoutmap.core.layout import Layout
-from layoutmap.core.paths import split_at_numbers
 from layoutmap.core.specs import spec_from_dims
 from layoutmap.core.variables import Assignment, Kind
-from layoutmap.plan.lint.weights import Linted, Weight, is_attention_output
+from layoutmap.plan.lint.weights import Linted, Weight, get_sibling_key, is_attention_output
 
 
 class Suggestions:
@@ -66,12 +65,35 @@ class Suggestions:
 
     def _find_sibling(self, a: Assignment) -> Layout | None:
         """Return the layout of the same weight in another block, if that is sharded."""
-        return self._siblings.get(_get_sibling_key(a))
+        return self._siblings.get(get_sibling_key(a))
 
     def _follow_kernel(self, w: Weight) -> Layout | None:
         """Return the layout of a bias over the dims of its kernel."""
         kernel = self._kernels.get((w.assignment.variable.model, w.layer))
         return None if kernel is None else make_matching_layout(w, kernel)
+
+    def suggest_from_bias(self, kernel: Weight, bias: Weight, axis: int) -> Layout | None:
+        """Return the layout of a kernel with an output axis sharded as an axis of its bias is.
+
+        The result is `None` if the bias is wrong: the kernel is sharded by its outputs or takes sharded inputs, another
+        layout fits the kernels next to it, or the biases of other blocks differ.
+        """
+        linted = self._linted
+        dims = bias.dims(bias.use.roles.index(kernel.use.roles[axis]))
+        siblings = [w for w in linted.siblings[get_sibling_key(bias.assignment)] if w is not bias]
+        is_row = id(kernel) in self._row_kernels or is_attention_output(kernel)
+        is_stored = {*dims} <= {*linted.batch_dims}
+        if (
+            kernel.dims(axis)
+            or (is_row and not is_stored)
+            or sum(w.layout != bias.layout for w in siblings) > len(siblings) / 2
+        ):
+            return None
+        near = (*linted.kernels_before.get(id(kernel), ()), *linted.kernels_after.get(id(kernel), ()))
+        if is_stored or not any(other.dims(number) for other in near for number in range(len(other.shape))):
+            return self._shard(kernel, axis, dims)
+        layout = self._suggest_for_kernel(kernel)
+        return layout if layout is not None and layout.list_mesh_dims(axis) == dims else None
 
     def _shard_largest(self, w: Weight, axis: int) -> Layout | None:
         # If a summed axis is sharded over the batch dim, each step gathers the weight or the batch.
@@ -122,7 +144,7 @@ class Suggestions:
     def _siblings(self) -> Mapping[object, Layout]:
         """Layouts of sharded weights by path without numbers and shape."""
         return {
-            _get_sibling_key(a): a.layout
+            get_sibling_key(a): a.layout
             for a in self._linted.plan.assignments
             if a.fits and a.variable.kind is Kind.WEIGHT and not a.layout.is_fully_replicated()
         }
@@ -180,8 +202,3 @@ def make_matching_layout(w: Weight, kernel: Weight) -> Layout | None:
             layout = make_sharded_layout(layout, axis, kernel.dims(number))
     is_kept = layout.is_fully_replicated() or layout.find_uneven_axes(w.shape)
     return None if is_kept else layout
-
-
-def _get_sibling_key(a: Assignment) -> object:
-    v = a.variable
-    return (v.model, split_at_numbers(v.path), v.shape) if any(map(str.isdigit, v.path)) else id(a)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from layoutmap.core.layout import Layout
+from layoutmap.core.paths import split_at_numbers
 from layoutmap.core.specs import BatchDim, list_batch_dims
 from layoutmap.core.variables import Assignment, Kind, Use
 from layoutmap.plan.table import PlanTable
@@ -81,6 +82,10 @@ class Weight:
     def num_shards(self, axis: int) -> int:
         """Return the number of shards of an axis while its layer computes."""
         return math.prod(self.layout.mesh.dim_size(dim) for dim in self.dims(axis))
+
+    def count_heads(self, role: str) -> int:
+        """Return the number of heads along the first axis of a role."""
+        return self.sizes(role)[0] // (self.use.head_size or 1)
 
     @property
     def layout_text(self) -> str:
@@ -157,12 +162,62 @@ class Linted:
         """The kernels after a kernel, by its id."""
         return _group_by_id(self.pairs)
 
+    @cached_property
+    def biases(self) -> Mapping[tuple[str, str], Sequence[Weight]]:
+        """The weights without a summed axis of each layer, by the layer's model and path."""
+        found: dict[tuple[str, str], list[Weight]] = defaultdict(list)
+        for w in self.weights:
+            if w.axes("out") and not w.axes("in"):
+                found[w.assignment.variable.model, w.layer].append(w)
+        return found
+
+    def count_votes(self, w: Weight, axis: int, dims: tuple[str, ...]) -> int:
+        """Return the number of other weights that agree with sharding an axis of a kernel over some dims.
+
+        These are its bias, the kernels on that side of it, and the same weight of other blocks. No axis between two
+        kernels should be sharded over the batch dim.
+        """
+        role = w.use.roles[axis]
+        is_out = role.startswith("out")
+        biases = self.biases.get((w.assignment.variable.model, w.layer), ()) if is_out else ()
+        near = (self.kernels_after if is_out else self.kernels_before).get(id(w), ())
+        votes = [b.dims(b.use.roles.index(role)) for b in biases if role in b.use.roles]
+        votes += [other.dims(other.axes("in" if is_out else "out")[0]) for other in near]
+        votes += [
+            other.dims(axis) for other in self.siblings[get_sibling_key(w.assignment)] if other is not w
+        ]
+        return votes.count(dims) - len(votes) * bool({*dims} & {*self.batch_dims})
+
+    @cached_property
+    def siblings(self) -> Mapping[object, Sequence[Weight]]:
+        """The weights of one path but for its numbers and one shape, by `get_sibling_key`."""
+        found: dict[object, list[Weight]] = defaultdict(list)
+        for w in self.weights:
+            found[get_sibling_key(w.assignment)].append(w)
+        return found
+
     def parts(self, block: Sequence[Weight]) -> dict[str, Weight]:
         """Return the query, key, and value kernels of a block, or an empty dict unless it has each exactly once."""
         found = {
             part: [w for w in block if pattern.fullmatch(w.layer_name)] for part, pattern in _PARTS.items()
         }
         return {part: each[0] for part, each in found.items()} if _are_unique(found) else {}
+
+    def choose_head_dims(self, block: Sequence[Weight]) -> tuple[str, ...]:
+        """Return the mesh dims that most of query, key, value, and output kernels have their heads sharded over.
+
+        Other dims come before those of the batch.
+        """
+        parts = self.parts(block)
+        takers = [w for w in block if is_attention_output(w)]
+        members = [(w, "out") for w in parts.values()] + [(w, "in") for w in takers if len(takers) == 1]
+        dims = [found for w, role in members if (found := w.dims(w.axes(role)[0]))]
+        fitting = [
+            each
+            for each in dims
+            if not parts["query"].count_heads("out") % math.prod(map(self.plan.mesh.dim_size, each))
+        ]
+        return max(fitting, key=lambda each: (not {*each} & {*self.batch_dims}, dims.count(each)), default=())
 
 
 def _group_by_id(pairs: Iterable[tuple[Weight, Weight]]) -> Mapping[int, Sequence[Weight]]:
@@ -212,6 +267,12 @@ def is_attention_output(weight: Weight) -> bool:
 def is_attention_output_name(layer_name: str) -> bool:
     """Return whether a layer has the name of an output projection of attention."""
     return _TAKES_HEADS.fullmatch(layer_name) is not None
+
+
+def get_sibling_key(a: Assignment) -> object:
+    """Return a key that is equal for one weight of repeated blocks."""
+    v = a.variable
+    return (v.model, split_at_numbers(v.path), v.shape) if any(map(str.isdigit, v.path)) else id(a)
 
 
 def format_rule_suffix(assignment: Assignment) -> str:

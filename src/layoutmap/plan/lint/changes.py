@@ -1,0 +1,127 @@
+"""Write the change of the rules that ends a finding.
+
+Each check names the layouts that it wants, and the text is written here, so that all fixes are typed alike
+(decisions/0280).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.match import Rule
+from layoutmap.core.paths import split_at_numbers
+from layoutmap.core.variables import Assignment
+from layoutmap.plan.problems import Problem, merge_problems
+from layoutmap.plan.table import PlanTable
+from layoutmap.rules.merged_rules import find_full_pattern_parts, merge_patterns
+
+Change: TypeAlias = tuple[Assignment, Layout]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A problem, and the layouts that end it.
+
+    Args:
+        problem: The problem. The change of the rules is added to its fix.
+        changes: Variables with the layouts that they should have.
+    """
+
+    problem: Problem
+    changes: tuple[Change, ...] = ()
+
+
+def write_changes(findings: Sequence[Finding], plan: PlanTable) -> Iterator[Problem]:
+    """Yield the problems, each with the change of the rules in its fix.
+
+    Problems that are shown as one have one change, which is for the variables of all of them.
+    """
+    writer = ChangeWriter(plan, [change for f in findings for change in f.changes])
+    changes = {id(f.problem): f.changes for f in findings}
+    texts: dict[int, str] = {}
+    for _, group in merge_problems([f.problem for f in findings]):
+        text = "; ".join(writer.list_changes([each for p in group for each in changes[id(p)]]))
+        texts |= {id(p): text for p in group}
+    for f in findings:
+        text = texts[id(f.problem)]
+        yield replace(f.problem, fix=f"{f.problem.fix}; {text}") if text else f.problem
+
+
+class ChangeWriter:
+    """Write changes of rules as text.
+
+    Args:
+        plan: The plan.
+        changes: All variables that findings change, with their layouts.
+    """
+
+    def __init__(self, plan: PlanTable, changes: Sequence[Change]) -> None:
+        self._patterns = _PatternWriter(plan)
+        kept: dict[int, set[tuple[str, str]]] = defaultdict(set)
+        for a in plan.assignments:
+            if a.match and a.match.rule:
+                kept[a.match.rule.number].add(a.variable.key)
+        self._kept_by_layout = {
+            (a.match.rule.number, layout): set(kept[a.match.rule.number])
+            for a, layout in changes
+            if a.match and a.match.rule
+        }
+        self._kept_by_deletion = kept
+        for a, layout in changes:
+            if a.match and (rule := a.match.rule):
+                self._kept_by_layout[rule.number, layout].discard(a.variable.key)
+                if a.match.others and a.match.others[0].layout == layout:
+                    kept[rule.number].discard(a.variable.key)
+
+    def list_changes(self, changes: Sequence[Change]) -> Iterator[str]:
+        """Yield the text of each rule to change, to delete, to put before another, or to add."""
+        groups: dict[tuple[Rule | None, bool, Layout], list[Assignment]] = defaultdict(list)
+        for a, layout in changes:
+            has_no_map = a.match is None or a.match.is_found
+            groups[a.match.rule if a.match else None, has_no_map, layout].append(a)
+        deleted = set[int]()
+        for (rule, has_no_map, layout), group in groups.items():
+            if has_no_map:
+                yield str(layout)
+            elif rule is None:
+                for pattern in self._patterns.write_patterns(group):
+                    yield f'add a rule: layout_map[r"{pattern}"] = {format_specs(layout)}'
+            elif not self._kept_by_deletion[rule.number]:
+                if rule.number not in deleted:
+                    yield f"delete rule {rule.number}"
+                deleted.add(rule.number)
+            elif not self._kept_by_layout[rule.number, layout]:
+                yield f"change rule {rule.number} to {format_specs(layout)}"
+            else:
+                for pattern in self._patterns.write_patterns(group):
+                    yield f'put before rule {rule.number}: layout_map[r"{pattern}"] = {format_specs(layout)}'
+
+
+class _PatternWriter:
+    """Write patterns that match some variables of a plan and no others."""
+
+    def __init__(self, plan: PlanTable) -> None:
+        self._paths: dict[tuple[str, ...], set[str]] = defaultdict(set)
+        for a in plan.assignments:
+            for path in (a.variable.path, *a.variable.aliases):
+                self._paths[split_at_numbers(path)].add(path)
+
+    def write_patterns(self, group: Sequence[Assignment]) -> Sequence[str]:
+        """Return the patterns for some variables."""
+        forms: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        for a in group:
+            forms[split_at_numbers(a.variable.path)].append(a.variable.path)
+        # A pattern for whole paths matches only paths that differ from these in numbers.
+        return merge_patterns(
+            find_full_pattern_parts(paths, paths, self._paths[form] - {*paths})
+            for form, paths in forms.items()
+        )
+
+
+def format_specs(layout: Layout) -> str:
+    """Return the specs of a layout as Python source."""
+    return str(tuple(None if spec == UNSHARDED else spec for spec in layout.sharding_specs))
