@@ -21,10 +21,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.core
+import numpy as np
 
 from layoutmap.engines.patches import Attribute, Patches
 
 _NAME = "_origin_msg"
+_WITHOUT_ARRAYS = {type(None), bool, int, float, complex, np.ndarray}
 
 
 def _make_patches() -> Patches:
@@ -75,3 +78,41 @@ def are_same_arrays(arrays: Iterable[Any], avals: list[Any], shardings: list[Any
     except AttributeError:  # not an array of JAX
         return False
     return True
+
+
+def are_distinct_arrays(values: Iterable[Any], kind: type[jax.Array]) -> bool:
+    """Return whether no array in a tree is traced or deleted, and none is there twice.
+
+    Dicts, lists, and tuples are looked through without `jax.tree`, which takes longer than a small step may.
+
+    Args:
+        values: The tree.
+        kind: The class of most arrays.
+    """
+    # A call of `list[Any]` takes longer than a small step may.
+    found: list[jax.Array] = []
+    others: list[jax.Array] = []
+    todo = [*values]
+    for value in todo:
+        cls = type(value)
+        if cls is kind:
+            found.append(value)
+        elif cls is dict:
+            todo += value.values()
+        elif issubclass(cls, (list, tuple)):
+            todo += value
+        elif isinstance(value, jax.Array):
+            if isinstance(value, jax.core.Tracer):
+                return False
+            others.append(value)
+        elif cls not in _WITHOUT_ARRAYS:
+            leaves = jax.tree.leaves(value)
+            if len(leaves) != 1 or leaves[0] is not value:
+                todo += leaves
+    if any(map(kind.is_deleted, found)):
+        return False
+    if others:
+        if any(each.is_deleted() for each in others):
+            return False
+        found += others
+    return len({*map(id, found)}) == len(found)
