@@ -16,7 +16,7 @@ slowest part of a comparison of 400 arrays. If the name is gone, each array is d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -47,14 +47,16 @@ def shorten_messages() -> AbstractContextManager[None]:
 
 
 def has_assignable_value(variable: Any) -> bool:
-    """Return whether `put_value` may be called for a Variable of flax.nnx."""
+    """Return whether the value of a Variable of flax.nnx may be changed in its slot."""
     slots = {name for base in type(variable).__mro__ for name in getattr(base, "__slots__", ())}
     return "_raw_value" in slots and not variable.hijax
 
 
-def put_value(variable: object, value: object) -> None:
-    """Give a Variable of flax.nnx a value, where it is known that it may be changed."""
-    object.__setattr__(variable, "_raw_value", value)
+def find_value_slot(variables: Sequence[object]) -> Any:
+    """Return the slot of the values of Variables that all may be read and changed through it, or None."""
+    if not variables or not all(map(has_assignable_value, variables)):
+        return None
+    return next(vars(base)["_raw_value"] for base in type(variables[0]).__mro__ if "_raw_value" in vars(base))
 
 
 def has_sharding(array: object) -> bool:
