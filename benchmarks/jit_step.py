@@ -4,6 +4,7 @@
     python benchmarks/jit_step.py --draw 30 --seed 5  30 others
     python benchmarks/jit_step.py --nnx               modules of flax.nnx that the step changes in place
     python benchmarks/jit_step.py --calls             the microseconds that a call takes before XLA runs
+    python benchmarks/jit_step.py --calls --nnx       the same for modules, beside `jax.jit` after `nnx.split`
 
 "by hand" is `jax.jit` with donation, the `NamedSharding`s of all results, and `jax.device_put` of the batch. "by hand,
 split" is the same for nnx, with `nnx.split` before the first step and no module between steps. `nnx.jit` keeps no
@@ -168,6 +169,63 @@ def measure_steps(methods, x, steps: int) -> dict[str, float]:
     return {method: statistics.median(values) for method, values in times.items()}
 
 
+def make_module_calls(count: int, layout, x):
+    """Return calls that change a module of `count` Variables in place, as functions of nothing."""
+    from flax import nnx
+
+    class Net(nnx.Module):
+        def __init__(self):
+            values = [lm.dtensor.relayout(np.ones(8, np.float32), layout) for _ in range(count)]
+            self.blocks = nnx.List(
+                [
+                    nnx.Dict({f"{n:02}": nnx.Param(values[n]) for n in range(k, min(k + 10, count))})
+                    for k in range(0, count, 10)
+                ]
+            )
+
+    def step(model, x):
+        nnx.update(model, jax.tree.map(lambda each: each + 1, nnx.state(model)))
+        return x.sum()
+
+    def update_state(state, x):
+        model = nnx.merge(graphdef, state)
+        loss = step(model, x)
+        return nnx.state(model), loss
+
+    graphdef, state = nnx.split(Net())
+    plain = jax.jit(
+        update_state, donate_argnums=0, out_shardings=(jax.tree.map(lambda a: a.sharding, state), None)
+    )
+    own, model = lm.jit_step(step, donate_argnums=0, batch_dim="batch"), Net()
+
+    def run_split():
+        nonlocal state
+        state, loss = plain(state, x)
+        return loss
+
+    return {"jax.jit, split": run_split, "jit_step": lambda: own(model, x)}
+
+
+def measure_module_calls(draw: int, seed: int, calls: int) -> None:
+    """Print the CPU microseconds of calls of donating steps of modules in this thread, with a placed batch."""
+    chance, excess = random.Random(seed), []
+    for count in [30, 400, *(chance.randint(10, 600) for _ in range(draw))]:
+        mesh = lm.create_mesh(chance.choice(SIZES["mesh"]))
+        x = lm.dtensor.relayout(np.ones((8, 8), np.float32), lm.Layout(["batch", None], mesh))
+        methods = make_module_calls(count, lm.Layout(["model"], mesh), x)
+        times = {name: [] for name in methods}
+        for _ in range(calls):
+            for name, call in methods.items():
+                seconds, loss = time_call(call, time.thread_time)
+                jax.block_until_ready(loss)
+                times[name].append(1e6 * seconds)
+        medians = {name: statistics.median(values[3:]) for name, values in times.items()}
+        excess.append(medians["jit_step"] - medians["jax.jit, split"])
+        print(f"{count} Variables: " + ", ".join(f"{name} {value:.0f} us" for name, value in medians.items()))
+    print(f"jit_step above: median {statistics.median(excess):.0f} us, worst {max(excess):.0f} us")
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}")
+
+
 def measure_calls(draw: int, seed: int, calls: int) -> None:
     """Print the CPU microseconds of calls of donating steps in this thread, with a placed and with a numpy batch."""
     chance, excess = random.Random(seed), {}
@@ -221,7 +279,7 @@ def main() -> None:
     parser.add_argument("--calls", action="store_true")
     args = parser.parse_args()
     if args.calls:
-        measure_calls(args.draw, args.seed, args.steps)
+        (measure_module_calls if args.nnx else measure_calls)(args.draw, args.seed, args.steps)
         return
     ratios: dict[str, list[float]] = {}
     for sizes in draw_sizes(args.draw, args.seed, SIZES):

@@ -564,7 +564,56 @@ def test_known_calls_are_not_checked_again(layout_map, monkeypatch):
         np.testing.assert_array_equal(results[0], values[0])
         assert results[1] == values[1]
         assert results[0].sharding == call[0].sharding
+    for call, values in zip(
+        calls, expected, strict=True
+    ):  # `jax.jit` itself finds that each is not the one before
+        for arguments in (calls[0], calls[0], call):
+            results = step(*arguments)
+        np.testing.assert_array_equal(results[0], values[0])
+        assert results[0].sharding == call[0].sharding
     assert len(found) == len(calls)
+
+
+def test_a_repeated_call_goes_straight_to_jax(layout_map, monkeypatch):
+    """A call like the one before is not flattened, and each unsafe call after it is refused as a first one is."""
+    layout = lm.Layout(["model", None], layout_map.mesh)
+    weight = lambda: lm.dtensor.relayout(np.ones((8, 8), np.float32), layout)  # noqa: E731
+    x, keys = np.ones((4, 8), np.float32), jax.random.split(jax.random.key(0), 4)
+    keys = jax.device_put(keys, jax.sharding.NamedSharding(weight().sharding.mesh, jax.P("batch")))
+
+    def step(params, x, scale=1.0):
+        noise = jax.random.normal(params["keys"][0], ())
+        params = {**params, "w": [each + 1 for each in params["w"]]}
+        return params, (x @ params["w"][0]).sum() * scale + noise
+
+    compiled = lm.jit_step(step, donate_argnums=0, batch_dim="batch")
+    params = {"w": [weight(), weight()], "keys": keys}
+    params, _ = compiled(params, x)
+    read, flattened = type(compiled._reader.read_values((), {})), []
+    flatten = read.flatten
+    monkeypatch.setattr(read, "flatten", lambda self: flattened.append(self) or flatten(self))
+    for _ in range(3):
+        before, (params, loss) = params, compiled(params, x)
+        assert params["w"][0].sharding == before["w"][0].sharding
+    assert not flattened
+    assert np.asarray(params["w"][1]).tolist() == np.full((8, 8), 5.0).tolist()
+
+    with pytest.raises(lm.LayoutError, match=r"\['w'\]\[0\] was donated"):
+        compiled({**params, "w": before["w"]}, x)
+    with pytest.raises(lm.LayoutError, match="are the same array, which is donated"):
+        compiled({**params, "w": [params["w"][0]] * 2}, x)
+    with pytest.raises(lm.LayoutError, match="take a batch of 2 rows"):
+        compiled(params, x[:3])
+    for change in (jax.clear_caches, lambda: jax.config.update("jax_default_matmul_precision", "float32")):
+        change()
+        for _ in range(2):
+            params, again = compiled(params, x)
+    jax.config.update("jax_default_matmul_precision", None)
+    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("other",))):
+        for _ in range(2):
+            params, again = compiled(params, x)
+    assert float(again) - float(loss) == pytest.approx(6 * 4 * 8 * 8)
+    assert compiled.num_programs == 1
 
 
 def test_equal_numbers_are_not_one_donated_array(layout_map):

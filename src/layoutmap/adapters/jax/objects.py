@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
 
 from layoutmap.adapters.jax.outputs import Input
-from layoutmap.adapters.jax.private import has_assignable_value, put_value
+from layoutmap.adapters.jax.private import find_value_slot
 from layoutmap.adapters.jax.pytrees import format_key
 from layoutmap.core.errors import ScopeError, join_names
 
@@ -72,14 +73,14 @@ class StepObjects:
         self._places = [place for _, place in places]
         self._keys = [tuple(map(format_key, path)) for path, _ in places]
         self._held = find_attribute_arrays(tuple(nodes))
-        self._is_plain = list(map(has_assignable_value, self._places))
+        self._slot = find_value_slot(self._places)
         self._values_tree = jax.tree.structure(self._values())
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
         self._owners = [path[0].key for path in paths]
         self.names = self._group_by_owner(map(_format_leaf_path, paths))
         self.structure = graphdef, jax.tree.structure(state)
         self.token = -1
-        self._seen: list[tuple[Callable[[], object], list[int], list[object]]] = []
+        self._seen: list[tuple[Callable[[], object], list[object]]] = []
         self._record_contents(nodes)
 
     def is_unchanged(self, nodes: Sequence[object]) -> bool:
@@ -87,7 +88,7 @@ class StepObjects:
         return (
             len(nodes) == len(self._nodes)
             and all(node is ref() for node, ref in zip(nodes, self._nodes, strict=True))
-            and all(list(map(id, _list_content(seen()) or ())) == ids for seen, ids, _ in self._seen)
+            and all(_has_content(seen(), content) for seen, content in self._seen)
         )
 
     def get_node(self, number: int) -> object:
@@ -113,17 +114,23 @@ class StepObjects:
             for number, value in changed.items():
                 leaves[number] = value
             values = enumerate(jax.tree.unflatten(self._values_tree, leaves))
+        if self._slot is not None:
+            is_checked = False
+            for number, value in values:
+                if is_checked:
+                    self._slot.__set__(self._places[number], value)
+                else:
+                    # It checks in which trace it is, which the others share.
+                    self._places[number].set_raw_value(value)
+                    is_checked = True
+            return
         held = dict[Any, object]()
-        is_checked = False
         for number, value in values:
             if not is_variable(place := self._places[number]):
                 if place is not value:
                     held[self._keys[number]] = self._places[number] = value
-            elif is_checked and self._is_plain[number]:
-                put_value(place, value)
             else:
                 place.set_raw_value(value)
-                is_checked = True
         if held:
             for each in self._held:
                 each.put(held)
@@ -131,6 +138,8 @@ class StepObjects:
             self._record_contents([node() for node in self._nodes])
 
     def _values(self) -> list[object]:
+        if self._slot is not None:
+            return [*map(self._slot.__get__, self._places)]
         return [place.get_raw_value() if is_variable(place) else place for place in self._places]
 
     def _record_contents(self, nodes: Sequence[object]) -> None:
@@ -145,18 +154,24 @@ class StepObjects:
             if not isinstance(container, tuple):
                 is_node = any(container is node for node in nodes)
                 seen = weakref.ref(container) if is_node else _make_constant(container)
-                self._seen.append((seen, list(map(id, content)), list(content)))
+                self._seen.append((seen, list(content)))
             todo += content
 
     def _clear_contents(self, _: object) -> None:
         self._places, self._seen = [], []
 
 
+def _has_content(container: object, expected: Sequence[object]) -> bool:
+    """Return whether a container has the same objects as before."""
+    content = _list_content(container)
+    return content is not None and len(content) == len(expected) and all(map(is_, content, expected))
+
+
 def _make_constant(value: object) -> Callable[[], object]:
     return lambda: value
 
 
-def _list_content(container: object) -> Iterable[object] | None:
+def _list_content(container: object) -> Collection[object] | None:
     """Return the values in a container, or None for a value that is no container."""
     if isinstance(container, dict):
         return container.values()

@@ -16,15 +16,18 @@ slowest part of a comparison of 400 arrays. If the name is gone, each array is d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.core
+import numpy as np
 
 from layoutmap.engines.patches import Attribute, Patches
 
 _NAME = "_origin_msg"
+_WITHOUT_ARRAYS = {type(None), bool, int, float, complex, np.ndarray}
 
 
 def _make_patches() -> Patches:
@@ -44,14 +47,16 @@ def shorten_messages() -> AbstractContextManager[None]:
 
 
 def has_assignable_value(variable: Any) -> bool:
-    """Return whether `put_value` may be called for a Variable of flax.nnx."""
+    """Return whether the value of a Variable of flax.nnx may be changed in its slot."""
     slots = {name for base in type(variable).__mro__ for name in getattr(base, "__slots__", ())}
     return "_raw_value" in slots and not variable.hijax
 
 
-def put_value(variable: object, value: object) -> None:
-    """Give a Variable of flax.nnx a value, where it is known that it may be changed."""
-    object.__setattr__(variable, "_raw_value", value)
+def find_value_slot(variables: Sequence[object]) -> Any:
+    """Return the slot of the values of Variables that all may be read and changed through it, or None."""
+    if not variables or not all(map(has_assignable_value, variables)):
+        return None
+    return next(vars(base)["_raw_value"] for base in type(variables[0]).__mro__ if "_raw_value" in vars(base))
 
 
 def has_sharding(array: object) -> bool:
@@ -75,3 +80,41 @@ def are_same_arrays(arrays: Iterable[Any], avals: list[Any], shardings: list[Any
     except AttributeError:  # not an array of JAX
         return False
     return True
+
+
+def are_distinct_arrays(values: Iterable[Any], kind: type[jax.Array]) -> bool:
+    """Return whether no array in a tree is traced or deleted, and none is there twice.
+
+    Dicts, lists, and tuples are looked through without `jax.tree`, which takes longer than a small step may.
+
+    Args:
+        values: The tree.
+        kind: The class of most arrays.
+    """
+    # A call of `list[Any]` takes longer than a small step may.
+    found: list[jax.Array] = []
+    others: list[jax.Array] = []
+    todo = [*values]
+    for value in todo:
+        cls = type(value)
+        if cls is kind:
+            found.append(value)
+        elif cls is dict:
+            todo += value.values()
+        elif issubclass(cls, (list, tuple)):
+            todo += value
+        elif isinstance(value, jax.Array):
+            if isinstance(value, jax.core.Tracer):
+                return False
+            others.append(value)
+        elif cls not in _WITHOUT_ARRAYS:
+            leaves = jax.tree.leaves(value)
+            if len(leaves) != 1 or leaves[0] is not value:
+                todo += leaves
+    if any(map(kind.is_deleted, found)):
+        return False
+    if others:
+        if any(each.is_deleted() for each in others):
+            return False
+        found += others
+    return len({*map(id, found)}) == len(found)

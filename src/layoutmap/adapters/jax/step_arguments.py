@@ -186,13 +186,33 @@ class Variant(NamedTuple):
         return f"{'args' if isinstance(key, int) else 'kwargs'}[{key!r}]{jax.tree_util.keystr(path[1:])}"
 
 
-class GivenArguments(NamedTuple):
-    """Arguments of one call as they are read before each step."""
+Head = tuple[tuple[Key, ...], Constants, tuple[int, ...], int]
+"""The first fields of a `Variant`."""
 
-    head: tuple[tuple[Key, ...], Constants, tuple[int, ...], int]  # the first fields of a `Variant`
+
+class ReadArguments(NamedTuple):
+    """Arguments of one call as they are read before each step: static ones are None, nnx objects lists of arrays."""
+
+    head: Head
+    values: Sequence[Any]
+    objects: StepObjects | None
+
+    def flatten(self) -> GivenArguments:
+        """Return the same with the leaves of the arguments."""
+        leaves, tree = jax.tree_util.tree_flatten([*self.values])
+        _, static, nodes, _ = self.head
+        types = None if static or nodes else [*map(type, self.values)]
+        return GivenArguments(self.head, tree, leaves, self.objects, types)
+
+
+class GivenArguments(NamedTuple):
+    """Arguments of one call and their leaves."""
+
+    head: Head
     tree: Tree
     leaves: list[Any]
     objects: StepObjects | None
+    types: list[type] | None  # of the arguments, if they are neither static nor nnx objects
 
 
 @dataclass(slots=True, eq=False)
@@ -231,6 +251,10 @@ class ArgumentReader:
 
     def read(self, args: Sequence[object], kwargs: Mapping[str, object]) -> GivenArguments:
         """Return the leaves of a call's arguments, and the structure of all arguments."""
+        return self.read_values(args, kwargs).flatten()
+
+    def read_values(self, args: Sequence[object], kwargs: Mapping[str, object]) -> ReadArguments:
+        """Return a call's arguments."""
         keys: tuple[Key, ...] = (*range(len(args)), *sorted(kwargs))
         values = [*args, *(kwargs[name] for name in sorted(kwargs))]
         static: Constants = ()
@@ -247,8 +271,7 @@ class ArgumentReader:
             objects, arrays = self._read_objects([values[n] for n in nodes])
             for n, each in zip(nodes, arrays, strict=True):
                 values[n] = each
-        leaves, tree = jax.tree_util.tree_flatten(values)
-        return GivenArguments((keys, static, nodes, objects.token if objects else -1), tree, leaves, objects)
+        return ReadArguments((keys, static, nodes, objects.token if objects else -1), values, objects)
 
     def _read_objects(self, nodes: Sequence[object]) -> tuple[StepObjects, list[list[object]]]:
         """Return objects of nnx that were looked through, and their arrays."""

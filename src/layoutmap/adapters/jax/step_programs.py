@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,21 +65,47 @@ Signature = tuple[Variant, tuple[jax.core.ShapedArray, ...], tuple[Any, ...], fr
 """Facts for which a step is compiled: all but arrays, types and shardings of arrays, and those that JAX places."""
 
 _SMALL = 1024  # arrays with more elements outside the mesh may be batches
+_MAY_TRACE = ContextVar("_MAY_TRACE", default=False)
+
+
+class UnknownCallError(Exception):
+    """Call of a program for which JAX would trace its step again."""
+
+
+@contextmanager
+def allow_traces() -> Iterator[None]:
+    """Let JAX trace programs, without the mesh of `jax.set_mesh`."""
+    token = _MAY_TRACE.set(True)
+    try:
+        with leave_ambient_mesh():
+            yield
+    finally:
+        _MAY_TRACE.reset(token)
 
 
 @dataclass(slots=True, eq=False)
-# `jax.jit` takes shardings and donation per leaf, so a step is compiled as a function of leaves (decisions/0186).
+# `jax.jit` flattens trees faster than Python does, and it refuses constants and padded arrays (decisions/0285).
 class Program:
-    """Step that is compiled for certain shapes and layouts, as a function of its arguments' leaves."""
+    """Step that is compiled for certain shapes and layouts, as a function of its arguments or of their leaves."""
 
     shardings: Sequence[NamedSharding]  # sharding of each leaf
     donated: Sequence[bool]
     of_objects: Sequence[int]  # numbers of leaves that are arrays of nnx objects
-    compiled: Any = None  # returns the result leaves and the new arrays of nnx objects
-    result_shardings: tuple[Sequence[object], object] = ((), None)
+    values_tree: Tree  # tree of the arguments, or None if the program takes their leaves
+    has_result_tree: bool = False
+    compiled: Any = None  # returns the results, or their leaves, and the new arrays of nnx objects
+    result_shardings: tuple[Tree, object] = ((), None)
     logical_results: tuple[dict[int, Shape], dict[int, Shape]] = field(default_factory=lambda: ({}, {}))
     tree: Tree = None  # tree of the results, set by tracing
     constants: dict[int, object] = field(default_factory=dict[int, object])  # results that are not arrays
+
+    def pack_leaves(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Return the positional arguments of the program for the leaves of a step's arguments."""
+        return leaves if self.values_tree is None else self.values_tree.unflatten(leaves)
+
+    def fill_results(self, out: Tree, constants: Mapping[int, object]) -> object:
+        """Return the results of the step from those of the program."""
+        return out if self.has_result_tree else fill(self.tree, constants, out)
 
 
 # Checks take longer than a small step, so a call is compared with earlier ones (decisions/0270).
@@ -92,7 +120,7 @@ class KnownCall:
     """
 
     def __init__(self, given: GivenArguments, call: Call, program: Program, places: Mapping[int, bool]):
-        self._head, self._tree = given.head, given.tree
+        self.head, self.types, self._tree = given.head, given.types, given.tree
         self._constants = {n for n, *_ in call.variant.constants}
         self._others = [
             (n, _describe_leaf(leaf, n in self._constants))
@@ -102,10 +130,14 @@ class KnownCall:
         arrays = [leaf for leaf in given.leaves if has_sharding(leaf)]
         self._avals, self._shardings = [each.aval for each in arrays], [each.sharding for each in arrays]
         self.variant, self.program, self.places = call.variant, program, places
+        self.kind: type[jax.Array] = type(arrays[0]) if arrays else jax.Array
+        # Under the mesh of `jax.set_mesh` JAX would trace the step again.
+        has_mesh = not jax.sharding.get_abstract_mesh().empty
+        self.is_direct = program.values_tree is not None and not places and bool(arrays) and not has_mesh
 
     def match(self, given: GivenArguments) -> tuple[list[Any], bool] | None:
         """Return the arrays of a call, and whether one of them is passed twice, or None for a call that differs."""
-        if given.head != self._head or given.tree != self._tree:
+        if given.head != self.head or given.tree != self._tree:
             return None
         leaves = arrays = given.leaves
         others = []
@@ -134,6 +166,15 @@ def _describe_leaf(leaf: Any, is_constant: bool) -> object:
     names = "shape", "dtype", "aval", "sharding"
     value = unwrap(leaf)
     return type(leaf), getattr(leaf, "shape", None), *(getattr(value, name, None) for name in names)
+
+
+def _can_hold_any(tree: Tree) -> bool:
+    """Return whether a tree can be made of shardings, which classes that check their fields refuse."""
+    try:
+        tree.unflatten([object()] * tree.num_leaves)
+    except Exception:
+        return False
+    return True
 
 
 def _is_on_mesh(sharding: Any, native: jax.sharding.Mesh) -> bool:
@@ -204,13 +245,15 @@ class Programs:
                 s.shape and (off_mesh.get(n) or (n in off_mesh and s.size > _SMALL))
                 for n, s in enumerate(shapes)
             ):
-                self._warn_of_idle_dims(mesh, shardings, program.compiled, shapes)
+                self._warn_of_idle_dims(mesh, shardings, program, shapes)
             if native.is_multi_process:
                 # On CPUs, a running step and a gather could deadlock.
                 jax.block_until_ready(call.leaves)
                 gather = functools.partial(get_engine("jax").all_gather, mesh=mesh)
-                with leave_ambient_mesh():
-                    lowered = hash_lowered(self._options.name, program.compiled.lower(*shapes))
+                with allow_traces():
+                    lowered = hash_lowered(
+                        self._options.name, program.compiled.lower(*program.pack_leaves(shapes))
+                    )
                 check_program(self._options.name, [*list_versions("jax", "jaxlib"), lowered], gather)
             self.by_signature[signature] = program
         return self.by_signature[signature], places
@@ -228,11 +271,17 @@ class Programs:
         options, variant = self._options, call.variant
         structure = call.objects.structure if call.objects is not None else None
         of_objects = [n for n, owner in enumerate(owners) if owner in variant.nodes]
-        program = Program(shardings, [each.is_donated for each in inputs], of_objects)
+        has_tree = not (variant.constants or variant.padded or options.layout_map) and _can_hold_any(
+            variant.tree
+        )
+        values_tree = variant.tree if has_tree else None
+        program = Program(shardings, [each.is_donated for each in inputs], of_objects, values_tree)
 
-        def run_on_leaves(*stored: Any) -> tuple[list[Any], dict[int, object]]:
+        def run_on_leaves(*stored: Any) -> tuple[Tree, dict[int, object]]:
+            if not _MAY_TRACE.get():
+                raise UnknownCallError
             # JAX mixes no memories in an operation, and the shardings of the results return each (decisions/0264).
-            leaves = [set_memory(each, "device") for each in stored]
+            leaves = [set_memory(each, "device") for each in jax.tree.leaves(stored)]
             values, before = variant.fill_tree(leaves), [leaves[n] for n in of_objects]
             opened = open_objects(structure, before) if variant.nodes else ()
             for n, value in (
@@ -247,30 +296,34 @@ class Programs:
             _check_results(options.name, out)
             found, program.tree = jax.tree.flatten(out)
             program.constants = find_constants(program.tree, dict(enumerate(found)))
+            program.has_result_tree = has_tree and not program.constants and _can_hold_any(program.tree)
             arrays = [leaf for n, leaf in enumerate(found) if n not in program.constants]
             changed_from = [inputs[n] for n in of_objects]
-            return arrays, find_changed_arrays(
+            return out if program.has_result_tree else arrays, find_changed_arrays(
                 structure, opened, before, changed_from
             ) if variant.nodes else {}
 
         run_on_leaves.__name__ = run_on_leaves.__qualname__ = self._options.name
-        donate = [n for n, each in enumerate(inputs) if each.is_donated]
+        donate = [n for n, key in enumerate(variant.keys) if key in options.donate]
+        if not has_tree:
+            donate = [n for n, each in enumerate(inputs) if each.is_donated]
         padded = dict(variant.padded)
         logical = [
             jax.ShapeDtypeStruct(padded[n], each.dtype) if n in padded else each
             for n, each in enumerate(shapes)
         ]
         # JAX reuses this trace for compiling.
-        with leave_ambient_mesh():
-            traced = jax.jit(run_on_leaves, donate_argnums=donate).trace(*logical)
+        with allow_traces():
+            traced = jax.jit(run_on_leaves, donate_argnums=donate).trace(*program.pack_leaves(logical))
         self._warn_of_splits(traced.jaxpr.jaxpr, inputs, shardings)
-        arrays, changed = traced.out_info
+        out, changed = traced.out_info
+        arrays = jax.tree.leaves(out)
         results = fill(program.tree, dict.fromkeys(program.constants), arrays)
         chosen = choose_shardings(results, traced.jaxpr.jaxpr, inputs, self._list_arguments(variant))
         if options.layout_map is not None:
             self._choose_by_rules(options.layout_map, results, chosen, native)
         kept = {n: shardings[of_objects[n]] for n in changed}
-        program.result_shardings = chosen, kept
+        program.result_shardings = program.tree.unflatten(chosen) if program.has_result_tree else chosen, kept
         of_results, of_changed = dict(enumerate(arrays)), dict(changed)
         padded_results = (
             _find_padded(of_results, dict(enumerate(chosen))),
@@ -282,7 +335,7 @@ class Programs:
         )
 
         # XLA partitions arrays of any shape, but JAX passes only even shards to a program and back (decisions/0230).
-        def run_padded(*stored: Any) -> tuple[list[Any], dict[int, object]]:
+        def run_padded(*stored: Any) -> tuple[Tree, dict[int, object]]:
             leaves = (unpad(each, padded[n]) if n in padded else each for n, each in enumerate(stored))
             results = run_on_leaves(*leaves)
             for made, shapes in zip(results, padded_results, strict=True):
@@ -293,7 +346,7 @@ class Programs:
         run_padded.__name__ = run_padded.__qualname__ = self._options.name
         program.compiled = jax.jit(
             run_padded if padded else run_on_leaves,
-            in_shardings=tuple(shardings),
+            in_shardings=tuple(program.pack_leaves(shardings)),
             out_shardings=program.result_shardings,
             donate_argnums=donate,
         )
@@ -454,7 +507,7 @@ class Programs:
         self,
         mesh: Mesh,
         shardings: Sequence[NamedSharding],
-        compiled: jax.stages.Wrapped,
+        program: Program,
         shapes: Sequence[jax.ShapeDtypeStruct],
     ) -> None:
         """Warn at the first step about mesh dims that shard no argument, and that the function itself does not use."""
@@ -465,8 +518,8 @@ class Programs:
         used.update(list_batch_dims(self._options.batch_dim))
         idle = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name not in used]
         if idle:  # lower only if a dim may be idle, because it takes time
-            with leave_ambient_mesh():
-                lines = compiled.lower(*shapes).as_text().splitlines()
+            with allow_traces():
+                lines = program.compiled.lower(*program.pack_leaves(shapes)).as_text().splitlines()
             # Shardy names each used dim. GSPMD numbers devices, so usage is unknown.
             uses = [line for line in lines if "sdy." in line and "sdy.mesh @" not in line]
             idle = [dim for dim in idle if uses and not any(f'"{dim}"' in line for line in uses)]

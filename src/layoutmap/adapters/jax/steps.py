@@ -11,12 +11,12 @@ from typing import Any, overload
 import jax
 import numpy as np
 
+from layoutmap.adapters.jax.private import are_distinct_arrays
 from layoutmap.adapters.jax.step_arguments import (
     ArgumentReader,
     Call,
     GivenArguments,
     StepOptions,
-    fill,
     find_variant,
 )
 from layoutmap.adapters.jax.step_changes import ProgramKey, describe_change
@@ -25,13 +25,14 @@ from layoutmap.adapters.jax.step_programs import (
     KnownCall,
     Programs,
     Signature,
+    UnknownCallError,
+    allow_traces,
     describe_shape,
     place_leaf,
 )
 from layoutmap.adapters.protocol import RuleLookup
 from layoutmap.core.specs import BatchDim
 from layoutmap.engines import get_engine
-from layoutmap.engines.jax.ambient import leave_ambient_mesh
 from layoutmap.engines.jax.padded import PaddedArray
 
 _MAX_KNOWN = 8  # calls that a step compares with, before it checks the arguments
@@ -152,18 +153,40 @@ class JitStep:
         self._reader = ArgumentReader(self._options.static)
         self._programs = Programs(self._options)
         self._known: list[KnownCall] = []  # the latest first
+        self._direct: KnownCall | None = (
+            None  # the latest, if `jax.jit` itself finds a call that differs from it
+        )
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the step, and compile it first for arguments with new shapes or layouts."""
-        given = self._reader.read(args, kwargs)
+        direct, read = self._direct, None
+        if direct is not None:
+            values = args
+            # Without static arguments, objects, and names, the arguments are what the program takes.
+            if kwargs or direct.types != [*map(type, args)]:
+                read = self._reader.read_values(args, kwargs)
+                values = read.values if read.head == direct.head else None
+            if values is not None and are_distinct_arrays(values, direct.kind):
+                try:
+                    out, changed = direct.program.compiled(*values)
+                except (UnknownCallError, ValueError):  # no Python code of the step has run
+                    pass
+                else:
+                    if read is not None and read.objects is not None:
+                        read.objects.write(changed)
+                    return direct.program.fill_results(out, direct.program.constants)
+        given = (read or self._reader.read_values(args, kwargs)).flatten()
         for known in self._known:
             found = known.match(given)
             if found is not None:
+                # A call that JAX does not know takes longer there, so calls in turns are compared here.
+                self._direct = known if known.is_direct and known is self._known[0] else None
                 if known is not self._known[0]:
                     self._known = [known, *(each for each in self._known if each is not known)]
                 return self._run(known, given, *found)
         call = find_variant(given)
         known = KnownCall(given, call, *self._programs.find(call, ARRAYS))
+        self._direct = known if known.is_direct and not self._known else None
         self._known = [known, *self._known[: _MAX_KNOWN - 1]]
         return self._run(known, given, call.leaves, True)
 
@@ -185,12 +208,13 @@ class JitStep:
         program, _ = self._programs.find(call, (*ARRAYS, jax.ShapeDtypeStruct))
         variant = call.variant
 
-        def fill_results(leaves: Sequence[object], changed: object) -> object:
-            out = fill(program.tree, dict.fromkeys(program.constants), leaves)
+        def fill_results(out: object, changed: object) -> object:
+            out = program.fill_results(out, dict.fromkeys(program.constants))
             return (out, changed) if variant.nodes else out
 
         def run_with_tree(*args: object, **kwargs: object) -> object:
-            return fill_results(*program.compiled.__wrapped__(*jax.tree.leaves((args, kwargs))))
+            leaves = program.pack_leaves(jax.tree.leaves((args, kwargs)))
+            return fill_results(*program.compiled.__wrapped__(*leaves))
 
         run_with_tree.__name__ = run_with_tree.__qualname__ = self._options.name
         shapes = map(describe_shape, call.leaves, program.shardings)
@@ -204,7 +228,7 @@ class JitStep:
             donate_argnums=[n for n, key in enumerate(positions) if key in self._options.donate],
             donate_argnames=[key for key in named if key in self._options.donate],
         )
-        with leave_ambient_mesh():
+        with allow_traces():
             return compiled.lower(*(value for _, value in given[: len(positions)]), **named)
 
     def explain(self, *args: object, **kwargs: object) -> Any:
@@ -230,9 +254,12 @@ class JitStep:
         program, _ = self._programs.find(call, (*ARRAYS, jax.ShapeDtypeStruct))
         names, _ = call.list_names()
         mesh, _ = self._programs.find_mesh(names, call.leaves)
-        with leave_ambient_mesh():
-            traced = program.compiled.trace(*map(describe_shape, call.leaves, program.shardings))
+        with allow_traces():
+            shapes = [*map(describe_shape, call.leaves, program.shardings)]
+            traced = program.compiled.trace(*program.pack_leaves(shapes))
         names = list(map(self._options.format_argument, names))
+        leaves = tuple(program.pack_leaves(range(len(names))))
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(leaves)[0]]
         engine = get_engine("jax")
         batches = {
             name for name, leaf in zip(names, call.leaves, strict=True) if engine.get_layout(leaf) is None
@@ -241,7 +268,7 @@ class JitStep:
         changes = [describe_change(before, after) for before, after in pairwise(keys)]
         # `cost` is a higher package with one entry point.
         return import_module("layoutmap.cost.entry").explain_step(
-            self._options.name, traced, names, list(map(np.shape, call.leaves)), batches, mesh, changes
+            self._options.name, traced, names, paths, list(map(np.shape, call.leaves)), batches, mesh, changes
         )
 
     def _describe_program(self, signature: Signature) -> ProgramKey:
@@ -263,11 +290,11 @@ class JitStep:
                 objects.write({at: leaves[n] for at, n in enumerate(program.of_objects) if n in known.places})
         if has_equal:
             self._options.check_leaves(Call(known.variant, leaves, objects), leaves, program.donated)
-        with leave_ambient_mesh():
-            results = out, changed = program.compiled(*leaves)
+        with allow_traces():
+            results = out, changed = program.compiled(*program.pack_leaves(leaves))
         for made, shapes in zip(results, program.logical_results, strict=True):
             for n, shape in shapes.items():
                 made[n] = PaddedArray(made[n], shape)
         if objects is not None:
             objects.write(changed)
-        return fill(program.tree, program.constants, out)
+        return program.fill_results(out, program.constants)

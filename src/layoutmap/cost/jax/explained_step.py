@@ -169,6 +169,7 @@ def explain_step(
     name: str,
     traced: Any,
     names: Sequence[str],
+    paths: Sequence[str],
     shapes: Sequence[tuple[int, ...]],
     batches: Set[str],
     mesh: Mesh,
@@ -180,6 +181,7 @@ def explain_step(
         name: Name of the step.
         traced: Step as `jax.jit(..).trace` returns it.
         names: Name of each argument.
+        paths: Path of each argument in those of the traced function, as `[0]['kernel']`.
         shapes: Global shape of each argument.
         batches: Names of the arguments without a layout of their own, which cause no reduction.
         mesh: Mesh of the arguments.
@@ -188,7 +190,7 @@ def explain_step(
     compiled = traced.lower().compile()
     text: str = compiled.as_text()
     block, find_line = parse_step(text, mesh), _LineFinder(text)
-    kept = _list_kept_arguments(text)
+    kept = _list_kept_arguments(text, paths)
     found = [names[n] if n is not None else "" for n in kept]
     full = {names[n]: shapes[n] for n in kept if n is not None}
     causes = CauseFinder(block, found, batches=batches, is_marked=False)
@@ -234,14 +236,16 @@ def _multiply_calls(one: ExplainedCollective, calls: int) -> ExplainedCollective
     )
 
 
-def _list_kept_arguments(text: str) -> list[int | None]:
+def _list_kept_arguments(text: str, paths: Sequence[str]) -> list[int | None]:
     """Return the number of each parameter among the step's arguments, because JAX drops unused ones."""
-    entry = text[text.index("\nENTRY ") :]
+    entry, numbers = text[text.index("\nENTRY ") :], {path: n for n, path in enumerate(paths)}
     found: dict[int, int | None] = {}
     for line in entry.splitlines():
         if parameter := re.search(r" parameter\((\d+)\)", line):
-            name = re.search(r'op_name="\w+\[(\d+)\]', line)
-            found[int(parameter[1])] = int(name[1]) if name else None
+            name = re.search(r'op_name="\w+(\[(?:[^"\\]|\\.)*)"', line)
+            # The text has quotes and bytes of other letters behind a backslash.
+            path = name and name[1].encode().decode("unicode_escape").encode("latin-1").decode()
+            found[int(parameter[1])] = numbers.get(path or "")
     return [found[number] for number in sorted(found)]
 
 
