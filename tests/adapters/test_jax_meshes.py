@@ -347,13 +347,45 @@ def read_columns(params, x):
     return jnp.take_along_axis(jax.reshard(x @ params["up"], P()), jnp.argsort(x)[:, :1], -1)
 
 
+def constrain_over_explicit_dims(params, x):
+    return jax.lax.with_sharding_constraint(x @ params["up"], P("model", "batch"))
+
+
+def map_over_other_dims(params, x):
+    y = jax.reshard(x, P(None, "model"))
+    return jax.vmap(lambda a, b: (a * b)[None], (1, 1), 1)(x, y) @ params["up"]
+
+
+def slice_a_sharded_axis(params, x):
+    return jax.lax.map(lambda row: row[2:5], jax.reshard(x, P(None, "model")))
+
+
 @pytest.mark.parametrize(
-    ("forward", "line"),
-    [(scan_with_another_carry, __file__), (read_columns, "the gradient of take_along_axis")],
+    ("axis_types", "forward", "line", "why", "fix"),
+    [
+        ("explicit", scan_with_another_carry, __file__, "@batch", "jax.sharding.reshard(x, jax.P(..))"),
+        ("explicit", read_columns, "the gradient of take_along_axis", "@batch", "out_sharding="),
+        (
+            {"model": "explicit"},
+            constrain_over_explicit_dims,
+            __file__,
+            "can only refer to Auto axes",
+            "write jax.sharding.reshard(x, jax.P('model', None))",
+        ),
+        (
+            "explicit",
+            constrain_over_explicit_dims,
+            __file__,
+            "acts as an assert",
+            "write jax.sharding.reshard(x, jax.P('model', 'batch'))",
+        ),
+        ("explicit", map_over_other_dims, __file__, "axis specs", "reshard(x, jax.P(..))"),
+        ("explicit", slice_a_sharded_axis, __file__, "16@model", "reshard(x, jax.P(..))"),
+    ],
 )
-def test_refusals_of_loops_and_gradients_are_problems(forward, line):
+def test_refusals_of_other_errors_are_problems(axis_types, forward, line, why, fix):
     """JAX raises no error of its own type for these."""
-    layout_map = lm.LayoutMap(lm.create_mesh(MESH, axis_types="explicit"), rest="replicated")
+    layout_map = lm.LayoutMap(lm.create_mesh(MESH, axis_types=axis_types), rest="replicated")
 
     def make():
         return train_with(
@@ -363,5 +395,6 @@ def test_refusals_of_loops_and_gradients_are_problems(forward, line):
     plan = lm.plan(make, layout_map, on="h100:8", inputs=(X, TARGET), batch_dim="batch", library="jax")
     (problem,) = plan.errors
     assert "out_sharding" == problem.kind
-    assert "@batch" in problem.why
+    assert why in problem.why
     assert line in dict(problem.facts)["line"]
+    assert fix in problem.fix

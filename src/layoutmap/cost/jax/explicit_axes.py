@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from layoutmap.core.errors import ShardingRefusedError
 
@@ -23,17 +23,22 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 _SHARDED_TYPE = re.compile(r"\w+\[[^\]]*@")
 """An array's type in JAX's messages, if it has explicit axes: `float32[16@batch,8]`."""
+_EXPLICIT_WORDS = re.compile(
+    r"\bExplicit\b|\b(Auto|Explicit) axes\b|\baxis specs\b|\breshard\b|\bout_sharding\b"
+)
+"""Words that JAX's messages contain only under explicit axes."""
 
 
 def is_refused_sharding(error: Exception) -> bool:
     """Return whether JAX has refused an operation for the shardings of its operands.
 
-    Loops and branches raise a `TypeError` for carries and results, and gradients of gathers a `ValueError`.
+    Loops and branches raise a `TypeError` for carries and results, gradients of gathers, constraints, and `vmap` a
+    `ValueError`, and constraints of arrays on explicit axes alone an `AssertionError`.
     """
-    is_private = type(error).__name__ in ("ShardingTypeError", "DuplicateSpecError")
-    return is_private or (
-        isinstance(error, (TypeError, ValueError)) and bool(_SHARDED_TYPE.search(str(error)))
-    )
+    if type(error).__name__ in ("ShardingTypeError", "DuplicateSpecError"):
+        return True
+    is_standard = isinstance(error, (TypeError, ValueError, AssertionError, NotImplementedError))
+    return is_standard and any(p.search(str(error)) for p in (_SHARDED_TYPE, _EXPLICIT_WORDS))
 
 
 @contextmanager
@@ -55,17 +60,36 @@ def _make_error(name: str, error: Exception) -> ShardingRefusedError:
     line = _find_user_line(error)
     operands, spec = _read_operands(error)
     facts = {"line": line} | ({"operands": operands} if operands else {})
-    out = (
-        f"out_sharding=jax.{spec}"
-        if spec
-        else "out_sharding=jax.P(..), one entry for each axis of its result"
-    )
     return ShardingRefusedError(
         f"{name}: JAX cannot tell the sharding of an operation's result",
         facts=facts,
         why=_shorten_reason(str(error)),
-        fix=f"pass {out}, or reshard an operand first: jax.sharding.reshard(x, jax.P(..)); then plan again",
+        fix=_write_fix(error, spec),
     )
+
+
+def _write_fix(error: Exception, spec: PartitionSpec | None) -> str:
+    """Return the call to write. A constraint becomes a reshard, and `vmap` takes no `out_sharding`."""
+    if constrained := _find_constrained_spec(error):
+        return f"write jax.sharding.reshard(x, jax.{constrained}) instead of the constraint, then plan again"
+    reshard = "jax.sharding.reshard(x, jax.P(..)); then plan again"
+    if "axis specs" in str(error):
+        return f"shard the mapped axes alike: {reshard}"
+    out = f"jax.{spec}" if spec else "jax.P(..), one entry for each axis of its result"
+    return f"pass out_sharding={out}, or reshard an operand first: {reshard}"
+
+
+def _find_constrained_spec(error: Exception) -> PartitionSpec | None:
+    """Return the explicit dims of the spec that `with_sharding_constraint` has refused, or `None`."""
+    if "with_sharding_constraint" not in str(error):
+        return None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            if isinstance(value, NamedSharding):
+                axis_types = dict(zip(value.mesh.axis_names, value.mesh.axis_types, strict=True))
+                auto = [dim for dim, kind in axis_types.items() if kind is not AxisType.Explicit]
+                return _make_spec(value.spec, auto)
+    return None
 
 
 def _shorten_reason(text: str) -> str:
@@ -130,9 +154,9 @@ def _find_product_spec(lhs: Any, rhs: Any, dimension_numbers: Any) -> PartitionS
     return _make_spec(specs)
 
 
-def _make_spec(specs: Iterable[Any]) -> PartitionSpec:
-    """Return a spec of entries, each without the mesh dims of those before it."""
-    used: set[str] = set()
+def _make_spec(specs: Iterable[Any], left_out: Iterable[str] = ()) -> PartitionSpec:
+    """Return a spec of entries, each without the mesh dims of those before it and without those left out."""
+    used = set(left_out)
     out: list[Any] = []
     for spec in specs:
         dims = () if spec is None else (spec,) if isinstance(spec, str) else tuple(spec)

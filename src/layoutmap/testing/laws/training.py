@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from layoutmap.core.errors import EngineError
+from layoutmap.core.errors import EngineError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
@@ -157,9 +157,16 @@ def compare_explicit_axes(trial: Trial) -> Iterator[str]:
         if not explicit_axes.is_refused_sharding(error):
             raise
         options: Any = {"on": f"h100:{case.devices.number}", "batch_dim": case.map.batch_dim, "verify": False}
-        found = plan(
-            other.case.make_model, other.case.layout_map, inputs=case.batch, library=case.library, **options
-        )
+        try:
+            found = plan(
+                other.case.make_model,
+                other.case.layout_map,
+                inputs=case.batch,
+                library=case.library,
+                **options,
+            )
+        except ScopeError as refused:
+            raise NotApplicable(f"the plan cannot trace its step: {refused.what}") from None
         if "out_sharding" not in {problem.kind for problem in found.problems}:
             yield f"the plan does not find what JAX refuses: {error}"
         return

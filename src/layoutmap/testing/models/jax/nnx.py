@@ -176,7 +176,8 @@ def _draw_norm(choices: Choices, shape: Shape) -> LayerCode:
         f"GroupNorm({width}, {choices.pick(*find_divisors(width))}",
     )
     norm = choices.pick(*norms, *[f"InstanceNorm({width}"] * (len(shape) > 1))
-    return "{h}({x})", f"nnx.{norm}, rngs=rngs)", shape
+    # A variance of two features can be far below the usual epsilon, which multiplies their rounding by 1000.
+    return "{h}({x})", f"nnx.{norm}, epsilon=1e-3, rngs=rngs)", shape
 
 
 def _draw_attention(choices: Choices, shape: Shape) -> LayerCode:

@@ -144,8 +144,9 @@ def _draw_linen_dense(choices: Choices, shape: Shape) -> LayerCode:
 
 
 def _draw_linen_norm(choices: Choices, shape: Shape) -> LayerCode:
-    groups = f"GroupNorm({choices.pick(*find_divisors(shape[-1]))})"
-    return _write_linen(choices.pick("LayerNorm()", "RMSNorm()", groups), shape, shape)
+    groups = f"GroupNorm({choices.pick(*find_divisors(shape[-1]))}, epsilon=1e-3)"
+    norm = choices.pick("LayerNorm(epsilon=1e-3)", "RMSNorm(epsilon=1e-3)", groups)
+    return _write_linen(norm, shape, shape)
 
 
 def _draw_linen_convolution(choices: Choices, shape: Shape) -> LayerCode:
