@@ -5,7 +5,6 @@ import os
 import sys
 from pathlib import Path
 
-import accelerate
 import hugging_face_training_process
 import peft
 import pytest
@@ -77,11 +76,6 @@ def use_tools(folder):
     with pytest.raises(ScopeError, match="DistributedDataParallel: LlamaForCausalLM is in layouts"):
         torch.nn.parallel.DistributedDataParallel(model)
     assert 6 == len(train(model))
-    own = lm.LayoutMap("batch=2", {}, rest="replicated").build(
-        lambda: torch.nn.Linear(2, 2), library="torch", batch_dim="batch", rows="own"
-    )
-    with pytest.raises(ScopeError, match="Linear: Trainer and accelerate cannot train with rows="):
-        accelerate.Accelerator(cpu=True).prepare(own)
     small, _ = load(folder / "small")
     train(small)  # adapters may come late
     torch.manual_seed(dist.get_rank())

@@ -5,6 +5,7 @@ import os
 import warnings
 
 import accelerate
+import numpy as np
 import peft
 import torch
 import transformers
@@ -44,37 +45,64 @@ class Net(torch.nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
-def make_model(make):
+def make_model(make, rows="global"):
     torch.manual_seed(0)
     if PROCESSES == 1:
         return make()
-    layout_map = lm.LayoutMap(f"batch={PROCESSES}", RULES, rest="replicated")
-    return layout_map.build(make, library="torch", batch_dim="batch")
+    mesh = f"batch={PROCESSES}" if rows == "global" else f"batch=2,model={PROCESSES // 2}"
+    layout_map = lm.LayoutMap(mesh, RULES, rest="replicated")
+    return layout_map.build(make, library="torch", batch_dim="batch", rows=rows)
 
 
-def train_by_trainer(folder, make=make_llama, resume=None, lora=False, **options):
-    model = make_model(make)
+def count_rows(number, rows):
+    """The rows of a batch in a process, of a number in all of them."""
+    return number // 2 if rows == "own" and PROCESSES > 1 else number
+
+
+def find_right(predictions):
+    """The part of the labels that is predicted, and a sum that depends on the order of the rows."""
+    logits, labels = predictions
+    is_right = (logits.argmax(-1) == labels)[labels != -100]
+    return {
+        "right": is_right.mean(),
+        "order": (labels * np.arange(1, 1 + labels.size).reshape(labels.shape)).sum(),
+    }
+
+
+def train_by_trainer(folder, make=make_llama, resume=None, lora=False, rows="global", **options):
+    model = make_model(make, rows)
     if lora:
         model = add_lora(model)
-    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
+    settings = {"gradient_accumulation_steps": 2, "num_train_epochs": 2}
+    settings |= {"per_device_train_batch_size": count_rows(4, rows)}
+    settings |= {"per_device_eval_batch_size": count_rows(8, rows)}
     settings |= {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
     settings |= {"max_grad_norm": 0.5, "learning_rate": 1e-2, "adam_epsilon": 1e-3, "logging_steps": 1}
     arguments = transformers.TrainingArguments(
         folder, report_to=[], use_cpu=True, disable_tqdm=True, **settings | options
     )
+    sizes = (
+        (22, 7) if rows == "global" else (20, 16)
+    )  # accelerate fills a last batch of own rows with its first ones
     trainer = transformers.Trainer(
-        model, arguments, train_dataset=draw_data(22, 1), eval_dataset=draw_data(7, 2)
+        model,
+        arguments,
+        train_dataset=draw_data(sizes[0], 1),
+        eval_dataset=draw_data(sizes[1], 2),
+        compute_metrics=find_right,
     )
     trainer.train(resume or None)
     trainer.save_model(folder / "end")
     logged = [each.get("loss", each.get("eval_loss")) for each in trainer.state.log_history[:-1]]
-    return [*logged, trainer.evaluate()["eval_loss"]], model
+    found = trainer.evaluate()
+    return [*logged, *(found[f"eval_{name}"] for name in ("loss", "right", "order"))], model
 
 
-def train_by_accelerate(folder):
-    model = make_model(Net)
-    data = torch.stack([each["input_ids"] for each in draw_data(22, 1)])
-    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+def train_by_accelerate(folder, rows="global"):
+    model = make_model(Net, rows)
+    data = torch.stack([each["input_ids"] for each in draw_data(22 if rows == "global" else 20, 1)])
+    order = torch.Generator().manual_seed(0)
+    loader = torch.utils.data.DataLoader(data, count_rows(4, rows), shuffle=True, generator=order)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -84,7 +112,8 @@ def train_by_accelerate(folder):
     for epoch in range(3):
         for rows in loader:
             with accelerator.accumulate(model):
-                loss = model(rows, rows)["loss"]
+                output = model(rows, rows)
+                loss = output["loss"]
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.5)
@@ -92,6 +121,11 @@ def train_by_accelerate(folder):
                 schedule.step()
                 optimizer.zero_grad()
             losses.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+            number = accelerator.reduce(torch.tensor(len(rows)))
+            found = accelerator.gather_for_metrics((output["logits"].argmax(-1), {"rows": rows}))
+            texts = accelerator.gather_for_metrics([str(row.tolist()) for row in rows])
+            assert texts == [str(row.tolist()) for row in found[1]["rows"]]
+            losses += [number.item(), (found[0] == found[1]["rows"]).float().mean().item()]
         if epoch == 0:
             accelerator.save_state(folder)
             accelerator.wait_for_everyone()
@@ -154,6 +188,9 @@ CASES = {
     "module": lambda folder, _: train_by_trainer(folder, Net),
     "resumed": lambda folder, resume: train_by_trainer(folder, resume=resume),
     "loop": lambda folder, _: train_by_accelerate(folder),
+    "own rows": lambda folder, _: train_by_trainer(folder, rows="own"),
+    "own rows sgd": lambda folder, _: train_by_trainer(folder, Net, optim="sgd", rows="own"),
+    "own rows loop": lambda folder, _: train_by_accelerate(folder, rows="own"),
 }
 
 

@@ -21,6 +21,7 @@ import layoutmap as lm
 WORKER = Path(__file__).with_name("hugging_face_process.py")
 TRAINED = ("adamw", "sgd", "loop")
 TRAINED_LONG = ("bf16", "lora", "module", "resumed", "lightning", "lightning lora")
+OWN_ROWS = ("own rows", "own rows loop", "own rows sgd")
 # PEFT asks transformers for a name that it has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -328,8 +329,9 @@ def test_any_trainer_in_several_processes(tmp_path, size):
         (tmp_path / str(each)).mkdir()
         if each == 1:
             assert_well(in_processes(1, ("trained", tmp_path / "1", "", "resumed")), "trained")
-        assert_well(in_processes(each, ("trained", tmp_path / str(each), resume, *TRAINED_LONG)), "trained")
-    assert_trained_as_one_process(tmp_path, size, TRAINED_LONG)
+        work = ("trained", tmp_path / str(each), resume, *TRAINED_LONG, *OWN_ROWS)
+        assert_well(in_processes(each, work), "trained")
+    assert_trained_as_one_process(tmp_path, size, (*TRAINED_LONG, *OWN_ROWS))
 
 
 def assert_well(ended, work):

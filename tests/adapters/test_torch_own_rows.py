@@ -14,6 +14,7 @@ REFUSED = {
     "the global batch": "all processes pass the same rows",
     "own rows in the other mode": "the processes pass different batches",
     "unequal rows": "the processes pass different numbers of rows: ",
+    "unequal lengths": "the processes pass rows of different lengths",
     "own numbers of tokens": "the processes pass different values of an argument that has no rows",
     "own numbers in Python": "the processes pass different values of an argument that has no rows",
     "a loss of rows": "a loss is computed from the rows of one process",

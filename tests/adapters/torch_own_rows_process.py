@@ -113,8 +113,8 @@ def backpropagate_rows():
     F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
 
 
-def own(count=1, seed=0):
-    return draw(NUMBER + seed, rows=count)
+def own(count=1, seed=0, length=6):
+    return draw(NUMBER + seed, rows=count, length=length)
 
 
 REFUSED = {
@@ -123,6 +123,7 @@ REFUSED = {
     "the global batch": lambda: call(*draw(0)),
     "own rows in the other mode": lambda: call(*own(), rows="global"),
     "unequal rows": lambda: call(*own(1 + NUMBER // (int(SIZE) // 2))),
+    "unequal lengths": lambda: call(*own(length=6 + NUMBER // (int(SIZE) // 2))),
     "own numbers of tokens": lambda: call(*own(), torch.tensor(1.0 + NUMBER)),
     "own numbers in Python": lambda: call(*own(), 1.0 + NUMBER),
     "a loss of rows": backpropagate_rows,

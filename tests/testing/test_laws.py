@@ -32,6 +32,7 @@ TRIED_TOGETHER = some(
     IN_FLOAT32,
     "initial values equal those of the unsharded model",
     "training agrees with one device",
+    "training with own rows agrees with one device",
     "a built model matches its plan",
     "a checkpoint loads on another mesh",
     "replicas have equal bits",

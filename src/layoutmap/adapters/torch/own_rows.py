@@ -6,6 +6,7 @@ rows of an output, and what is no row, such as a loss, covers all of them (why: 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -31,6 +32,23 @@ _PADDING = "drop the last batch, or pad it with rows whose labels are ignored"
 def has_own_rows(context: ScopeContext) -> bool:
     """Return whether each process passes its own rows to the models of a scope."""
     return context.across and context.options.own.rows == "own"
+
+
+def find_row_place(context: ScopeContext) -> int:
+    """Return the place of this process along the batch dims, major to minor."""
+    mesh = context.engine.native(context.policy.replicated(0), 0)[0]
+    place = 0
+    for dim in list_batch_dims(context.options.batch_dim):
+        place = place * mesh[dim].size() + mesh.get_local_rank(dim)
+    return place
+
+
+def gather_rows(tensor: torch.Tensor, context: ScopeContext) -> torch.Tensor:
+    """Return the rows of all processes in the order of their places, of a scalar a vector."""
+    own = tensor.detach() if tensor.ndim else tensor.detach()[None]
+    num_shards = count_batch_shards(context.options.batch_dim, context.policy.mesh)
+    layout = context.policy.derive_batch_layout((own.shape[0] * num_shards, *own.shape[1:]))
+    return unshard_tensors(from_shards(own, *context.engine.native(layout, own.ndim)))
 
 
 class OwnRows:
@@ -59,15 +77,24 @@ class OwnRows:
             is_due: Whether values are compared, too.
 
         Raises:
-            ScopeError: The processes pass different numbers of rows, or the rows of the global batch.
+            ScopeError: The processes pass different numbers or lengths of rows, or the rows of the global batch.
         """
         gather, numpy = self._context.gather, self._context.engine.to_numpy
-        counts = gather(np.array([self.num], np.int64))[:, 0].tolist()
+        shapes = str([tuple(each.shape) for each in self._plain if self._is_row(each)])
+        found = gather(np.array([self.num, zlib.crc32(shapes.encode())], np.int64))
+        counts = found[:, 0].tolist()
         if len(set(counts)) > 1:
             raise ScopeError(
                 f"the processes pass different numbers of rows: {join_names([str(each) for each in counts])}",
                 why='with rows="own", they are the shards of one batch, which must have equal sizes',
                 fix=_PADDING,
+            )
+        if len(set(found[:, 1].tolist())) > 1:
+            raise ScopeError(
+                "the processes pass rows of different lengths",
+                facts=label_processes(gather_texts(f"tensors of {shapes[1:-1]}", gather)),
+                why='with rows="own" they are shards of one batch, whose rows have one length',
+                fix='pad all rows to one length, as with padding="max_length" of a tokenizer',
             )
         if not is_due:
             return
@@ -84,7 +111,7 @@ class OwnRows:
                 fix="pass the sum of all processes, as for a number of tokens",
             )
         rows = [numpy(each) for each in self._plain if self._is_row(each)]
-        found = gather(np.array([self._find_row_range(), compute_checksum(*rows)], np.int64)).tolist()
+        found = gather(np.array([find_row_place(self._context), compute_checksum(*rows)], np.int64)).tolist()
         self._compare_places(found)
 
     def _compare_places(self, found: Sequence[tuple[int, int]]) -> None:
@@ -107,14 +134,6 @@ class OwnRows:
                 why='with rows="own", each process must pass different rows, and these would count several times',
                 fix='leave rows="own" out if every process passes the global batch, else use a DistributedSampler',
             )
-
-    def _find_row_range(self) -> int:
-        """Return the place of this process along the batch dims, major to minor."""
-        mesh = self._context.engine.native(self._context.policy.replicated(0), 0)[0]
-        place = 0
-        for dim in list_batch_dims(self._context.options.batch_dim):
-            place = place * mesh[dim].size() + mesh.get_local_rank(dim)
-        return place
 
     def _is_row(self, tensor: torch.Tensor, num_shards: int = 1) -> bool:
         return tensor.ndim > 0 and tensor.shape[0] == self.num * num_shards > 0

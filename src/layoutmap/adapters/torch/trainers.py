@@ -2,7 +2,8 @@
 
 They wrap a model in DistributedDataParallel and give each process rows of its own. A sharded model takes the global
 batch and reduces its gradients itself, so its processes count as one: each runs the program of one device, with the
-same rows. All processes gather weights and states that are saved, and the first writes them.
+same rows. With `scope(rows="own")` only data loaders are split and metrics gathered. All processes gather weights and
+states that are saved, and the first writes them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.torch.boundary import gather_tensors, unshard_tensors
+from layoutmap.adapters.protocol import ScopeContext
+from layoutmap.adapters.torch.boundary import gather_tensors, map_tensors, unshard_tensors
 from layoutmap.adapters.torch.forward import find_forward
-from layoutmap.adapters.torch.own_rows import has_own_rows
-from layoutmap.core.errors import ScopeError
+from layoutmap.adapters.torch.own_rows import find_row_place, gather_rows, has_own_rows
+from layoutmap.core.specs import count_batch_shards
 from layoutmap.engines.patches import Attribute, patch_if_present
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
@@ -28,7 +30,7 @@ from layoutmap.engines.torch.trees import tree_map
 
 def patch_accelerate() -> Iterator[Attribute]:
     """Yield the patches of accelerate."""
-    from accelerate import Accelerator, PartialState  # pyright: ignore[reportMissingTypeStubs]
+    from accelerate import Accelerator, PartialState, accelerator  # pyright: ignore[reportMissingTypeStubs]
     from accelerate.optimizer import AcceleratedOptimizer  # pyright: ignore[reportMissingTypeStubs]
 
     def wrap_state_dict(own: Function) -> Function:
@@ -40,8 +42,7 @@ def patch_accelerate() -> Iterator[Attribute]:
 
     def wrap_prepare(own: Function) -> Function:
         def prepare(self: object, *args: object, **options: object) -> object:
-            if any(map(_is_sharded_in_processes, args)):
-                _count_as_one(*args)  # before accelerate splits a data loader
+            _count_as_one(*args)  # before accelerate splits a data loader
             return own(self, *args, **options)
 
         return prepare
@@ -60,6 +61,49 @@ def patch_accelerate() -> Iterator[Attribute]:
 
         return wait_for_everyone
 
+    def wrap_loader(own: Function) -> Function:
+        def prepare_data_loader(*args: object, **options: object) -> object:
+            rows = _AS_ONE.rows
+            if rows is not None:
+                options |= {"process_index": find_row_place(rows), "dispatch_batches": False}
+                options["num_processes"] = count_batch_shards(rows.options.batch_dim, rows.policy.mesh)
+            return own(*args, **options)
+
+        return prepare_data_loader
+
+    def wrap_gather(own: Function) -> Function:
+        def gather(tensor: object) -> object:
+            rows = _AS_ONE.rows
+            return own(tensor) if rows is None else map_tensors(lambda each: gather_rows(each, rows), tensor)
+
+        return gather
+
+    def wrap_gather_object(own: Function) -> Function:
+        def gather_object(object: object) -> object:
+            rows = _AS_ONE.rows
+            return own(object) if rows is None else _gather_lists(object, rows)
+
+        return gather_object
+
+    def wrap_reduce(own: Function) -> Function:
+        def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> object:
+            rows = _AS_ONE.rows
+            if rows is None or reduction == "none":
+                return own(tensor, reduction, scale)
+
+            def reduce_one(tensor: torch.Tensor) -> torch.Tensor:
+                gathered = gather_rows(tensor[None], rows)
+                total = gathered.sum(0)
+                return total if reduction == "sum" else total / len(gathered)
+
+            return map_tensors(reduce_one, tensor)
+
+        return reduce
+
+    yield from patch_if_present(accelerator, "prepare_data_loader", wrap_loader)
+    yield from patch_if_present(accelerator, "gather", wrap_gather)
+    yield from patch_if_present(accelerator, "gather_object", wrap_gather_object)
+    yield from patch_if_present(accelerator, "reduce", wrap_reduce)
     yield from patch_if_present(Accelerator, "get_state_dict", wrap_state_dict)
     yield from patch_if_present(Accelerator, "prepare", wrap_prepare)
     yield from patch_if_present(Accelerator, "prepare_model", wrap_prepare)
@@ -71,20 +115,39 @@ def _gather_value(value: object) -> object:
     return unshard_tensors(value.detach()).cpu() if isinstance(value, DTensor) else value
 
 
+def _gather_lists(values: object, rows: ScopeContext) -> object:
+    """Return the lists of all places in one, or a list of values that are no lists."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (find_row_place(rows), values))  # pyright: ignore[reportUnknownMemberType]
+    lists = [each for _, each in sorted(dict(found).items())]
+    return [value for each in lists for value in each] if isinstance(values, list) else lists
+
+
+def _find_context(model: object) -> ScopeContext | None:
+    """Return the scope of a model that several processes share, or None."""
+    if (
+        simulation.get_world_size() == 1
+        or simulation.is_simulated()
+        or not isinstance(model, torch.nn.Module)
+    ):
+        return None
+    forwards = map(find_forward, model.modules())
+    return next((each.context for each in forwards if each is not None), None)
+
+
 def _is_sharded_in_processes(model: object) -> bool:
-    """Return whether a value is a model that several processes share."""
-    several = simulation.get_world_size() > 1 and not simulation.is_simulated()
-    return (
-        several
-        and isinstance(model, torch.nn.Module)
-        and any(find_forward(each) is not None for each in model.modules())
-    )
+    return _find_context(model) is not None
 
 
 class _ProcessesAsOne:
-    """Patch that makes accelerate count the processes of a sharded model as one, since each has the global batch."""
+    """Patch that makes accelerate count the processes of a sharded model as one.
+
+    Attributes:
+        rows: The scope of a model to which each process passes its own rows.
+    """
 
     def __init__(self) -> None:
+        self.rows: ScopeContext | None = None
         self._before: list[tuple[dict[str, object], dict[str, object]]] = []
 
     def install(self) -> None:
@@ -104,6 +167,7 @@ class _ProcessesAsOne:
 
     def remove(self) -> None:
         """Count all processes again."""
+        self.rows = None
         for state, before in self._before:
             if state:
                 state.update(before)
@@ -113,17 +177,13 @@ class _ProcessesAsOne:
 _AS_ONE = _ProcessesAsOne()
 
 
-# Each process computes the global batch as a program on one device does (decisions/0215).
+# Each process runs the program of one device, of its own rows if it has those (decisions/0215, why: decisions/0305).
 def _count_as_one(*values: object) -> None:
-    for model in values:
-        own = find_forward(model) if isinstance(model, torch.nn.Module) else None
-        if own is not None and has_own_rows(own.context):
-            raise ScopeError(
-                f'{type(model).__name__}: Trainer and accelerate cannot train with rows="own"',
-                why="they give every process the global batch, as on one device",
-                fix='leave rows="own" out of the scope',
-            )
-    change(_AS_ONE)
+    """Count the processes as one if a value is a model that they share."""
+    contexts = [each for each in map(_find_context, values) if each is not None]
+    if contexts:
+        change(_AS_ONE)
+        _AS_ONE.rows = next(filter(has_own_rows, contexts), _AS_ONE.rows)
 
 
 def patch_trainer() -> Iterator[Attribute]:
@@ -132,11 +192,18 @@ def patch_trainer() -> Iterator[Attribute]:
 
     def wrap_creation(own: Function) -> Function:
         def create_accelerator_and_postprocess(self: Any) -> None:
-            if _is_sharded_in_processes(self.model):
-                _count_as_one(self.model)
+            _count_as_one(self.model)
             own(self)
 
         return create_accelerator_and_postprocess
+
+    def wrap_count(own: Function) -> Function:
+        def count_items(self: Any, *args: object) -> object:
+            number = own(self, *args)
+            has_own = number is not None and _AS_ONE.rows is not None
+            return self.accelerator.reduce(number, "sum") if has_own else number
+
+        return count_items
 
     def wrap_save(own: Function) -> Function:
         def save(
@@ -178,6 +245,7 @@ def patch_trainer() -> Iterator[Attribute]:
         return save_checkpoint
 
     yield from patch_if_present(Trainer, "create_accelerator_and_postprocess", wrap_creation)
+    yield from patch_if_present(Trainer, "_get_num_items_in_batch", wrap_count)
     yield from patch_if_present(Trainer, "_save", wrap_save)
     yield from patch_if_present(Trainer, "_save_optimizer_and_scheduler", wrap_save_optimizer)
     yield from patch_if_present(Trainer, "_save_rng_state", wrap_save_draws)

@@ -43,6 +43,7 @@ LAWS: Mapping[str, Law] = {
     "initial values equal those of the unsharded model": training.compare_initial_values,
     "predict and evaluate agree with one device": training.compare_predictions,
     "training agrees with one device": training.compare_training,
+    "training with own rows agrees with one device": training.compare_own_rows,
     "training without the compiler agrees with one device": training.compare_uncompiled,
     "steps under explicit axes agree with one device": training.compare_explicit_axes,
     "a built model matches its plan": plans.compare_built_model,

@@ -20,6 +20,7 @@ from layoutmap.scope.scope import plan
 from layoutmap.testing.laws.trial import DIVERGES, TOLERANCE, NotApplicable, Trial, flatten_arrays
 from layoutmap.testing.models.cases import QUANTIZED
 from layoutmap.testing.models.jax.model import Model as JaxModel
+from layoutmap.testing.models.torch.model import Model as TorchModel
 from layoutmap.testing.products import allowed_tf32
 
 
@@ -87,6 +88,28 @@ def compare_training(trial: Trial) -> Iterator[str]:
     if wrong and not trial.is_finite:
         raise NotApplicable("the unsharded model has no finite numbers")
     yield from map(str, wrong)
+
+
+def compare_own_rows(trial: Trial) -> Iterator[str]:
+    """Compare training with one device where each process passes its own rows to a torch model that returns its loss.
+
+    The rules of a model without a loss get the paths of one that returns it.
+    """
+    case, mesh = trial.case, trial.case.layout_map.mesh
+    if not isinstance(case.model, TorchModel) or not trial.group.has_others or mesh is None:
+        raise NotApplicable("it is no model of torch in several processes")
+    dim = next((dim for dim in ("batch", "data") if dim in mesh and mesh.dim_size(dim) > 1), None)
+    if dim is None:
+        raise NotApplicable("all processes have the same rows")
+    drawn_map, model = replace(case.map, batch_dim=dim), case.model
+    if not model.returns_loss:
+        rules, activations = (
+            tuple((rf"net\.{pattern}", specs) for pattern, specs in items)
+            for items in (case.map.rules, case.map.activations)
+        )
+        drawn_map = replace(drawn_map, rules=rules, activations=activations)
+        model = replace(model, returns_loss=True)
+    yield from compare_training(Trial(replace(case, model=model, map=drawn_map), has_own_rows=True))
 
 
 def compare_uncompiled(trial: Trial) -> Iterator[str]:

@@ -50,12 +50,20 @@ class NotApplicable(Exception):
 
 
 class Trial:
-    """A case with the models that were created from it."""
+    """A case with the models that were created from it.
 
-    def __init__(self, case: Case):
+    Args:
+        case: The case.
+        has_own_rows: Whether each process passes its own rows to the sharded model, which only torch has.
+    """
+
+    def __init__(self, case: Case, *, has_own_rows: bool = False):
         self.case = case
         self._left_out: Mapping[str, Any] | None = None
         self.adapter: Adapter = require_capability(get_adapter(case.library), Adapter, "a law")
+        self._options: dict[str, Any] = {"rows": "own"} if has_own_rows else {}
+        if has_own_rows:
+            self.adapter = cast("Adapter", _OwnRowsAdapter(self.adapter, case, self.group.number))
 
     @cached_property
     def plan(self) -> Plan:
@@ -99,6 +107,7 @@ class Trial:
             batch_dim=case.map.batch_dim,
             library=case.library,
             progress=False,
+            **self._options,
         )
         self.adapter.complete(sharded, case.batch)
         return self.make_unsharded(), sharded
@@ -268,13 +277,42 @@ class _UncompiledAdapter:
         return run
 
 
-def take_rows(values: Any, number: int) -> Any:
-    """Return the first rows of each array in nested sequences and mappings."""
+class _OwnRowsAdapter:
+    """An adapter that passes a sharded model the rows of this process, and compares only these rows of outputs.
+
+    Rows that do not divide over the processes are left out of the batches of both models.
+    """
+
+    def __init__(self, adapter: Adapter, case: Case, process: int):
+        mesh, dim = case.layout_map.mesh, case.map.batch_dim
+        assert mesh is not None
+        assert dim is not None
+        self._adapter, self._num_shards = adapter, mesh.dim_size(dim)
+        self._place = int(np.unravel_index(process, mesh.shape)[mesh.dim_names.index(dim)])
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._adapter, name)
+        if name not in ("forward", "gradients", "train_step"):
+            return method
+
+        def run(model: Any, batch: Any) -> object:
+            number = len(flatten_arrays(batch)[0]) // self._num_shards
+            start = number * self._place
+            if self._adapter.find_context(model) is not None:
+                return method(model, take_rows(batch, start + number, start))
+            result = method(model, take_rows(batch, number * self._num_shards))
+            return take_rows(result, start + number, start) if name == "forward" else result
+
+        return run
+
+
+def take_rows(values: Any, stop: int, start: int = 0) -> Any:
+    """Return rows of each array in nested sequences and mappings. A scalar has none and is returned."""
     if isinstance(values, dict):
-        return {name: take_rows(value, number) for name, value in values.items()}
+        return {name: take_rows(value, stop, start) for name, value in values.items()}
     if isinstance(values, list | tuple):
-        return type(values)(take_rows(value, number) for value in values)
-    return values[:number]
+        return type(values)(take_rows(value, stop, start) for value in values)
+    return values[start:stop] if np.ndim(values) else values
 
 
 def flatten_arrays(values: object) -> list[Any]:
