@@ -1,11 +1,17 @@
 """Tensors in layouts, by hand: what only TensorFlow can be asked, and what its own DTensor cannot do."""
 
+import contextlib
+import functools
+
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given, settings
+from tensorflow.python.framework import error_interpolation
 
 import layoutmap as lm
-from layoutmap.core.errors import EngineError, LayoutError
+from layoutmap.core.errors import EngineError, LayoutError, LayoutMapError
 from layoutmap.core.layout import Layout, convert_layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.dtensor import call_with_layout, copy_to_mesh, fetch_layout, pack, relayout, run_on, unpack
@@ -246,6 +252,100 @@ def test_what_needs_values_is_refused_inside_a_compiled_function():
         compiled(lambda x: engine().to_numpy(x), tensor)
 
 
+# -- operands of all kinds in one operation
+
+SQUARE = np.random.default_rng(0).normal(size=(6, 6)).astype(np.float32)
+PLACED = [Layout(specs, GRID) for specs in [(None, None), ("x", None), (None, "y"), ("x", "y"), ("y", "x")]]
+OPERANDS = {
+    "a plain tensor": lambda: tf.constant(SQUARE),
+    "numpy": lambda: SQUARE,
+    "a plain variable": lambda: tf.Variable(SQUARE),
+    "a number": lambda: 2.0,
+    **{f"a tensor in {of}": lambda of=of: relayout(SQUARE, of, engine="tensorflow") for of in PLACED},
+    **{f"a variable in {of}": lambda of=of: lm.DVariable(SQUARE, layout=of) for of in PLACED},
+}
+OPERATIONS = {
+    "add": tf.add,
+    "a product": lambda a, b: tf.matmul(a, tf.ones((6, 6)) * b),
+    "einsum": lambda a, b: tf.einsum("ij,kj->ik", a, tf.ones((6, 6)) * b),
+    "concat": lambda a, b: tf.concat([a, a * b], 0),
+    "stack": lambda a, b: tf.stack([a, a - b]),
+    "where": lambda a, b: tf.where(a > b, a, -a),
+    "a slice": lambda a, b: tf.convert_to_tensor(a)[1:3, ::2] * tf.reduce_sum(b),
+    "rows": lambda a, b: tf.gather(a, [0, 3, 5]) * tf.reduce_mean(b),
+    "roll": lambda a, b: tf.roll(a, 1, 0) + b,
+    "tile": lambda a, b: tf.tile(a * b, [2, 1]),
+    "a band": lambda a, b: tf.linalg.band_part(a, -1, 0) * b,
+    "an inverse": lambda a, b: tf.linalg.inv(a + 9.0 * tf.eye(6)) + b,
+    "scatter": lambda a, b: tf.tensor_scatter_nd_update(a, [[0]], tf.convert_to_tensor(a)[:1] * 2) - b,
+    "a condition": lambda a, b: tf.cond(tf.reduce_sum(a) > 0.0, lambda: a + b, lambda: a * b),
+    "a loss": lambda a, b: tf.nn.softmax_cross_entropy_with_logits(tf.nn.softmax(a), a * b),
+    "an update": lambda a, b: (a.assign_add(a * b), a + 0)[1] if isinstance(a, tf.Variable) else a - b,
+}
+
+
+def differentiate_operation(operate, a, b):
+    with tf.GradientTape() as tape:
+        a = a if isinstance(a, tf.Variable) else tf.convert_to_tensor(a)
+        tape.watch(a)
+        loss = tf.reduce_sum(operate(a, b) ** 2)
+    return tf.convert_to_tensor(tape.gradient(loss, a))
+
+
+def read_result(value):
+    return engine().to_numpy(value) if lm.dtensor.is_dtensor(value) else value.numpy()
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_an_operation_of_mixed_operands_is_computed_or_refused_in_our_words(data):
+    """In `run_on` each eager operation has the numbers of plain TensorFlow. Elsewhere it has them, or our error."""
+    operate = OPERATIONS[data.draw(st.sampled_from(sorted(OPERATIONS)), "operation")]
+    kinds = [data.draw(st.sampled_from(sorted(OPERANDS)), "operand") for _ in range(2)]
+    kinds[0] = "numpy" if kinds[0] == "a number" else kinds[0]
+    if data.draw(st.booleans(), "gradient"):
+        operate = functools.partial(differentiate_operation, operate)
+    is_compiled, is_inside = (data.draw(st.booleans(), name) for name in ("tf.function", "run_on"))
+    plain = [
+        tf.Variable(SQUARE) if "variable" in k else 2.0 if k == "a number" else tf.constant(SQUARE)
+        for k in kinds
+    ]
+    expected = operate(*plain).numpy()
+    operands = [OPERANDS[kind]() for kind in kinds]
+
+    try:
+        with run_on(GRID, engine="tensorflow") if is_inside else contextlib.nullcontext():
+            actual = read_result((tf.function(operate) if is_compiled else operate)(*operands))
+    except LayoutMapError:
+        assert is_compiled or not is_inside
+        return
+    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_an_error_of_dtensor_is_also_of_tensorflows_class():
+    """Code that expects TensorFlow's error catches ours, with TensorFlow's message in it, also from a `tf.function`."""
+    tensor = relayout(SQUARE, PLACED[1], engine="tensorflow")
+    for add in (tf.add, tf.function(lambda a, b: a + b)):
+        with pytest.raises(
+            tf.errors.UnimplementedError, match="mixes a tensor on a mesh with a plain one"
+        ) as caught:
+            add(tensor, tf.constant(SQUARE))
+        assert isinstance(caught.value, EngineError)
+        assert "got a regular tensor for input 1" in caught.value.message
+        assert "run_on" in caught.value.fix
+    with pytest.raises(EngineError, match=r"Relayout in a tf\.function without a tensor on a mesh"):
+        tf.function(lambda x: relayout(x, PLACED[1]))(tf.constant(SQUARE))
+
+
+def test_a_message_of_the_compiler_is_not_searched_for_tags(monkeypatch):
+    """TensorFlow looks for tags from each character of a message on, which takes minutes for 200 kB."""
+    monkeypatch.setattr(error_interpolation, "parse_message", None)
+    bands = tf.function(lambda x: tf.linalg.band_part(x, -1, 0))
+
+    with pytest.raises(EngineError, match="cannot compute MatrixBandPart"):
+        bands(relayout(SQUARE, PLACED[1], engine="tensorflow"))
+
+
 def test_an_axis_over_several_dims_is_refused_by_name():
     """TensorFlow shards an axis over one dim; a layout with two is refused with the fix."""
     with pytest.raises(EngineError, match="axis 0 over x, y") as caught:
@@ -266,3 +366,24 @@ def test_layouts_and_meshes_become_tensorflows_and_come_back():
     assert (mesh, layout) == tuple(map(lm.dtensor.convert_from_tensorflow, (native_mesh, native)))
     with pytest.raises(lm.LayoutError):
         lm.dtensor.convert_from_tensorflow(1)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_mesh_dim_of_size_1_stays_in_a_layout(is_compiled):
+    """A result that a function puts in a layout over a dim of size 1 is in that layout, as TensorFlow's is."""
+    mesh = Mesh(None, [("x", 6), ("y", 1)])
+    values = np.arange(24, dtype=np.float32).reshape(6, 4)
+    for specs in [("y", None), ("x", "y"), (None, "y"), (("y", "x"), None)]:
+        layout = Layout(specs, mesh)
+        for function in (
+            lambda of: relayout(tf.constant(values) * 1.0, of),
+            lambda of: call_with_layout(lambda: tf.constant(values) * 1.0, of, engine="tensorflow"),
+            lambda of: call_with_layout(tf.reshape, of, tf.range(24.0), (6, 4)),
+            lambda of: call_with_layout(tf.cast, of, values, "float32", engine="tensorflow"),
+        ):
+            with run_on(mesh, engine="tensorflow"):
+                made = (tf.function(function) if is_compiled else function)(layout)
+            assert fetch_layout(made) == (
+                Layout(["x", None], mesh) if is_compiled and len(specs[0] or "") > 1 else layout
+            )
+            assert_same_bits(values, engine().to_numpy(made))

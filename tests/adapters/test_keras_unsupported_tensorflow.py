@@ -7,10 +7,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.framework import error_interpolation
 
 import layoutmap as lm
-from layoutmap.adapters.keras.backends.tensorflow_unsupported import explain_errors
 from layoutmap.testing import models
 
 PROCESSES = ("tensorflow",)
@@ -341,19 +339,6 @@ def test_what_nobody_knew_is_explained_in_words(how):
     assert first.endswith("step cannot be run by TensorFlow's DTensor")
     assert all(word in str(caught.value) for word in ("  operation ", "  TensorFlow ", "  why ", "  fix "))
     assert re.search("in +own, near out.kernel", str(caught.value), re.MULTILINE)
-
-
-@pytest.mark.timeout(60)
-def test_a_long_message_of_the_compiler_is_read_at_once():
-    """TensorFlow's own looks for tags from each character on: minutes for 200 kB. What is found is the same."""
-    plain = error_interpolation.parse_message
-    message = "of {{node a/b}}, {{function_node f_1}} and {{node c}} {{ }} { x }}"
-    with explain_errors("it"):
-        quick = error_interpolation.parse_message
-        long = quick(message + 10**6 * "not {a} {{tag}} ")
-    assert plain(message) == quick(message)
-    assert plain(message)[1:] == long[1:]
-    assert error_interpolation.parse_message is plain
 
 
 def test_an_axis_over_two_dims_is_sharded_over_the_larger_one():

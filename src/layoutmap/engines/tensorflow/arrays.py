@@ -236,6 +236,15 @@ def relayout_in_trace(tensor: Array, layout: Layout) -> tf.Tensor:
         return dtensor.relayout(tensor, convert_layout(layout))
 
 
+def name_single_dims(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
+    """Return a tensor of a trace in a layout that names mesh dims of size 1, so that results of the function do."""
+    native = make_native_layout(layout, keep_single=True)
+    if tf.executing_eagerly() or native == convert_layout(layout):
+        return tensor
+    with default_mesh_lock:
+        return dtensor.relayout(tensor, native)
+
+
 def _move_values(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
     present = get_layout(tensor)
     if present is not None and dtensor.num_clients() > 1 and not present.is_fully_replicated():

@@ -106,15 +106,16 @@ def make_native_mesh(mesh: Mesh) -> NativeMesh:
 
 
 @functools.lru_cache(_MAX_NATIVES)
-def make_native_layout(layout: Layout) -> NativeLayout:
-    """Return DTensor's layout for a layout, on devices of this machine."""
-    return dtensor.Layout(make_native_specs(layout), make_native_mesh(layout.mesh))
+def make_native_layout(layout: Layout, *, keep_single: bool = False) -> NativeLayout:
+    """Return DTensor's layout for a layout, on devices of this machine (see `make_native_specs`)."""
+    return dtensor.Layout(make_native_specs(layout, keep_single=keep_single), make_native_mesh(layout.mesh))
 
 
-def make_native_specs(layout: Layout) -> list[str]:
+def make_native_specs(layout: Layout, *, keep_single: bool = False) -> list[str]:
     """Return DTensor's sharding specs for a layout, without using a device.
 
-    A mesh dim of size 1 shards nothing, and is left out: DTensor refuses such layouts where it wants replicated ones.
+    A mesh dim of size 1 shards nothing. Without `keep_single` it is left out, because DTensor refuses such layouts
+    where it needs replicated ones.
     """
     check_device_memory(layout, "TensorFlow", "a layout of DTensor names no memory")
     specs: list[str] = []
@@ -128,7 +129,8 @@ def make_native_specs(layout: Layout) -> list[str]:
                 fix=f"shard axis {axis} over one dim, or use a mesh with one dim of size "
                 f"{layout.num_shards(axis)} in their place",
             )
-        specs.append((sharding or [UNSHARDED])[0])
+        single = layout.list_mesh_dims(axis) if keep_single else ()
+        specs.append([*sharding, *single, UNSHARDED][0])
     return specs
 
 

@@ -45,6 +45,7 @@ from layoutmap.engines.tensorflow.arrays import (
     iterate_by_device,
     iterate_shards,
     move_tensor,
+    name_single_dims,
     read_shape,
     to_numpy,
 )
@@ -161,11 +162,12 @@ class TensorFlowEngine:
         if isinstance(array, self.array_types):
             if array.shape.rank is not None:  # the rank may be unknown inside a tf.function
                 fit_layout(layout, tuple(array.shape))
-            return move_tensor(array, layout)
+            return name_single_dims(move_tensor(array, layout), layout)
         values = canonicalize(array)
         fit_layout(layout, values.shape)
         with tf.init_scope():
-            return from_blocks(values.shape, layout, values.__getitem__)
+            made = from_blocks(values.shape, layout, values.__getitem__)
+        return name_single_dims(made, layout)
 
     def variable(self, array: object, *, name: str = "", trainable: bool = True) -> DVariable:
         """Return a `DVariable` with the tensor as its value."""
@@ -199,7 +201,8 @@ class TensorFlowEngine:
                 shape = read_shape(program.outputs[0])
                 fit_layout(layout, shape)
                 with tf.init_scope():
-                    return _create_in_pieces(program, (), shape, layout)
+                    made = _create_in_pieces(program, (), shape, layout)
+                return name_single_dims(made, layout)
         results = tf.nest.flatten(function(*args, **kwargs))
         check_one_result(function, len(results))
         return self.relayout(results[0], layout)

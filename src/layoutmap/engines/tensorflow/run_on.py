@@ -27,6 +27,7 @@ from layoutmap.engines.tensorflow.arrays import (
     move_tensor,
     to_numpy,
 )
+from layoutmap.engines.tensorflow.refusals import is_refusal_before_run
 from layoutmap.engines.tensorflow.traces import check_called_function, is_function, is_read_operation
 from layoutmap.engines.tested import Needed
 
@@ -79,8 +80,9 @@ def _execute_on_mesh(position: int, execute: Callable[..., Any], *args: Any) -> 
     try:
         return execute(*args)
     except Exception as error:
-        draw = _DRAW.search(str(error))
-        if not draw and not any(refusal in str(error) for refusal in _REFUSALS):
+        message = getattr(error, "message", "")
+        draw = _DRAW.search(message)
+        if not draw and not is_refusal_before_run(message):
             raise
     if draw:
         if draw[1] != name or (dtensor.num_clients() > 1 and not name.startswith("Stateless")):
@@ -88,7 +90,7 @@ def _execute_on_mesh(position: int, execute: Callable[..., Any], *args: Any) -> 
         return _execute_on_one_device(position, execute, args)
 
     def replicate(value: Any) -> object:
-        if not isinstance(value, (tf.Tensor, np.ndarray)) or not is_number(value.dtype):
+        if not isinstance(value, (tf.Tensor, tf.Variable, np.ndarray)) or not is_number(value.dtype):
             return value
         return move_tensor(tf.convert_to_tensor(value), Layout.replicated(mesh, len(value.shape)))
 
@@ -125,12 +127,6 @@ def _make_draw_error(operation: str) -> EngineError:
 _DRAW = re.compile(
     r"'tf\.((?:Stateless|Parameterized)?(?:Random\w+|Multinomial|TruncatedNormal\w*|Shuffle))' op "
     r"(?:does not implement layout|ComputeLayoutForward error: Stateful random)"
-)
-_REFUSALS = (
-    "got a regular tensor",
-    "eager_operation",
-    "non-replicated DTensor is not supported",
-    "to be divisible by sharding",
 )
 _POSITIONS = {"TFE_Py_FastPathExecute": 1, "TFE_Py_Execute": 2}
 _PATCHES = Patches(

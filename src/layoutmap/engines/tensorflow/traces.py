@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from layoutmap.core.errors import ScopeError
+from layoutmap.engines.tensorflow.refusals import shorten_function_name
 from layoutmap.engines.tested import Needed, check_names
 
 with Needed("tensorflow"):
@@ -107,9 +108,7 @@ def check_called_function(name: str, unplaced: Collection[int]) -> None:
         unplaced: Numbers of the inputs that are variables on no mesh.
     """
     if not _find_written_inputs(name).isdisjoint(unplaced):
-        raise _make_write_error(
-            name.removeprefix("__inference_").rpartition("_")[0], "a tf.function in run_on"
-        )
+        raise _make_write_error(shorten_function_name(name), "a tf.function in run_on")
 
 
 @functools.lru_cache(1024)

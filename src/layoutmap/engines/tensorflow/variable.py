@@ -139,7 +139,8 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         return values if dtype is None else values.astype(dtype)
 
     def __deepcopy__(self, memo: dict[int, object]) -> DVariable:
-        memo[id(self)] = copied = DVariable(tf.identity(self.read_value()), **self._list_settings())
+        value = tf.identity(self.read_value())
+        memo[id(self)] = copied = DVariable(value, layout=self._layout, **self._list_settings())
         return copied
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -172,6 +173,15 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
     def assign_sub(self, delta: object, *args: object, **kwargs: object) -> Any:
         """Subtract a value in any layout or none (see `assign`)."""
         return self._replace_result(super().assign_sub(self._place_value(delta), *args, **kwargs))
+
+    # DTensor gathers rows of a variable only if axis 0 is not sharded, and those of a tensor in any layout.
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        """Return some rows of the value."""
+        return tf.gather(self.read_value(), indices, name=name)
+
+    def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        """Return some elements or rows of the value (see `tf.gather_nd`)."""
+        return tf.gather_nd(self.read_value(), indices, name=name)
 
     def _replace_result(self, result: object) -> Any:
         """Return the variable in place of the unreadable value that TensorFlow returns for an update."""

@@ -34,7 +34,6 @@ from layoutmap.adapters.keras.backends.tensorflow_gathering import RegatheredFun
 from layoutmap.adapters.keras.backends.tensorflow_optimizers import wrap_apply, wrap_assign, wrap_var_key
 from layoutmap.adapters.keras.backends.tensorflow_steps import DisabledGraphOptimizer, make_training_wraps
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
-    ERRORS,
     explain_errors,
     find_unsupported,
     make_generate_refusal,
@@ -76,7 +75,7 @@ class TensorFlowBackend(Backend):
 
     def list_private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
         """Return the private names of TensorFlow and Keras listed at the top of this file, by class."""
-        return [(keras.Optimizer, ("_var_key",)), ERRORS, *REPLACED]
+        return [(keras.Optimizer, ("_var_key",)), *REPLACED]
 
     @contextmanager
     def leave_tracing(self) -> Generator[None]:

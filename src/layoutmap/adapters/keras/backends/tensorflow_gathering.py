@@ -76,7 +76,7 @@ class RegatheredFunction:
                 with self._set_gathering():
                     result = self._at(self._session.gathering)(*args)
             except tf.errors.OpError as error:
-                if "got a regular tensor" in str(error) and self._replicate_captures(
+                if "got a regular tensor" in error.message and self._replicate_captures(
                     self.trace_current(*args)
                 ):
                     continue

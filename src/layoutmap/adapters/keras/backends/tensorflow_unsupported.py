@@ -3,10 +3,6 @@
 Three kinds. Some operations need a replicated weight: then it is stored sharded, and gathered whenever its layer is
 called. Loops over time are unrolled. Some operations do not run at all: then the plan says so, before the first step.
 What is not known here is found out when a step is compiled: see `tensorflow_gathering`.
-
-Private names of tensorflow.python.framework.error_interpolation that are used, tested on TensorFlow 2.21: _ParseTag,
-_TAG_REGEX, and parse_message, which is replaced while a step runs. It looks for tags from each character of a message
-on: for the 400 kB that DTensor's compiler says of a large step that takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -18,13 +14,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.framework import error_interpolation
 
 from layoutmap.adapters.keras.private import ConvLSTMCell
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.core.unsupported import Unsupported
-from layoutmap.engines.patches import Attribute, Patches
+from layoutmap.engines.tensorflow.refusals import find_first_line, is_refusal
 
 L = keras.layers
 
@@ -101,19 +96,18 @@ _OPERATION = re.compile(
     r"see current operation: .*?\"tf\.(\w+)\"(?:.*?_global_shape = \[#tf_type\.shape<([\dx]*)>)?"
 )
 _NAMED = re.compile(r"'?tf\.(\w+)'?()")
-_ABOUT_LAYOUTS = re.compile(r"DTensor|SPMD|sharding|layout|got a regular tensor", re.IGNORECASE)
 
 
 def is_compiler_refusal(error: tf.errors.OpError) -> bool:
     """Return whether DTensor's compiler refused a function, so that no part ran."""
-    return "dtensor_graph_to_mlir_pass" in str(error)
+    return "dtensor_graph_to_mlir_pass" in error.message
 
 
 def find_error_place(
     error: tf.errors.OpError, graph: tf.Graph | None, layers: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the operation that a DTensor error names, and the texts of `layers` that contain it in a graph."""
-    found = _OPERATION.search(str(error)) or _NAMED.search(str(error))
+    found = _OPERATION.search(error.message) or _NAMED.search(error.message)
     kind, shape = found.groups() if found else ("", None)
     inside = dict[str, None]()
     for op in graph.get_operations() if graph and found else ():
@@ -123,40 +117,19 @@ def find_error_place(
     return {"operation": kind, "in": "; ".join(list(filter(None, inside))[:4])}
 
 
-def _parse_message(message: str) -> tuple[str, list[object], list[object]]:
-    """Return a message without function tags, those tags, and the node tags, as TensorFlow's own parser does."""
-    parts, functions, nodes, end = list[str](), list[object](), list[object](), 0
-    for found in re.finditer(error_interpolation._TAG_REGEX, message):
-        tag = error_interpolation._ParseTag(found["type"], found["name"])
-        is_function = tag.type == "function_node"
-        parts.append(message[end : found.start() if is_function else found.end()])
-        (functions if is_function else nodes).append(tag)
-        end = found.end()
-    return "".join([*parts, message[end:]]), functions, nodes
-
-
-_QUICKLY_READ = Patches([Attribute(error_interpolation, "parse_message", lambda _: _parse_message)])
-ERRORS = (error_interpolation, ("_ParseTag", "_TAG_REGEX", "parse_message"))  # the module and names above
-
-
 @contextmanager
 def explain_errors(what: str) -> Generator[None]:
     """Raise errors of DTensor's compiler in the block as errors with a reason and a fix."""
     try:
-        with _QUICKLY_READ.activate():
-            yield
-    except (tf.errors.UnknownError, tf.errors.UnimplementedError, tf.errors.InternalError) as error:
-        message = str(error)
-        if not _ABOUT_LAYOUTS.search(message):
+        yield
+    except tf.errors.OpError as error:
+        if not is_refusal(error):
             raise
-        first = next(
-            (line.strip() for line in message.splitlines() if "rror:" in line or "got a" in line), ""
-        )
         raise EngineError(
             f"{what} cannot be run by TensorFlow's DTensor",
             facts={
                 **getattr(error, "layoutmap_place", find_error_place(error, None, {})),
-                "TensorFlow": (first.partition("error: ")[2] or first or message)[:200],
+                "TensorFlow": find_first_line(error.message),
             },
             why="DTensor has no rule for it: a compiled step was tried in the layouts of the map, with none carried "
             "from layer to layer, with weights gathered, and with everything gathered",
