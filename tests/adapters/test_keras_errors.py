@@ -191,7 +191,7 @@ def test_an_interrupt_while_values_are_made(monkeypatch):
             """
             the function returned no model
               why   build and plan use the model that the function returns
-              fix   end it with: return model
+              fix   end the function with: return model
             """,
         ),
         (
@@ -226,7 +226,7 @@ def test_a_map_without_a_mesh(verb):
     assert str(caught.value) == text("""
         the layout map has no mesh
           why   it was created without a mesh and has no rule
-          fix   give it one: LayoutMap(create_mesh("batch=2,model=4"))
+          fix   pass a mesh: LayoutMap(create_mesh("batch=2,model=4"))
         """)
 
 

@@ -860,7 +860,7 @@ def test_a_step_is_shown_by_the_command_line_and_files_are_checked(folder, brows
         assert main(["plan", str(saved_plan), "--html", str(page), "--step", str(saved_step)]) in (0, 1)
     assert "train.py:31" in page.read_text()
     for wrong in ({}, {**EXPLAINED, "products": [{}]}, [1]):
-        with pytest.raises(lm.PlanError, match="no explanation of a step"):
+        with pytest.raises(lm.PlanError, match="not the explanation of a step"):
             PLAN.to_html(explained=wrong)
 
 

@@ -234,7 +234,7 @@ def check_draws(engine: str, draws: str, ways: Sequence[str] = ("exact",)) -> No
         raise EngineError(
             f"draws={draws!r}: {engine} cannot draw random numbers this way",
             facts={"ways": ", ".join(map(repr, ways))},
-            why='"exact" draws what the framework draws; an engine may offer other ways, for many devices',
+            why='"exact" draws what the framework draws. Some engines support other ways, for many devices',
             fix='leave draws out, or draws="exact"',
         )
 
@@ -242,8 +242,8 @@ def check_draws(engine: str, draws: str, ways: Sequence[str] = ("exact",)) -> No
 # -- cache of programs
 
 
-def remember(cache: OrderedDict[Hashable, Value], key: Hashable, value: Value) -> Value:
-    """Store a value, and remove the oldest ones from a full cache. The caller must have the lock."""
+def store_in_cache(cache: OrderedDict[Hashable, Value], key: Hashable, value: Value) -> Value:
+    """Store a value in a cache, and remove the oldest ones if it is full. The caller must hold the lock."""
     cache[key] = value
     while len(cache) > _MAX_REMEMBERED:
         cache.popitem(last=False)

@@ -265,7 +265,7 @@ def test_a_move_to_another_device_is_refused():
     with tape.record_operations():
         layer = nn.Linear(4, 3)
         with pytest.raises(
-            EngineError, match=r"Linear\.weight is moved to meta(?s:.*)the mesh names the devices"
+            EngineError, match=r"Linear\.weight is moved to meta(?s:.*)the mesh determines the devices"
         ):
             layer.to("meta")
         assert layer.to("cpu") is layer
