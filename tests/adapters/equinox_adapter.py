@@ -31,7 +31,7 @@ class Variable:
     def read(self):
         if isinstance(self.array, (jax.core.Tracer, jax.ShapeDtypeStruct)):
             raise PlanError(
-                f"{self.path}: only a plan, it has no values", fix="use what layout_map.build returns"
+                f"{self.path}: it has no values", fix="use the model that layout_map.build returns"
             )
         return get_engine("jax").to_numpy(self.array)
 

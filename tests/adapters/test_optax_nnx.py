@@ -212,8 +212,8 @@ def test_what_a_step_may_not_do_with_a_module():
         assert error.value.fix
         told.append((error.value.what, error.value.facts))
     assert [
-        ("the step changes the structure of an object that it is given", {"added": "extra", "removed": ""}),
-        ("the step changes the structure of an object that it is given", {}),
+        ("the step changes the structure of an argument", {"added": "extra", "removed": ""}),
+        ("the step changes the structure of an argument", {}),
         ("<lambda>: it returns a Net", {"where": ""}),
         ("<lambda>: args[0][0] is an object of nnx inside of another argument", {"type": "Net"}),
     ] == told

@@ -34,7 +34,7 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.jax.ambient import leave_ambient_mesh
 from layoutmap.engines.jax.padded import PaddedArray
 
-_MAX_KNOWN = 8  # calls that a step compares with, before it checks the arguments
+_MAX_KNOWN_CALLS = 8  # a step compares with this number of earlier calls before it checks the arguments
 
 
 @overload
@@ -143,17 +143,17 @@ def jit_step(
 
 
 class JitStep:
-    """Compiled training step, as `jit_step` returns it."""
+    """A compiled training step, the result of `jit_step`."""
 
     def __init__(self, function: Callable[..., object], **options: Any):
         functools.update_wrapper(self, function)
         self._options = StepOptions(function, **options)
         self._reader = ArgumentReader(self._options.static)
         self._programs = Programs(self._options)
-        self._known: list[KnownCall] = []  # the latest first
+        self._known: list[KnownCall] = []  # the latest call first
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Run the step, and compile it first for arguments with new shapes or layouts."""
+        """Run the step. Compile it first for arguments with new shapes or layouts."""
         given = self._reader.read(args, kwargs)
         for known in self._known:
             found = known.match(given)
@@ -163,16 +163,16 @@ class JitStep:
                 return self._run(known, given, *found)
         call = find_variant(given)
         known = KnownCall(given, call, *self._programs.find(call, ARRAYS))
-        self._known = [known, *self._known[: _MAX_KNOWN - 1]]
+        self._known = [known, *self._known[: _MAX_KNOWN_CALLS - 1]]
         return self._run(known, given, call.leaves, True)
 
     @property
     def num_programs(self) -> int:
-        """Number of programs that the step was compiled to."""
+        """The number of programs compiled for this step."""
         return len(self._programs.by_signature)
 
     def lower(self, *args: object, **kwargs: object) -> jax.stages.Lowered:
-        """Return the step lowered for these arguments without running it, as `jax.jit(..).lower` does.
+        """Lower the step for these arguments without running it, like `jax.jit(..).lower`.
 
         Objects of nnx are lists of their arrays in what it returns, and leaves that are no arrays are `None`.
 
@@ -238,7 +238,7 @@ class JitStep:
         }
         keys = list(map(self._describe_program, self._programs.by_signature))
         changes = [describe_change(before, after) for before, after in pairwise(keys)]
-        # `cost` is a higher package with one entry point.
+        # Import by name, because `cost` is a higher package.
         return import_module("layoutmap.cost.entry").explain_step(
             self._options.name, traced, names, list(map(np.shape, call.leaves)), batches, mesh, changes
         )
@@ -252,13 +252,13 @@ class JitStep:
         return ProgramKey(list(map(self._options.format_argument, names)), types, shardings, static)
 
     def _run(self, known: KnownCall, given: GivenArguments, leaves: list[Any], has_equal: bool) -> object:
-        """Run a program and return the results of the step."""
+        """Run a program, and return the results of the step."""
         program, objects = known.program, given.objects
         if known.places:
             leaves = [*leaves]
             for n, is_batch in known.places.items():
                 leaves[n] = place_leaf(leaves[n], program.shardings[n], is_batch)
-            if objects is not None:  # the arrays of nnx objects are now on the mesh
+            if objects is not None:  # running placed the arrays of nnx objects on the mesh
                 objects.write({at: leaves[n] for at, n in enumerate(program.of_objects) if n in known.places})
         if has_equal:
             self._options.check_leaves(Call(known.variant, leaves, objects), leaves, program.donated)

@@ -100,7 +100,7 @@ def compute_loss(model: torch.nn.Module, batch: object) -> torch.Tensor:
             raise ScopeError(
                 f"{type(model).__name__}: the batch has no targets for its loss",
                 facts={"batch": given},
-                why="a loss that is called with outputs and targets needs both",
+                why="the loss takes outputs and targets",
                 fix="pass (inputs, targets), the inputs as a mapping if they have names",
             )
         return loss(output, _convert_to_tensors(batch[1], _find_device(model)))
