@@ -84,8 +84,8 @@ FAULTS = (
     Fault(
         "gradients of grouped convolutions are left to XLA",
         "engines/jax/corrections.py",
-        "for size in shape) and not _for_good:",
-        "for size in shape) and not _for_good and not shape:",
+        "for size in shape) and not _permanent:",
+        "for size in shape) and not _permanent and not shape:",
         "nnx",
     ),
     Fault(

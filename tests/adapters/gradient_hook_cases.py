@@ -326,8 +326,8 @@ def left_by_failed_passes(num_processes=1):
         for how in ways:
             wrong += [f"{name}, {how}: {each}" for each in failed_pass(number, num_processes, make_fail, how)]
             left = num_tensors()
-            if left or changes._made:
-                wrong.append(f"{name}, {how}: {left} tensors are left, and {len(changes._made)} changes")
+            if left or changes._installed:
+                wrong.append(f"{name}, {how}: {left} tensors are left, and {len(changes._installed)} changes")
     return wrong
 
 

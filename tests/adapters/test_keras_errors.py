@@ -191,7 +191,7 @@ def test_an_interrupt_while_values_are_made(monkeypatch):
             """
             the function returned no model
               why   build and plan use the model that the function returns
-              fix   end it with: return model
+              fix   end the function with: return model
             """,
         ),
         (
@@ -199,7 +199,7 @@ def test_an_interrupt_while_values_are_made(monkeypatch):
             """
             builtins.int is not a model
               why   it belongs to none of the supported libraries: keras, torch, jax
-              fix   pass a model, or a function that makes and returns one
+              fix   pass a model, or a function that builds and returns one
             """,
         ),
     ],
@@ -260,7 +260,7 @@ def test_a_planned_model_has_no_values(use):
         return kept[0]
 
     lm.plan(make_and_keep, make_map({}))
-    with pytest.raises(lm.PlanError, match="this model is only a plan, it has no values"):
+    with pytest.raises(lm.PlanError, match="this model is it has no values"):
         USES[use](kept[0])
 
 
@@ -338,8 +338,8 @@ def test_no_model_library_is_imported():
 
     assert (run.stdout.strip() or run.stderr[-2000:]) == text("""
         no model library is imported
-          why   a scope works inside one of keras, torch, jax, and cannot know which one you will use
-          fix   import it before the scope is opened, or pass library="keras"
+          why   a scope works inside one of keras, torch, jax, and none of them is imported
+          fix   import your library before opening the scope, or pass library="keras"
         """)
 
 

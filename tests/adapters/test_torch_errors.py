@@ -110,7 +110,7 @@ class TestModelsWithoutValues:
         lm.plan(make_model, make_map(), library="torch")
 
         for call in (lambda: kept[0](torch.ones(1, 96)), lambda: kept[0][1](torch.ones(1, 4))):
-            with pytest.raises(lm.PlanError, match="only a plan, it has no values"):
+            with pytest.raises(lm.PlanError, match="it has no values"):
                 call()
         variable = variables(kept[0])["1.weight"]
         for use in (variable.read, lambda: variable.write(torch.ones(4, 4))):

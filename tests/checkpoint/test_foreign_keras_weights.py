@@ -117,8 +117,8 @@ def test_what_would_become_larger_is_refused(tmp_path: Path) -> None:
     refused = {
         "y.keras": "is compressed",
         "z.keras": "it has no weights",
-        "a.weights.h5": r"vars\.0: its values are not there, or compressed",
-        "b.weights.h5": r"vars\.0: its values are not there, or compressed",
+        "a.weights.h5": r"vars\.0: its values are missing or compressed",
+        "b.weights.h5": r"vars\.0: its values are missing or compressed",
     }
     for name, said in refused.items():
         with pytest.raises(CheckpointError, match=said):

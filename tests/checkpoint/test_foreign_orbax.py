@@ -119,5 +119,5 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the metadata cannot be read"):
         open_source(tmp_path / "d")
     (tmp_path / "d" / "_METADATA").unlink()
-    with pytest.raises(CheckpointError, match="no arrays are in this checkpoint of orbax"):
+    with pytest.raises(CheckpointError, match="this orbax checkpoint has no arrays"):
         open_source(tmp_path / "d")

@@ -117,7 +117,7 @@ LIES: dict[str, tuple[Callable[[Path], object], str]] = {
     "outside": (lambda p: raw(p, {"a": entry(8, 16)}, bytes(16)), "'a' leaves a gap"),
     "overlap": (lambda p: raw(p, {"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "'b' overlaps 'a'"),
     "gap": (lambda p: raw(p, {"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)), "leaves a gap after 'a'"),
-    "shape": (lambda p: raw(p, {"a": entry(0, 8, (3,))}, bytes(8)), "its size does not fit its shape"),
+    "shape": (lambda p: raw(p, {"a": entry(0, 8, (3,))}, bytes(8)), "its byte count contradicts its shape"),
     "huge shape": (
         lambda p: raw(p, {"a": entry(0, 8, (1 << 62, 1 << 62))}, bytes(8)),
         "does not fit its shape",

@@ -228,7 +228,7 @@ def test_what_was_not_sent_is_compared_with_the_model():
     stale = make("Mixtral")
     before = copy_state(stale)
     error, answers = replay(record(third)[0], stale, names="checkpoint")
-    assert "it was not sent as it has not changed, but the model has another value" in str(error)
+    assert "it was not sent because it is unchanged, but the model has another value" in str(error)
     assert "since={}" in json.loads(answers[0][1])["error"]
     assert_equal(before, stale.state_dict())
     send(third, other, names="checkpoint")
@@ -311,9 +311,9 @@ def test_records_with_right_numbers_and_other_content_are_refused(sent):
         changed[files[0]] = "file", name
         assert "it sends a file" in assert_refused(join(changed))
     more = [*records[:-1], *[("data", bytes(1 << 22))] * 70, records[-1]]
-    assert "more bytes than it has announced" in assert_refused(join(more))
+    assert "more bytes than it announced" in assert_refused(join(more))
     assert "damaged" in assert_refused(join([records[0], ("data", b"x")]))
-    assert "see its own error" in assert_refused(join([records[0], ("failed", b"")]))
+    assert "read its error" in assert_refused(join([records[0], ("failed", b"")]))
 
 
 def change_begin(records, change):
@@ -410,7 +410,7 @@ def test_a_damaged_folder_is_refused(damage, tmp_path, monkeypatch):
 
 
 def test_a_later_stream_takes_the_place_of_one_that_nobody_received(tmp_path):
-    with pytest.raises(CheckpointError, match=r"nothing has happened for 0\.1 seconds"):
+    with pytest.raises(CheckpointError, match=r"there was no progress for 0\.1 seconds"):
         lm.stream(make_module()).write(tmp_path, timeout_seconds=0.1)
     other = make_module(1)
     _, errors = exchange(
@@ -455,10 +455,10 @@ def test_a_process_that_does_nothing_is_an_error():
     here, there = socket.socketpair()
     with here, there:
         for width in (10, 100_000):  # all fits into the buffers, or it does not
-            with pytest.raises(CheckpointError, match=r"nothing has happened for 0\.2 seconds"):
+            with pytest.raises(CheckpointError, match=r"there was no progress for 0\.2 seconds"):
                 lm.stream(make_module(0, width)).write(here, timeout_seconds=0.2)
     here, there = socket.socketpair()
-    with here, there, pytest.raises(CheckpointError, match=r"nothing has happened for 0\.2 seconds"):
+    with here, there, pytest.raises(CheckpointError, match=r"there was no progress for 0\.2 seconds"):
         lm.receive(make_module(), there, timeout_seconds=0.2)
     assert here.gettimeout() is None
 
@@ -475,7 +475,7 @@ def test_a_sender_that_cannot_read_a_value_tells_the_receiver(monkeypatch):
     here, there = socket.socketpair()
 
     def receive():
-        with pytest.raises(CheckpointError, match="see its own error"):
+        with pytest.raises(CheckpointError, match="read its error"):
             lm.receive(model, there, timeout_seconds=SECONDS)
 
     with here, there:

@@ -172,7 +172,7 @@ def test_verify_names_each_damaged_chunk(folder, capsys):
     assert 1 == code
     assert [
         f"{path}: its values differ from the saved ones" for path in ("up.kernel", "up.kernel", "up.bias")
-    ] == [line for line in lines if line.endswith("those that were saved")]
+    ] == [line for line in lines if line.endswith("differ from the saved ones")]
     assert starts == [int(line.split()[1]) for line in lines if line.startswith("bytes")]
     assert [f"file   {data_file(folder, 2)}"] * 3 == [line for line in lines if line.startswith("file")]
     assert "step 2: 3 problems" == lines[-1]

@@ -261,7 +261,7 @@ def test_the_file_of_a_plan_takes_no_options_of_models(folder, capsys):
     for command in (["plan", "plan.json"], ["lint", "plan.json"], ["diff", "plan.json", "plan.json"]):
         code, out, err = run(capsys, *command, "--rules", "rules.yaml", "--mesh", "model=8")
         assert (2, "") == (code, out)
-        assert "--rules is for a model, and plan.json is the file of a plan" in err
+        assert "--rules needs a model, but plan.json is the file of a plan" in err
         assert "leave out --rules, --mesh" in err
 
 

@@ -327,7 +327,7 @@ def test_processes_may_hold_unequal_numbers_of_devices():
 def test_match_is_no_layout_of_a_tensor():
     """TensorFlow accepts "match" and then counts 2**64 - 1 shards; here it is refused."""
     assert 2**64 - 1 == dtensor.Layout(["match", "x"], theirs(GRID)).num_shards(0)
-    with pytest.raises(LayoutError, match="'match' is for TensorFlow's own use"):
+    with pytest.raises(LayoutError, match="'match' is reserved for TensorFlow"):
         Layout(["match", "x"], GRID)
 
 

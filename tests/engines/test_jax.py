@@ -259,7 +259,7 @@ def test_independent_relayouts_do_not_wait_for_each_other():
 
 def test_numbers_of_64_bits_are_refused_by_name():
     """A variable of 64 bits is refused by its path while JAX would make it one of 32."""
-    with pytest.raises(EngineError, match=r"w: JAX would hold float64 as float32"):
+    with pytest.raises(EngineError, match=r"w: JAX would store float64 as float32"):
         created({"w": Initializer(global_value=lambda: np.zeros(4))}, layout_on("x=2", "x"), (4,), "float64")
 
 

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import layoutmap as lm
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.jax import shardy
-from layoutmap.engines.jax.far_products import keep_apart
+from layoutmap.engines.jax.far_products import insert_barriers
 
 PROCESSES = ("jax",)
 XLA = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -341,7 +341,7 @@ def test_what_cannot_be_kept_apart_is_refused():
     with shardy.make_context():
         module = shardy.parse_module(FIXED)
         with pytest.raises(EngineError) as refused:
-            keep_apart(module, "step")
+            insert_barriers(module, "step")
 
     assert "step: XLA could compute wrong numbers" == str(refused.value).splitlines()[0]
 

@@ -205,7 +205,7 @@ STRICT = {
         "mesh.dims: key 'batch'",
     ),
     "digits": (variable().replace("[8, 4]", f"[8, {'4' * 5000}]"), "it is not JSON"),
-    "deep": (variable().replace("[8, 4]", "[" * 100_000), "it is not JSON of a plan"),
+    "deep": (variable().replace("[8, 4]", "[" * 100_000), "it is not the JSON of a plan"),
     "deep and whole": ("[" * 900 + "]" * 900, "it is not a plan"),
     "no text": (None, "it is not JSON"),
 }

@@ -55,8 +55,8 @@ def test_variables_of_one_path_are_distinguished_by_their_model():
     assert """\
 k: 2 variables of the plan have this path
   variables  teacher: k, student: k
-  why        several models are in one plan
-  fix        name the model too: plan['teacher: k']""" == str(told.value)
+  why        the plan has several models
+  fix        include the model: plan['teacher: k']""" == str(told.value)
 
 
 def test_keys_are_unique_even_where_models_are_not():

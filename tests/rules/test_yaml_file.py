@@ -128,7 +128,7 @@ rules file: 'a' appears twice
             """\
 rules file of version 2
   why   this layoutmap reads version 1
-  fix   write version: 1 in its first line, leave it out, or use the layoutmap that wrote it""",
+  fix   write version: 1, delete the line, or use the layoutmap release that wrote the file""",
         ),
         (
             "mesh: batch=2,batch=4\n",

@@ -294,7 +294,7 @@ def test_a_sampler_that_missed_a_sync_is_reported():
     _, lines = interrupt_after(-1, syncs[0])
     guards[0]()
     interrupt_after(lines * 3 // 4, lambda: syncs[0](version=8))
-    with pytest.raises(lm.PlanError, match=r"sync of this sampler was not called, or failed"):
+    with pytest.raises(lm.PlanError, match=r"last sync of this sampler was not called or failed"):
         guards[0]()
 
 

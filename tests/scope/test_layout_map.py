@@ -370,7 +370,7 @@ rule 'there' is in the map already
   there  (unsharded, model)
   new    (model, unsharded)
   why    one pattern has one layout
-  fix    del layout_map['there'] first, or change one of the patterns""",
+  fix    delete it first, del layout_map['there'], or change one of the patterns""",
     ),
     "an invalid regex": (
         lambda m: m.__setitem__(r".*\.(query|key\.kernel", ROW),
@@ -429,7 +429,7 @@ rule 'new': its layout is on another mesh
   map's     batch=2, model=4
   layout's  model=8
   why       all variables of a model share one mesh
-  fix       use the map's mesh, or make another map""",
+  fix       use the map's mesh, or create another map""",
     ),
     "an activation that is there": (
         lambda m: m.activations.__setitem__("layer", ROW),
@@ -438,7 +438,7 @@ activation rule 'layer' is in the map already
   there  (model, unsharded)
   new    (model, unsharded)
   why    one pattern has one layout
-  fix    del layout_map.activations['layer'] first, or change one of the patterns""",
+  fix    delete it first, del layout_map.activations['layer'], or change one of the patterns""",
     ),
     "an activation by module": (
         lambda m: m.activations.__setitem__(7, ROW),

@@ -144,7 +144,7 @@ def test_apply_wants_a_model():
     assert str(caught.value) == textwrap.dedent("""\
         builtins.int is not a model
           why   it belongs to none of the supported libraries: keras, torch, jax
-          fix   pass a model, or a function that makes and returns one""")
+          fix   pass a model, or a function that builds and returns one""")
 
 
 def test_a_library_without_an_adapter():

@@ -1,4 +1,4 @@
-"""Adapters know model libraries: one module or package for each, loaded when first asked for."""
+"""Support one model library per adapter. An adapter's module is imported on first use."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ ADAPTERS = {
     "torch": "layoutmap.adapters.torch",
     "jax": "layoutmap.adapters.jax",
 }
-"""Library name -> its adapter's module. The name is also that of the package and of the extra that installs it.
+"""The module of each library's adapter. The name is also that of the package and of the extra that installs it.
 
 The last one is for what the others do not own: its models may be of any type.
 """
 
 
-# DTensor trains tf.keras variables wrongly, so the library is refused by name (decisions/0011).
+# DTensor trains tf.keras variables wrongly, so refuse this library by name (decisions/0011).
 REFUSED = {
     "tf_keras": (
         "tf.keras of TF_USE_LEGACY_KERAS=1 makes variables and takes data in ways that DTensor trains wrongly",
         "build the model with Keras 3: unset TF_USE_LEGACY_KERAS, or import keras with KERAS_BACKEND=tensorflow",
     )
 }
-"""Libraries that may be meant and are not supported -> why, and the way out."""
+"""Unsupported libraries that users may expect, each with the reason and the fix."""
 
 
 def refuse(library: str, what: str) -> NoReturn:
-    """Refuse a library by name.
+    """Raise for an unsupported library.
 
     Args:
         library: One of `REFUSED`.
@@ -66,7 +66,7 @@ def refuse(library: str, what: str) -> NoReturn:
     raise ScopeError(f"{what}: layout maps do not work with {library}", why=why, fix=fix)
 
 
-_MEANT = {
+_SYNONYMS = {
     "flax": "jax",
     "nnx": "jax",
     "flax.nnx": "jax",
@@ -89,7 +89,7 @@ def get_adapter(name: str) -> Building:
     """
     if name in REFUSED:
         refuse(name, f"library={name!r}")
-    name = _MEANT.get(name, name)
+    name = _SYNONYMS.get(name, name)
     if name not in ADAPTERS:
         raise ScopeError(
             f"there is no adapter {name!r}",
@@ -128,7 +128,7 @@ def require_capability(adapter: Building, capability: type[Capable], function: s
     known = {name for name in dir(capability) if not name.startswith("_")}
     missing = sorted(name for name in known if not hasattr(adapter, name))
     raise ScopeError(
-        f"{function}: the adapter of {adapter.name} models cannot do it",
+        f"{function}: the adapter of {adapter.name} models does not support it",
         facts={"missing": ", ".join(missing)},
         why=f"it is no {capability.__name__} adapter, which {function} needs",
         fix="write these methods of layoutmap.adapters.protocol",
@@ -149,14 +149,14 @@ def get_imported_adapter() -> Building:
             refuse(name, "the model library that is imported")
     raise ScopeError(
         "no model library is imported",
-        why=f"a scope works inside one of {', '.join(ADAPTERS)}, and cannot know which one you will use",
-        fix='import it before the scope is opened, or pass library="keras"',
+        why=f"a scope works inside one of {', '.join(ADAPTERS)}, and none of them is imported",
+        fix='import your library before opening the scope, or pass library="keras"',
     )
 
 
 @contextmanager
 def refuse_other_libraries(adapter: Building) -> Generator[None]:
-    """Refuse models of the other imported libraries until the block ends, since they would stay unsharded."""
+    """Raise for models of other imported libraries until the block ends, because they would stay unsharded."""
     with ExitStack() as stack:
         for name in ADAPTERS:
             if name != adapter.name and name in sys.modules and importlib.util.find_spec(name) is not None:
@@ -191,5 +191,5 @@ def get_model_adapter(model: Any) -> Building:
     raise ScopeError(
         f"{type(model).__module__}.{type(model).__qualname__} is not a model",
         why=f"it belongs to none of the supported libraries: {', '.join(ADAPTERS)}",
-        fix="pass a model, or a function that makes and returns one",
+        fix="pass a model, or a function that builds and returns one",
     )

@@ -1,4 +1,4 @@
-"""Track which scope is open in this thread and task: the only ambient state, a `ContextVar`.
+"""Track the open scope of this thread and task in a `ContextVar`, the only ambient state.
 
 A scope belongs to the code between its `with` and its end, in the thread and the task that opened it. Threads and tasks
 that inherit the variable with a copy of their maker's context do not inherit the scope, and a scope that is closed is
@@ -70,13 +70,13 @@ def get_current_session() -> Any:
 
 
 def is_session_active(session: Any) -> bool:
-    """Return whether a session is open in this thread and task, even if another one is nested in it."""
+    """Return whether a session is open in this thread and task, even if another one is nested inside it."""
     return any(each is session for each in _iterate_sessions())
 
 
-# A task copies the context, so a model built there would stay unsharded without a hint (decisions/0031).
+# A new task copies the context, but a model built there would stay unsharded without a warning (decisions/0031).
 def warn_in_inner_task(library: str, name: str) -> None:
-    """Warn once per scope about a model that is built in a task or thread started inside the scope."""
+    """Warn once per scope of a model built in a task or thread that was started inside the scope."""
     link = _current.get()
     entry = link and link.entry()
     if entry is None or entry.session is None or entry.session.library != library or entry.was_told:

@@ -12,16 +12,16 @@ from layoutmap.core.errors import CheckpointError
 
 
 def read_state(data: object) -> Any:
-    """Return the state of a data iterator or schedule, or the states by name for a mapping of them."""
+    """Return the state of a data iterator or schedule, or the states by name for a mapping."""
     if isinstance(data, Mapping):
         return {name: read_state(each) for name, each in cast("Mapping[Any, Any]", data).items()}
     for name in ("state_dict", "get_state"):
         if callable(method := getattr(data, name, None)):
             return method()
     raise CheckpointError(
-        f"data: {describe_type(data)}, it has no state that can be saved",
-        why="what goes on where it was is asked for its state by state_dict() or get_state()",
-        fix="pass one that has them, or a mapping of several, or leave data out and save what you need as metadata",
+        f"data: {describe_type(data)}, which has no state to save",
+        why="save calls state_dict() or get_state() of the object",
+        fix="pass an object with one of these methods, or a mapping of several, or store your own state as metadata",
     )
 
 
@@ -32,7 +32,7 @@ def make_undo(data: object) -> Callable[[], object]:
         return lambda: [undo() for undo in undos]
     try:
         state = copy.deepcopy(read_state(data))
-    except Exception:  # the data's state_dict may raise anything; without a state there is nothing to undo
+    except Exception:  # state_dict of user code may raise anything; without a state there is nothing to undo
         return lambda: None
 
     def undo() -> None:
@@ -57,7 +57,7 @@ def find_state_setter(data: object) -> Any:
         if callable(method := getattr(data, name, None)):
             return method
     raise CheckpointError(
-        f"data: {describe_type(data)}, it cannot take up a state",
-        why="what goes on where it was is given its state by load_state_dict() or set_state()",
-        fix="pass the one whose state was saved",
+        f"data: {describe_type(data)}, which cannot restore a state",
+        why="load calls load_state_dict() or set_state() of the object",
+        fix="pass the same type of object that was saved",
     )

@@ -1,4 +1,4 @@
-"""Fingerprints of a program: named texts that processes compare before its first call (why: decisions/0181)."""
+"""Describe a program by named texts, which processes compare before its first call (decisions/0181)."""
 
 # pyright: basic
 # pyright cannot type the inspection of arbitrary values.
@@ -26,12 +26,12 @@ def list_versions(*packages: str) -> Iterator[Part]:
 
 
 def hash_lowered(name: str, lowered: Any) -> Part:
-    """Return the hash of a step that JAX has lowered: its text has no source line and no address."""
+    """Return the hash of a lowered JAX step. Its text has no source lines or addresses."""
     return f"the lowered {name}", f"hash {hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]}"
 
 
 def describe_function(function: Any) -> str:
-    """Return the qualified name of a function and a hash of its source, where that can be read."""
+    """Return the qualified name of a function and, if available, a hash of its source."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
@@ -43,7 +43,7 @@ def describe_function(function: Any) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """Return a setting as text: a plain value, the name of a function, or the type of anything else."""
+    """Format a setting: a simple value, the name of a function, or the type of any other object."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return repr(value)
     if isinstance(value, (list, tuple)):

@@ -26,7 +26,7 @@ from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.cost.table import FUSED_ATTENTION, Collective, CollectiveKind, Phase, StepCost
-from layoutmap.engines.patches import temporarily
+from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import convert_layout, record_layout
 from layoutmap.engines.torch.deferred_init import FakeTensorMode
@@ -181,7 +181,7 @@ class _OperationCounter(TorchDispatchMode):
 
     def open_phase(self, name: Phase) -> AbstractContextManager[None]:
         """Set the phase of the step until the block ends."""
-        return temporarily(self, "_phase", name)
+        return set_temporarily(self, "_phase", name)
 
     def open_update(self) -> AbstractContextManager[None]:
         """Set the phase to the optimizer's update until the block ends."""

@@ -1,4 +1,4 @@
-"""Engines hold arrays: one module for each framework, loaded when first asked for.
+"""Create and store arrays of one framework per engine. An engine's module is imported on first use.
 
 An engine knows its framework's arrays, devices and shardings, and no model library. What it must do is written in
 `layoutmap.engines.protocol` and checked by `layoutmap.testing.engine_contract`.
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 ENGINES = {name: f"layoutmap.engines.{name}.engine" for name in ("jax", "tensorflow", "torch")}
-"""Engine name -> its module. The name is also that of the framework's package and of the extra that installs it."""
+"""The module of each engine. An engine has the name of its framework's package and of the extra that installs it."""
 
 
 def list_installed_engines() -> list[str]:
@@ -46,7 +46,7 @@ def get_engine(name: str) -> Engine:
             fix="use one of them",
         )
     loaded = sys.modules.get(ENGINES[name])
-    # Use the loaded module, because imports inside a trace fail. It lacks `engine` while another thread imports it.
+    # Reuse the loaded module, because imports inside a trace fail. It lacks `engine` while another thread imports it.
     if loaded is not None and hasattr(loaded, "engine"):
         return loaded.engine()
     if importlib.util.find_spec(name) is None:
@@ -74,7 +74,7 @@ def find_engine(array: object) -> Engine:
             if isinstance(array, engine.array_types):
                 return engine
     raise EngineError(
-        f"no engine holds a {type(array).__module__}.{type(array).__qualname__}",
+        f"no engine supports a {type(array).__module__}.{type(array).__qualname__}",
         why=f"the engines are {', '.join(map(repr, ENGINES))}",
         fix="pass an array of one of these frameworks",
     )

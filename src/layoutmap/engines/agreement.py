@@ -1,4 +1,4 @@
-"""Comparisons between the processes of one program: texts, values, and the program itself.
+"""Compare texts, values, and programs between the processes of one program.
 
 What is gathered first has the same size whatever is compared, so processes that compare different things find out. All
 must ask alike, each with its own part and a `gather` that gathers from all. Where they differ, it is said in all.
@@ -19,27 +19,28 @@ from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import CheckpointError, ScopeError, join_names
 from layoutmap.engines.checks import make_difference_error
 
-_FIRST_CALLS = 8  # compare the first calls, because a wrong input pipeline differs from the first batch on
-_MAX_SHOWN = 200  # longest text of one process in a message
+# always compare the first calls, because a wrong input pipeline differs from the first batch
+_FIRST_CALLS = 8
+_MAX_SHOWN = 200  # longer texts of a process are cut in messages
 
 Result = TypeVar("Result")
 
 Gather = Callable[[NumpyArray], NumpyArray]
-"""Returns the values of each process, one row each; all must call it, with values of one shape."""
+"""Gathers the values of each process, one row each. All processes must call it with values of one shape."""
 
 Part = tuple[str, str]
-"""A part of what processes compare: its name, in the user's words, and a text."""
+"""One item that processes compare: its name for users, and a text."""
 
 
 def gather_texts(text: str, gather: Gather) -> list[str]:
-    """Return the text of each process, in order of the processes."""
+    """Gather a text from each process, in process order."""
     own = np.frombuffer(text.encode(), np.uint8)
     rows = _gather_padded(own, gather)
     return [row.tobytes().decode() for row in rows]
 
 
 def _gather_padded(own: NumpyArray, gather: Gather) -> list[NumpyArray]:
-    """Return the values of each process, which may differ in number."""
+    """Gather values that may differ in number between processes."""
     lengths = gather(np.array([own.size], np.int64))[:, 0]
     if not lengths.any():  # no process sent a text
         return [own] * len(lengths)
@@ -47,9 +48,9 @@ def _gather_padded(own: NumpyArray, gather: Gather) -> list[NumpyArray]:
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
-# If one process failed alone, the others would wait for it, so all exchange errors and all raise (decisions/0079).
+# If one process raised alone, the others would wait for it, so exchange errors and raise in all (decisions/0079).
 def run_together(function: Callable[[], Result], gather: Gather, verb: str = "load") -> Result:
-    """Return the function's result, or raise in all processes if it raises in one."""
+    """Call a function in each process, and raise in all processes if it raises in one."""
     result: Any = None
     error: BaseException | None = None
     try:
@@ -71,7 +72,7 @@ def run_together(function: Callable[[], Result], gather: Gather, verb: str = "lo
 
 
 def check_alike(text: str, gather: Gather, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:
-    """Compare a text of each process.
+    """Gather a text and a number from each process, and compare the texts.
 
     Returns:
         The texts of all processes if they differ, else nothing; and the numbers of all.
@@ -86,14 +87,14 @@ def label_processes(texts: Sequence[str]) -> dict[str, object]:
 
 
 def shorten(text: str) -> str:
-    """Return a text for error messages, with a checksum in place of the rest of a long one."""
+    """Shorten a text for error messages, and add a checksum of the rest."""
     if len(text) <= _MAX_SHOWN:
         return text
     return f"{text[:_MAX_SHOWN]}... checksum {zlib.crc32(text.encode()):08x}"
 
 
 def check_program(call: str, parts: Iterable[Part], gather: Gather) -> None:
-    """Raise a `ScopeError` that names the first part of a call's program that differs between processes."""
+    """Raise a `ScopeError` for the first part of a call's program that differs between processes."""
     found = find_difference([("call", call), *parts], gather)
     if found is None:
         return
@@ -107,13 +108,13 @@ def check_program(call: str, parts: Iterable[Part], gather: Gather) -> None:
 
 
 def describe_difference(name: str, texts: Sequence[str]) -> str:
-    """Return the texts of process 0 and of the first process with another one."""
+    """Describe the texts of process 0 and of the first process that differs."""
     other = next(number for number, text in enumerate(texts) if text != texts[0])
     return f"{name}: {texts[0]} in process 0, {texts[other]} in process {other}"
 
 
 def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
-    """Raise a `ScopeError` if values that each process has for itself are not the same in all of them.
+    """Raise a `ScopeError` if values that each process created for itself differ between processes.
 
     Args:
         checksums: A path, and the checksum of the value there, for each value in order.
@@ -129,7 +130,7 @@ def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
 
 
 def check_computed(checksums: Sequence[tuple[str, int]], gather: Gather) -> None:
-    """Raise an `EngineError` if first values that each process has computed, by path, differ between them."""
+    """Raise an `EngineError` if the processes computed different initial values."""
     everyone = gather(np.array([value for _, value in checksums], np.uint32))
     differ = [path for i, (path, _) in enumerate(checksums) if len(set(everyone[:, i])) > 1]
     if differ:
@@ -139,9 +140,9 @@ def check_computed(checksums: Sequence[tuple[str, int]], gather: Gather) -> None
 
 
 class CallSchedule:
-    """Decide which calls of a model the processes compare: the first eight, later each power of two, without end.
+    """Decide which calls of a model the processes compare: the first eight, then each power of two.
 
-    The first call of an epoch is one of them, too. A run of n calls compares log2(n) of them (why: decisions/0181).
+    The first call of an epoch is compared, too. A run of n calls compares log2(n) of them (decisions/0181).
 
     Attributes:
         calls: The number of calls so far.
@@ -155,14 +156,14 @@ class CallSchedule:
         self.is_in_epochs = False
 
     def count_call(self) -> bool:
-        """Count a call, and return whether it is one of those that are compared."""
+        """Count a call, and return whether the processes compare it."""
         self.calls += 1
         begins, self.begins_epoch = self.begins_epoch, False
         return begins or self.calls <= _FIRST_CALLS or not self.calls & (self.calls - 1)
 
 
 def check_batch(arrays: Sequence[Any], gather: Gather, call: int | None = None, hint: str = "") -> None:
-    """Raise a `ScopeError` if the processes pass different batches, where each of them brings all of it.
+    """Raise a `ScopeError` if processes pass different batches where each passes the global batch.
 
     Args:
         arrays: The batch of this process.
@@ -191,7 +192,7 @@ def check_equal(named_texts: Iterable[tuple[str, str]], gather: Gather, what: st
 
 
 def find_difference(named_texts: Iterable[tuple[str, str]], gather: Gather) -> tuple[str, list[str]] | None:
-    """Return the first name with different texts in the processes, and each one's first different line.
+    """Return the first name with different texts, and each process's first different line.
 
     Where the processes have different names it is one that some do not have.
     """
@@ -210,7 +211,7 @@ def find_difference(named_texts: Iterable[tuple[str, str]], gather: Gather) -> t
 
 
 def _parts_from_json(text: str) -> list[Part]:
-    """Parse the parts that a process sent. Return the raw text if it is not such JSON."""
+    """Parse the parts from a process, or return the raw text if it is not such JSON."""
     try:
         return [(name, of) for name, of in json.loads(text)]
     except ValueError:

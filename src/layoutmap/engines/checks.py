@@ -242,8 +242,8 @@ def check_draws(engine: str, draws: str, ways: Sequence[str] = ("exact",)) -> No
 # -- cache of programs
 
 
-def remember(cache: OrderedDict[Hashable, Value], key: Hashable, value: Value) -> Value:
-    """Store a value, and remove the oldest ones from a full cache. The caller must have the lock."""
+def store_in_cache(cache: OrderedDict[Hashable, Value], key: Hashable, value: Value) -> Value:
+    """Store a value in a cache, and remove the oldest ones if it is full. The caller must hold the lock."""
     cache[key] = value
     while len(cache) > _MAX_REMEMBERED:
         cache.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Detect the launcher of this process, SLURM or torchrun, and give torchrun the error that ends it."""
+"""Detect the launcher of this process, SLURM or torchrun, and report a fatal error to torchrun."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Launcher:
 
     Args:
         name: `"torchrun"` or `"SLURM"`.
-        process: The number of this process among those that were started together.
+        process: The number of this process in its job.
         num_processes: Number of processes.
     """
 
@@ -49,7 +49,7 @@ def detect_launcher() -> Launcher | None:
 
 
 def report_errors_to_torchrun() -> None:
-    """Write an error of this library that ends the process to the file that torchrun reads.
+    """Write an error of this library that ends the process to torchrun's error file.
 
     torchrun then repeats the error as the root cause in its last lines. Without the file, it prints a link there.
     Other errors and other launchers are not affected.
@@ -61,7 +61,7 @@ def report_errors_to_torchrun() -> None:
 
     def write_error(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
         call_earlier_hook(kind, error, place)
-        # torch's @record writes the file earlier, with the traceback.
+        # torch's @record may already have written the file, with the traceback.
         if isinstance(error, LayoutMapError) and not os.path.exists(file):
             message = {
                 "message": f"{kind.__name__}: {error}",

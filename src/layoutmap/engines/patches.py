@@ -1,4 +1,4 @@
-"""Attributes of a library that are replaced while somebody needs it, in such a way that no interrupt leaves any behind.
+"""Replace attributes of a library set_temporarily, so that no interrupt leaves a replacement behind.
 
 A `KeyboardInterrupt` can come before any line: also before the first one of an `__exit__`, or between what changes
 something and the `try` that would undo it. So nothing here is counted. A use of patches is an object that the running
@@ -17,17 +17,17 @@ from typing import Any, Protocol, cast
 
 
 class Closing:
-    """A context manager that is closed at the end of its `with`, or else when that is gone, if it had no end.
+    """A context manager that is also closed when it is garbage-collected.
 
-    Subclasses say what to `open` and to `close`; to close twice is to close once.
+    Subclasses implement `open` and `close`. Closing it twice has no further effect.
     """
 
     def open(self) -> None:
-        """Begin."""
+        """Enter the context."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End the context if it is open, even if it was opened only in part."""
+        """Leave the context, even if it was entered only in part."""
         raise NotImplementedError
 
     _has_begun = False
@@ -46,7 +46,7 @@ class Closing:
 
 
 class Patch(Protocol):
-    """Change to a library that can be installed and removed repeatedly."""
+    """A change to a library that can be installed and removed repeatedly."""
 
     def install(self) -> None:
         """Install the change unless it is installed."""
@@ -61,7 +61,7 @@ _INHERITED = object()
 
 
 class Attribute:
-    """Patch that replaces one attribute of a class or module.
+    """Replace one attribute of a class or module.
 
     Another library may replace it too, while this is installed. Then it is left as it is, and what took its place here
     goes on being called by that library: it must do nothing of its own where nobody needs it.
@@ -69,15 +69,16 @@ class Attribute:
     Args:
         owner: The class or module.
         name: The name of the attribute, which the owner has, or inherits; then it is deleted again.
-        make: Makes what takes its place, of what is found there.
+        make: Returns the replacement for the original attribute.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], object]):
         self._owner, self._name, self._make = owner, name, make
-        self._made: list[tuple[object, object]] = []  # replaced objects, recorded before the replacement
+        # the original and the replacement, recorded before the change
+        self._made: list[tuple[object, object]] = []
 
     def install(self) -> None:
-        """Have it replaced, where it is not."""
+        """Replace the attribute, unless it is replaced."""
         found = cast(dict[str, object], vars(self._owner)).get(self._name, _INHERITED)
         if all(ours is not found for ours, _ in self._made):
             ours = self._make(getattr(self._owner, self._name) if found is _INHERITED else found)
@@ -96,29 +97,29 @@ class Attribute:
 
 
 class Item:
-    """An item of a dict that a library looks into: its hooks."""
+    """Replace an item of a dict in which a library looks up hooks."""
 
     def __init__(self, items: MutableMapping[Any, Any], key: object, value: object):
         self._items, self._key, self._value = items, key, value
 
     def install(self) -> None:
-        """Replace the attribute of the framework."""
+        """Add the item."""
         self._items[self._key] = self._value
 
     def remove(self) -> None:
-        """Take it out."""
+        """Remove the item."""
         self._items.pop(self._key, None)
 
 
 def patch_if_present(owner: object, name: str, make: Callable[[Any], Any]) -> Iterator[Attribute]:
-    """Yield the patch of a function that keeps its signature, or nothing if the owner has no such attribute."""
-    if hasattr(owner, name):  # otherwise the library reports the missing feature itself
+    """Yield the patch of a function that keeps its signature, or nothing if the owner lacks the attribute."""
+    if hasattr(owner, name):  # without the attribute, the library itself reports the missing feature
         yield Attribute(owner, name, lambda own: functools.wraps(own)(make(own)))
 
 
-# Ctrl-C can arrive inside `__exit__`, so the finalizer of a use removes the patches, too (decisions/0025).
+# Ctrl-C can interrupt `__exit__`, so the finalizer of a use also removes the patches (decisions/0025).
 class Patches:
-    """Patches that are installed while any thread uses them.
+    """Install patches while any thread uses them.
 
     Args:
         patches: The patches; no other `Patches` has one of the same place.
@@ -138,7 +139,7 @@ class Patches:
     def __init__(self, patches: Iterable[Patch]):
         self._patches = tuple(patches)
         self._users: weakref.WeakSet[_PatchUse] = weakref.WeakSet()
-        # Reentrant, because garbage collection may end a use while the lock is held.
+        # Reentrant: garbage collection may end a use while the lock is held.
         self._lock = threading.RLock()
 
     def activate(self) -> Closing:
@@ -146,14 +147,14 @@ class Patches:
         return _PatchUse(self)
 
     def add(self, user: _PatchUse) -> None:
-        """Install the patches for one user."""
+        """Register a user, and install the patches for the first one."""
         with self._lock:
             self._users.add(user)
             for patch in self._patches:
                 patch.install()
 
     def discard(self, user: _PatchUse) -> None:
-        """Remove them if nobody is left."""
+        """Unregister a user, and remove the patches after the last one."""
         with self._lock:
             self._users.discard(user)
             if not self._users:
@@ -162,7 +163,7 @@ class Patches:
 
 
 class _PatchUse(Closing):
-    """One `with` of some patches."""
+    """One use of some patches in a `with` block."""
 
     def __init__(self, patches: Patches):
         self._patches = patches
@@ -175,13 +176,13 @@ class _PatchUse(Closing):
 
 
 @contextmanager
-def temporarily(owner: object, name: str, value: object) -> Generator[None]:
-    """While open, an attribute of an object of this library, such as a thread-local one, has another value.
+def set_temporarily(owner: object, name: str, value: object) -> Generator[None]:
+    """Set an attribute of this library's object, such as a thread-local one, while the context is open.
 
     Example:
         >>> class Here:
         ...     depth = 0
-        >>> with temporarily(Here, "depth", 1):
+        >>> with set_temporarily(Here, "depth", 1):
         ...     Here.depth
         1
         >>> Here.depth
@@ -198,7 +199,7 @@ def temporarily(owner: object, name: str, value: object) -> Generator[None]:
 def wrap_in_context(
     method: Callable[..., Any], make_context: Callable[[], AbstractContextManager[object]]
 ) -> Callable[..., Any]:
-    """Return a method that runs in a context, made anew for each call."""
+    """Wrap a method so that each call runs in a new context."""
 
     @functools.wraps(method)
     def call_in_context(*args: object, **kwargs: object) -> Any:

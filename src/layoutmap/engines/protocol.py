@@ -1,4 +1,4 @@
-"""The protocol of engines. Each method has its laws in `layoutmap.testing.engine_contract`."""
+"""Define the protocol of engines. `layoutmap.testing.engine_contract` has the laws of each method."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """Description of an array's placement that no layout can express.
+    """The placement of an array that no layout can express.
 
     Args:
-        what: How the framework holds it instead, as in `"on CPU:0 alone"`.
-        devices: The devices that each hold all of it; none where no device does.
-        is_copied: Whether the framework brings it to whatever it is used with, so that it counts as replicated.
+        what: The placement in words, such as `"on CPU:0 alone"`.
+        devices: The devices that store a complete copy.
+        is_copied: Whether the framework copies it to other operands' devices, so that it counts as replicated.
     """
 
     what: str
@@ -36,12 +36,12 @@ class Unplaced:
 
 
 class MakeMover(Protocol):
-    """The making of a function that moves the values of arrays to the devices, layouts, and dtypes of other arrays."""
+    """Make a function that moves the values of arrays to the devices, layouts, and dtypes of others."""
 
     def __call__(
         self, moves: Sequence[Move], arrays: Sequence[Array], likes: Sequence[Array]
     ) -> Callable[[Sequence[Array]], list[Array]]:
-        """Return a function of arrays in the layouts of `arrays`, which returns an array like each of `likes`.
+        """Return a function that takes arrays in the layouts of `arrays` and returns arrays like `likes`.
 
         What it returns shares no memory with what it takes. It sends each device the pieces that it does not hold.
 
@@ -56,9 +56,9 @@ class MakeMover(Protocol):
         ...
 
 
-# A plan starts no framework, so layouts and element types have checks that use no device (decisions/0032).
+# A plan starts no framework, so checks of layouts and dtypes must not use devices (decisions/0032).
 class Engine(Protocol):
-    """Arrays of one framework, in layouts.
+    """Create, read, and reshard arrays of one framework.
 
     Laws: shards round-trip bit for bit and cover each element once; every relayout is bit-exact; `create` returns the
     same values on every layout, those of the plain initializer; each device holds exactly its shard; a layout that the
@@ -94,7 +94,7 @@ class Engine(Protocol):
     make_mover: MakeMover | None
 
     def devices(self, device_type: str | None = None) -> tuple[str, ...]:
-        """Return the names of all devices of one type (`None`: of the default type), in the framework's order.
+        """Return the names of all devices of a type (`None`: the default type), in the framework's order.
 
         Raises:
             EngineError: There are none of that type.
@@ -102,7 +102,7 @@ class Engine(Protocol):
         ...
 
     def simulate(self, number: int) -> None:
-        """Start the framework on this number of simulated CPU devices. It must not have started before.
+        """Start the framework with this number of simulated CPU devices. It must not have started yet.
 
         Raises:
             EngineError: It has started on others.
@@ -110,16 +110,16 @@ class Engine(Protocol):
         ...
 
     def bind(self, mesh: Mesh) -> Mesh:
-        """Return the mesh on this machine: an abstract one gets devices, one with devices is checked to exist.
+        """Bind a mesh to this machine: give an abstract mesh devices, and check that named devices exist.
 
         Raises:
             MeshError: The machine has too few devices, or not the ones that are named.
         """
         ...
 
-    # A plan is made before its devices exist, so this check uses the layout alone (decisions/0032).
+    # Plans are made before their devices exist, so this check uses only the layout (decisions/0032).
     def check_layout(self, layout: Layout) -> None:
-        """Refuse a layout that no array of the framework can have, on any machine.
+        """Raise for a layout that no array of the framework can have on any machine.
 
         The answer depends on the layout alone: no device is asked for and nothing is started, so that plans can ask.
 
@@ -129,7 +129,7 @@ class Engine(Protocol):
         ...
 
     def check_dtype(self, name: str, path: str) -> None:
-        """Raise if the framework cannot store this dtype unchanged. Starts nothing, so plans can call it.
+        """Raise if the framework cannot store this dtype unchanged. This starts nothing, so plans can call it.
 
         Args:
             name: The element type, as in `"float32"`.
@@ -141,7 +141,7 @@ class Engine(Protocol):
         ...
 
     def native(self, layout: Layout, rank: int) -> Any:
-        """Return the framework's own form of a layout: `NamedSharding`, `dtensor.Layout`, `(DeviceMesh, placements)`.
+        """Convert a layout to the framework's form: `NamedSharding`, `dtensor.Layout`, `(DeviceMesh, placements)`.
 
         Raises:
             EngineError: The engine cannot hold such a layout.
@@ -151,11 +151,11 @@ class Engine(Protocol):
         ...
 
     def get_layout(self, array: Array) -> Layout | None:
-        """Return the layout of an array, or None for a value that is no array or is on no mesh with named dims."""
+        """Return the layout of an array, or None for other values and arrays without a named mesh."""
         ...
 
     def describe_placement(self, array: Array, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
-        """Return the layout of any program's array, or a description of its placement. Nothing is guessed.
+        """Return the layout of an array from any program, or its placement without one. Nothing is guessed.
 
         Args:
             array: The array, or what stands for one without values.
@@ -169,7 +169,7 @@ class Engine(Protocol):
         initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
     ) -> dict[str, Array]:
-        """Compute initial values, each straight in its layout.
+        """Compute initial values directly in their layouts.
 
         Args:
             assignments: For each key, such as a path, a variable and its layout.
@@ -189,7 +189,7 @@ class Engine(Protocol):
         ...
 
     def from_shards(self, assignment: Assignment, read: BlockReader, *, copy: bool = True) -> Array:
-        """Return an array made from shards that are read one by one.
+        """Create an array from shards that are read one by one.
 
         Args:
             assignment: The variable and its layout.
@@ -202,7 +202,7 @@ class Engine(Protocol):
         ...
 
     def to_shards(self, array: Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
-        """Yield the shards that this process holds, each index once.
+        """Yield this process's shards, each index once.
 
         Args:
             array: The array.
@@ -211,7 +211,7 @@ class Engine(Protocol):
         """
         ...
 
-    # A second copy takes most of a load's time, so values are read into the array's memory (decisions/0127).
+    # Copying takes most of a load's time, so values are read into the array's memory (decisions/0127).
     def get_writable_memory(self, array: Array) -> Sequence[tuple[Index, NumpyArray]]:
         """Return writable memory of this process's shards, or an empty sequence if there is none.
 
@@ -221,14 +221,14 @@ class Engine(Protocol):
         ...
 
     def iterate_by_device(self, array: Array) -> Iterator[tuple[str, NumpyArray]]:
-        """Yield the values on each device of this process, with its name. Replicas are yielded, too.
+        """Yield the name and the values of each device of this process, replicas included.
 
         Nothing is gathered. What stands for an array without values yields nothing.
         """
         ...
 
     def relayout(self, array: Array, layout: Layout, *, pad: bool = False) -> Array:
-        """Return the same values in another layout. Also accepts unsharded arrays and numpy arrays.
+        """Move values to another layout. Unsharded arrays and numpy arrays are accepted, too.
 
         Raises:
             EngineError: The engine cannot hold the layout, or such elements.
@@ -238,15 +238,15 @@ class Engine(Protocol):
         ...
 
     def variable(self, array: Array, *, name: str = "", trainable: bool = True) -> Any:
-        """Return the framework's variable with an array as its value, or the array if the framework has none."""
+        """Return the framework's variable with an array as its value, or the array if there are no variables."""
         ...
 
     def to_numpy(self, array: Array) -> NumpyArray:
-        """Return all values of an array, gathered from all processes. Each of these processes must call it."""
+        """Gather all values of an array from all of its processes, each of which must call this."""
         ...
 
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
-        """Return the values of each process that has a device of the mesh, one row each, in order of the processes.
+        """Gather values from each process with a device of the mesh, one row each, in process order.
 
         They must all ask, with values of one shape and element type.
 
@@ -256,7 +256,7 @@ class Engine(Protocol):
         ...
 
     def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[Any]:
-        """Compute operations on unsharded values on a mesh, replicated, while the context is open.
+        """Compute operations on unsharded values replicated on a mesh, while the context is open.
 
         Args:
             mesh: The mesh.
@@ -269,7 +269,7 @@ class Engine(Protocol):
         ...
 
     def canonicalize(self, values: object) -> NumpyArray:
-        """Return values as a numpy array in the engine's element type, with 32 bits for 64 where it has no 64.
+        """Convert values to numpy in the engine's dtype, with 32 bits if 64-bit types are disabled.
 
         Python numbers get the framework's default element type.
 
@@ -281,7 +281,7 @@ class Engine(Protocol):
     def call(
         self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Array:
-        """Return the result of a function in a layout. No device stores the global value if that can be avoided.
+        """Compute the result of a function in a layout. If possible, no device stores the global value.
 
         Raises:
             EngineError: The function does not return one array, or the engine cannot hold the layout.

@@ -22,7 +22,7 @@ TESTED = {
     "torch": ("2.13", "2.15"),
     "flax": ("0.12.6", "0.12"),
 }
-"""Package -> the oldest release that the tests have passed with, and the newest minor one."""
+"""The oldest and the newest minor release of each package with which the tests passed."""
 
 
 def _parse_version(version: str) -> list[int]:
@@ -41,7 +41,7 @@ def _is_tested(package: str) -> bool:
 
 @functools.cache
 def warn_if_untested(package: str) -> None:
-    """Warn once in a process about a release that the tests have not run with.
+    """Warn once per process about a release that the tests do not cover.
 
     Args:
         package: One of `TESTED`. It is imported, and every name of it that is probed was found.
@@ -52,7 +52,7 @@ def warn_if_untested(package: str) -> None:
         f"{package} {_get_version(package)} is not a release that layoutmap was tested with",
         facts={
             "tested": f"{package} {_format_range(package)}",
-            "probed": f"all names of {package} that are needed exist",
+            "probed": f"all names of {package} thatlayoutmap needs exist",
         },
         why="functions that the library uses may behave differently",
         fix=f'compare the model with one device: lm.check_parity(...); or pip install "{_format_requirement(package)}"',
@@ -63,7 +63,7 @@ def warn_if_untested(package: str) -> None:
 def make_unsupported_error(
     package: str, missing: object, kind: type[LayoutMapError] = EngineError
 ) -> LayoutMapError:
-    """Return the error for a release that lacks names that layoutmap needs."""
+    """Return the error for a release without names that layoutmap needs."""
     return kind(
         f"{package} {_get_version(package)} is not supported",
         facts={"missing": missing, "tested": f"{package} {_format_range(package)}"},
@@ -72,9 +72,9 @@ def make_unsupported_error(
     )
 
 
-# Private names change between releases, so a missing one raises an error with the tested releases (decisions/0149).
+# Private names change between releases, so report a missing one with the tested releases (decisions/0149).
 class Needed:
-    """Context that imports names of a framework, and raises `make_unsupported_error` if one is missing."""
+    """Import names of a framework, and raise `make_unsupported_error` if one is missing."""
 
     def __init__(self, package: str, kind: type[LayoutMapError] = EngineError) -> None:
         self._package, self._kind = package, kind
@@ -88,7 +88,7 @@ class Needed:
 
 
 def check_names(package: str, *needed: tuple[object, str]) -> None:
-    """Refuse a release of which an object lacks a private name, before anything uses it.
+    """Raise for a release without private names that this library needs, before any is used.
 
     Args:
         package: One of `TESTED`.
@@ -105,13 +105,13 @@ def check_names(package: str, *needed: tuple[object, str]) -> None:
 
 
 def _has_name(owner: object, name: str) -> bool:
-    """Return whether an object has an attribute, or one of its methods uses an attribute with this name."""
+    """Return whether an object has an attribute, or a method of it uses an attribute of this name."""
     methods = (each for each in vars(owner).values() if isinstance(each, FunctionType))
     return hasattr(owner, name) or any(name in each.__code__.co_names for each in methods)
 
 
 def is_before(package: str, release: str) -> bool:
-    """Return whether a framework is older than a release, such as "2.14" which fixes a fault."""
+    """Return whether a framework is older than a release, such as one that fixes a fault."""
     return _parse_version(_get_version(package)) < _parse_version(release)
 
 

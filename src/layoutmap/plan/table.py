@@ -86,7 +86,7 @@ class PlanTable(Mapping[str, Assignment]):
                 f"{path}: {len(keys)} variables of the plan have this path",
                 facts={"variables": join_names(keys)},
                 why="the plan has several models",
-                fix=f"include the model:  plan[{keys[0]!r}]",
+                fix=f"include the model: plan[{keys[0]!r}]",
             )
         near = find_nearest(path, self._keys_by_path)
         raise KeyError(

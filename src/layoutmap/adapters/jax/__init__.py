@@ -1,4 +1,4 @@
-"""Models of JAX: modules of flax.nnx, and every pytree of arrays (Equinox, haiku, dicts, dataclasses).
+"""Support JAX models: flax.nnx modules, and every pytree of arrays (Equinox, haiku, dicts, dataclasses).
 
 The layout of an array is `layoutmap.dtensor.fetch_layout(array)`.
 """
@@ -45,10 +45,10 @@ class JaxAdapter(Adapter):
         return "jax"
 
     def check(self) -> None:
-        """Do nothing, since tracing a model works in every process."""
+        """Do nothing, because a model can be traced in every process."""
 
     def owns_model(self, model: object) -> bool:
-        """Return whether an object is a flax.nnx module or a pytree with an array in it."""
+        """Return whether an object is a flax.nnx module or a pytree that contains an array."""
         if isinstance(model, TrainState) or is_nnx(model):
             return True
         return any(map(is_array, jax.tree.leaves(model)))
@@ -62,7 +62,7 @@ class JaxAdapter(Adapter):
         return JaxSession(context)
 
     def keep_random_states(self) -> AbstractContextManager[None]:
-        """Restore the random states of Python and numpy when the block ends. JAX keeps its own in keys."""
+        """Restore the random states of Python and numpy at the end of the block. JAX stores its own in keys."""
         return random_states.keep_states()
 
     def set_seed(self, seed: int) -> None:
@@ -70,10 +70,10 @@ class JaxAdapter(Adapter):
         random_states.seed_both(seed)
 
     def complete(self, model: object, batch: object) -> None:
-        """Do nothing, since a JAX model has its arrays once it is made."""
+        """Do nothing, because a JAX model has all arrays once it is built."""
 
     def make_on_one_device(self, make: Callable[[], Any], mesh: Mesh) -> Any:
-        """Return an unsharded model, made under a mesh of one device that has the dims that its code may name."""
+        """Build an unsharded model, under a mesh of one device with the dims that its code may name."""
         alone = make_mesh_of_one(get_engine("jax").native(Layout.replicated(mesh, 0), 0).mesh)
         with jax.set_mesh(alone):
             model = make()
@@ -82,7 +82,7 @@ class JaxAdapter(Adapter):
         return model
 
     def set_optimizer(self, model: object, optimizer: object) -> object:
-        """Return the model unchanged, since a JAX model has no optimizer.
+        """Return the model unchanged, because a JAX model has no optimizer.
 
         Raises:
             ScopeError: What was passed for the optimizer is none of optax.
@@ -91,12 +91,12 @@ class JaxAdapter(Adapter):
             raise ScopeError(
                 f"optimizer={shorten_repr(optimizer)} is not an optimizer",
                 why=f"it is {describe_type(optimizer)}, without init and update",
-                fix="pass one of optax, as in optimizer=optax.adamw(1e-3); names are for models of Keras",
+                fix="pass an optax optimizer, as in optimizer=optax.adamw(1e-3); names are for Keras models",
             )
         return model
 
     def variables(self, model: object) -> dict[str, Variable]:
-        """Return the arrays of a model by path, and those of its optimizer's state, in a fixed order."""
+        """Return the arrays of a model and its optimizer's state by path, in a fixed order."""
         leaves = split_model(model).leaves
         values = [leaf.value for leaf in leaves]
         found: dict[str, Variable] = {}
@@ -122,7 +122,7 @@ class JaxAdapter(Adapter):
     def describe_later_variables(
         self, later: Mapping[str, Callable[[], object]], mesh: Mesh
     ) -> Sequence[VariableSpec]:
-        """Describe the arrays of functions by name, which are made after a model. Computes nothing."""
+        """Describe arrays that functions create after the model, without computing anything."""
         return later_arrays.describe_later_variables(later, mesh)
 
     def read(self, variable: Variable) -> Any:
@@ -145,7 +145,7 @@ class JaxAdapter(Adapter):
         return {"loss": float(loss)}, _as_numpy(gradients)
 
     def train_step(self, model: object, batch: object) -> dict[str, float]:
-        """Run one step of the `train_with` optimizer, and return the loss before it."""
+        """Run one step of the optimizer of `train_with`, and return the loss before it."""
         with leave_ambient_mesh():
             return {"loss": float(_require_train_state(model).steps.run_step(batch))}
 

@@ -1,4 +1,4 @@
-"""List and replace the arrays that a checkpoint of a JAX model contains. Random keys are stored as their data."""
+"""List and replace the arrays in a checkpoint of a JAX model. Random keys are stored as their data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from layoutmap.engines.jax.trees import find_memory
 
 
 def list_stored(model: object, optimizer: object, saved: Saved | None = None) -> list[Stored]:
-    """Return the arrays that a checkpoint of a model and its optimizer's state contains."""
+    """List the arrays in a checkpoint of a model and its optimizer's state."""
     check_immutable(unwrap_model(model))
     found: list[Stored] = []
     for leaf in split_model(model).leaves:
@@ -46,7 +46,7 @@ def list_stored(model: object, optimizer: object, saved: Saved | None = None) ->
 def list_optimizer_arrays(
     model: object, optimizer: object, weights: Mapping[Parts, VariableSpec] | None = None
 ) -> list[Stored]:
-    """Return the arrays of an optimizer's state, each with its description.
+    """List the arrays of an optimizer's state, each with its description.
 
     Args:
         model: The model.
@@ -67,7 +67,7 @@ def _get_step_variable(optimizer: object) -> list[Stored]:
 def restore_values(
     model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
 ) -> tuple[object, object]:
-    """Return a model and its optimizer's state with new arrays.
+    """Replace the arrays of a model and its optimizer's state.
 
     What Variables of nnx hold is replaced one by one, and freed then; a pytree is replaced by another one.
     """
@@ -104,12 +104,12 @@ def restore_values(
 
 
 def has_optimizer(model: object, optimizer: object) -> bool:
-    """Return whether there is an optimizer state to save, which may contain no arrays."""
+    """Return whether there is optimizer state to save, even without arrays."""
     return optimizer is not None or (isinstance(model, TrainState) and model.opt_state is not None)
 
 
 def _find_state(model: object, optimizer: object, *, make: bool) -> Any:
-    """Return the optimizer's state as a pytree. With `make`, a `TrainState` before its first step gives shapes."""
+    """Return the optimizer's state as a pytree. With `make`, return shapes for a `TrainState` before its first step."""
     if is_nnx_optimizer(optimizer):
         return optimizer.opt_state
     if optimizer is not None or not isinstance(model, TrainState):
@@ -172,7 +172,7 @@ def _has_no_value(leaf: object) -> bool:
 
 
 def _find_variables(tree: object) -> list[Any]:
-    """Return for each array of a pytree the nnx Variable that contains only this array, or None."""
+    """Return, for each array of a pytree, the nnx Variable that contains only this array, or None."""
     found: list[Any] = []
     for node in jax.tree.leaves(tree, is_leaf=is_variable):
         if is_variable(node):
@@ -184,7 +184,7 @@ def _find_variables(tree: object) -> list[Any]:
 
 
 def _replace_arrays(state: object, paths: Iterable[str], new: dict[str, object]) -> object:
-    """Return a pytree with new arrays by path. nnx Variables in it change in place."""
+    """Replace arrays of a pytree by path. nnx Variables in it change in place."""
     rest = iter(paths)
 
     def put(leaf: object) -> object:
@@ -197,7 +197,7 @@ def _replace_arrays(state: object, paths: Iterable[str], new: dict[str, object])
 
 
 def _unwrap_key(array: Any) -> Any:
-    """Return random keys as their data, and any other array unchanged. Donated keys give a shape with a layout."""
+    """Return the data of random keys, and other arrays unchanged. Donated keys give a shape with a layout."""
     if not is_key(array):
         return array
     if not _has_no_value(array) and not array.is_deleted():
@@ -211,7 +211,7 @@ def _unwrap_key(array: Any) -> Any:
 
 
 def _make_converter(old: Any) -> Callable[[object], object]:
-    """Return a function that gives arrays the layout, devices, and key type of an existing one."""
+    """Return a function that converts arrays to the layout, devices, and key type of an existing one."""
     if isinstance(old, np.ndarray):
         return np.asarray
     if isinstance(old, np.generic):
@@ -226,7 +226,7 @@ def _make_converter(old: Any) -> Callable[[object], object]:
         made: Any = array if isinstance(array, PaddedArray) else jnp.asarray(array)
         if implementation is not None:
             made = jax.random.wrap_key_data(made, impl=implementation)
-        if is_weak:  # weakly typed, so it takes the dtype of the other operand
+        if is_weak:  # keep the weak type, so that operations use the other operand's dtype
             made = jax.lax.convert_element_type_p.bind(
                 made, new_dtype=made.dtype, weak_type=True, sharding=None
             )

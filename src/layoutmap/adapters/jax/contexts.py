@@ -1,4 +1,4 @@
-"""Record the scope that shards a model, while the model lives."""
+"""Record the scope that sharded a model, while the model exists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _contexts: dict[int, tuple[weakref.ref[object], ScopeContext]] = {}
 
 
 def note_context(model: object, context: ScopeContext) -> None:
-    """Record the scope that shards a model. A dict or tuple cannot be recorded."""
+    """Record the scope that sharded a model. Dicts and tuples cannot be recorded."""
     key = id(model)
     with suppress(TypeError):
         _contexts[key] = weakref.ref(model, lambda _: _contexts.pop(key, None)), context

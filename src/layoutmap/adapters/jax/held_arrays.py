@@ -1,4 +1,4 @@
-"""Arrays that a module of flax.nnx holds in no Variable: in its attributes, or in lists, tuples and dicts there.
+"""Find arrays of a flax.nnx module outside Variables: in attributes, or in lists, tuples, and dicts there.
 
 Flax finds them in attributes that it takes for data, and puts new ones in place for attributes themselves, but not
 for what is in a tuple or a dict.
@@ -28,7 +28,7 @@ Nodes = Iterable[tuple[tuple[object, ...], object]]
 
 @dataclass(frozen=True, slots=True)
 class AttributeArrays:
-    """Arrays in one attribute of an nnx module that are in no Variable.
+    """The arrays outside Variables in one attribute of an nnx module.
 
     Args:
         owner: The module, weakly.
@@ -63,7 +63,7 @@ def find_attribute_arrays(model: object) -> list[AttributeArrays]:
 
 
 def note_arrays(nodes: Nodes) -> None:
-    """Register traced arrays that are module attributes as data, as flax does for arrays with values.
+    """Register traced arrays in module attributes as data, as flax does for arrays with values.
 
     Flax 0.12.8 takes them for static values, here and in `nnx.eval_shape` and `nnx.jit`, and loses them.
     """
@@ -75,7 +75,7 @@ def note_arrays(nodes: Nodes) -> None:
 
 
 def check_all_found(nodes: Nodes, state: object) -> None:
-    """Check that the state of a module has all traced arrays that are in the module.
+    """Raise if the state of a module lacks traced arrays that the module contains.
 
     Raises:
         ScopeError: It has not.
@@ -93,7 +93,7 @@ def check_all_found(nodes: Nodes, state: object) -> None:
                 why="flax.nnx finds arrays in lists, tuples, and dicts only if they are marked as data",
                 fix="mark it in its assignment: nnx.data(..)",
             )
-        if isinstance(node, TracedOutput):  # a wrapper of this library that is not part of the model
+        if isinstance(node, TracedOutput):  # this library's wrapper is not part of the model
             continue
         if id(node) not in checked and has_hidden_tracer(node, _is_of_flax):
             raise ScopeError(

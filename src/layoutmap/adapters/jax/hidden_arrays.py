@@ -1,4 +1,4 @@
-"""Traced arrays in functions and objects that JAX does not look into."""
+"""Find traced arrays in functions and objects that JAX does not traverse."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from types import ModuleType
 import jax
 import jax.core
 
-_MOST_LEVELS = 3  # limit for nested objects, because some reference the whole program
+_MAX_LEVELS = 3  # limit for nested objects, because some of them reference the whole program
 
 
 def has_hidden_tracer(leaf: object, is_of_flax: Callable[[object], bool]) -> bool:
-    """Return whether a function's closure, or an object that is no pytree, contains a traced array."""
+    """Return whether a function's closure, or an object that is not a pytree, contains a traced array."""
     seen, todo = set[int](), [(leaf, 0)]
     while todo:
         each, depth = todo.pop()
@@ -27,7 +27,7 @@ def has_hidden_tracer(leaf: object, is_of_flax: Callable[[object], bool]) -> boo
         held = jax.tree.leaves(_list_held(each), is_leaf=is_of_flax)
         if any(isinstance(value, jax.core.Tracer) for value in held):
             return True
-        if depth < _MOST_LEVELS:
+        if depth < _MAX_LEVELS:
             todo += [(value, depth + 1) for value in held]
     return False
 

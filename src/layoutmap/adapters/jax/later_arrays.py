@@ -1,4 +1,4 @@
-"""Arrays that appear after a model is built, as KV caches: their plan, and their layouts in a step."""
+"""Plan arrays that appear after a model is built, such as KV caches, and find their layouts in a step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LARGE_BYTES = 2**20  # smaller arrays without a rule are not reported
 
 
 def describe_later_variables(later: Mapping[str, Callable[[], object]], mesh: Mesh) -> list[VariableSpec]:
-    """Describe the arrays of functions, under paths that begin with the functions' names. Computes nothing."""
+    """Describe arrays that functions create, under paths that start with the function names. Nothing is computed."""
     found = list[VariableSpec]()
     for name, make in later.items():
         if not callable(make):
@@ -57,7 +57,7 @@ def describe_later_variables(later: Mapping[str, Callable[[], object]], mesh: Me
 
 
 def name_results(step: str, out_names: object, results: object) -> list[str]:
-    """Return the path of each leaf of a step's results, or an empty text for one that has no name.
+    """Return the path of each leaf of a step's results, or an empty text for a leaf without a name.
 
     Args:
         step: The name of the step.
@@ -80,7 +80,7 @@ def name_results(step: str, out_names: object, results: object) -> list[str]:
             f"{step}: out_names={out_names!r} does not fit its results",
             facts={"results": str(jax.tree.structure(results))},
             why=str(error).partition("\n")[0],
-            fix="write one name for each result, and None for one without a name, as in out_names=(None, 'cache')",
+            fix="write one name per result, or None for a result without a name, as in out_names=(None, 'cache')",
         ) from error
     return jax.tree.leaves(named, is_leaf=lambda each: each is None)
 
@@ -105,7 +105,7 @@ def find_rule_shardings(
     ]
     if not specs:
         return {}
-    # The plan is in a package above this one.
+    # Import by name, because `scope` is a higher package.
     plan = import_module("layoutmap.scope.plan").make_plan(
         specs,
         layout_map,
@@ -118,14 +118,14 @@ def find_rule_shardings(
 
 
 def check_mesh(step: str, layout_map: RuleLookup, native: jax.sharding.Mesh) -> None:
-    """Refuse a layout map on another mesh than that of a step's arguments."""
+    """Raise if a layout map is on another mesh than a step's arguments."""
     mesh = layout_map.mesh
     if mesh is None or dict(zip(mesh.dim_names, mesh.shape, strict=True)) != dict(native.shape):
         raise MeshError(
             f"{step}: layout_map is on another mesh than the arguments",
             facts={"layout_map": str(mesh), "arguments": str(native)},
-            why="a step computes on one mesh",
-            fix="pass the map that the arguments were built with",
+            why="a step uses one mesh",
+            fix="pass the layout map with which the arguments were built",
         )
 
 

@@ -1,4 +1,4 @@
-"""Split batches into microbatches without moving rows between devices, and find steps that do move them."""
+"""Split batches into microbatches without moving rows between devices, and detect steps that do move rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def microbatches(batch: T, num: int) -> T:
                 f"microbatches: {name} cannot be split into {num}",
                 facts={"shape": shape},
                 why=f"{num} does not divide its {shape[0]} rows" if shape else "it has no rows",
-                fix="take another number of microbatches or rows"
+                fix="change the number of microbatches or rows"
                 if shape
                 else "pass it unchanged to each microbatch",
             )
@@ -63,7 +63,7 @@ def microbatches(batch: T, num: int) -> T:
 
 
 def find_consecutive_splits(jaxpr: Jaxpr, batches: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield each batch that a scan goes over in microbatches of consecutive rows, and the number of these.
+    """Yield each batch that a scan processes in microbatches of consecutive rows, and their number.
 
     Args:
         jaxpr: The program of a step.
@@ -88,7 +88,7 @@ def _find_splits(
         elif name == "scan":
             for inner in iterate_inner_jaxprs(eqn.params.values()):
                 for mine, var in zip(inner.invars, eqn.invars, strict=True):
-                    # A scan goes over inputs that have an axis less in each turn. JAX 0.11 has no counts of them.
+                    # Inputs over which a scan iterates have one axis less inside it. JAX 0.11 does not count them.
                     if not isinstance(var, Literal) and var in splits and _get_rank(mine) < _get_rank(var):
                         yield splits[var]
         elif name in CALLS:
@@ -108,6 +108,6 @@ def _get_rank(var: Any) -> int:
 
 
 def _map_splits_to_callers(inner: Jaxpr, results: Sequence[Var], found: dict[Var, T]) -> dict[Var, T]:
-    """Return the findings about an inner program's results, by the variables outside of it."""
+    """Map findings about an inner program's results to the variables of the outer program."""
     pairs = zip(inner.outvars, results, strict=False)
     return {outer: found[mine] for mine, outer in pairs if not isinstance(mine, Literal) and mine in found}

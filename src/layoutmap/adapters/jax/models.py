@@ -1,4 +1,4 @@
-"""The arrays of a model of JAX: a module of flax.nnx, or any pytree."""
+"""Read and replace the arrays of a JAX model: a flax.nnx module or any pytree."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from layoutmap.engines.tested import import_for, warn_if_untested
 
 
 def take_apart(model: object) -> Parts:
-    """Return a model as its arrays.
+    """Split a model into its arrays and its structure.
 
     Raises:
         ScopeError: Two arrays have one path.
     """
     if is_nnx(model):
-        # Imported here, because flax may not be installed.
+        # flax may not be installed, so import it only for its modules.
         nnx = import_for("flax", "layoutmap.adapters.jax.nnx")
         warn_if_untested("flax")
         return nnx.take_apart(model)
@@ -28,7 +28,7 @@ def take_apart(model: object) -> Parts:
 
 
 def put_values(model: object, values: Sequence[object]) -> Any:
-    """Return a model with other arrays: the same module, or, since a pytree cannot be changed, another one."""
+    """Replace the arrays of a model: in place for a module, in a new object for a pytree."""
     if is_nnx(model):
         from layoutmap.adapters.jax import nnx
 
@@ -38,7 +38,7 @@ def put_values(model: object, values: Sequence[object]) -> Any:
 
 
 def constrain_outputs(model: object, policy: LayoutPolicy) -> None:
-    """Make an nnx model's modules apply activation rules to their outputs. Do nothing for a pytree."""
+    """Make modules of an nnx model apply activation rules to their outputs. Pytrees stay unchanged."""
     if is_nnx(model):
         from layoutmap.adapters.jax import nnx
 
@@ -46,7 +46,7 @@ def constrain_outputs(model: object, policy: LayoutPolicy) -> None:
 
 
 def make_unsharded(make: Callable[[], object], model_in: Callable[[object], Any]) -> Any:
-    """Call a function that makes a model, and ignore the model's own sharding annotations.
+    """Build a model, ignoring its own sharding annotations.
 
     Args:
         make: The function.

@@ -1,4 +1,4 @@
-"""Outputs of modules of flax.nnx, in the layouts of rules of `LayoutMap.activations`.
+"""Constrain the outputs of flax.nnx modules to the layouts of activation rules.
 
 Python looks `__call__` up on the class, so a module with a rule gets a class of its own kind: a subclass of its class
 under the same name, one for each class. Its layout is a static attribute of the module, as flax's own settings are, so
@@ -25,12 +25,12 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.jax.ambient import change_axis_types, differs_from_ambient_mesh, use_mesh
 
 _ATTRIBUTE = "_layoutmap_output"
-_PLAIN = "_layoutmap_plain"
+_ORIGINAL_CLASS = "_layoutmap_plain"
 
 
 @dataclass(frozen=True)
 class OutputLayout:
-    """Layout of a module's output.
+    """Constrain a module's output to a layout.
 
     Args:
         layout: The layout of the rule.
@@ -45,7 +45,7 @@ class OutputLayout:
     def call_module(
         self, call: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
-        """Return a module's output with its arrays in their layouts."""
+        """Call a module, and constrain its output."""
         return self._apply_layout(call(*args, **kwargs))
 
     def _apply_layout(self, result: object) -> object:
@@ -62,7 +62,7 @@ class OutputLayout:
 
 @dataclass(frozen=True)
 class OwnMesh:
-    """The mesh of a model that is called while `jax.set_mesh` names another one.
+    """Run a model on its own mesh while `jax.set_mesh` names another one.
 
     Args:
         mesh: The mesh that the model's arrays are on.
@@ -73,7 +73,7 @@ class OwnMesh:
     def call_module(
         self, call: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
-        """Return a module's output, computed under its own mesh, on the mesh of `jax.set_mesh`."""
+        """Call a module under its own mesh, and return the output on the mesh of `jax.set_mesh`."""
         if not differs_from_ambient_mesh(self.mesh):
             return call(*args, **kwargs)
         with use_mesh(self.mesh):
@@ -84,7 +84,7 @@ class OwnMesh:
 
 @dataclass(frozen=True)
 class TracedOutput:
-    """Tells a tracer of each call of a module.
+    """Report each call of a module to a tracer.
 
     Args:
         tracer: The tracer.
@@ -97,13 +97,13 @@ class TracedOutput:
     def call_module(
         self, call: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
-        """Return a module's output, or the tracer's replacement for it."""
+        """Call a module through the tracer, which may replace its output."""
         function = _make_recomputing_call(call) if self.tracer.should_recompute(self.path) else call
         return self.tracer.call(self.path, function, args, kwargs)
 
 
 def _make_recomputing_call(call: Any) -> Callable[..., object]:
-    """Return a module's call that recomputes activations in the backward pass. Python settings stay static."""
+    """Wrap a module's call so that the backward pass recomputes activations. Python settings stay static."""
 
     def call_recomputing(*args: object, **kwargs: object) -> object:
         given = {str(number): value for number, value in enumerate(args)} | kwargs
@@ -123,19 +123,19 @@ def _make_recomputing_call(call: Any) -> Callable[..., object]:
 _SETTINGS = (bool, int, float, str, type(None), types.FunctionType)
 
 
-# Python finds `__call__` on the class, so a module with a rule gets a subclass of its own class (decisions/0073).
+# Python looks up `__call__` on the class, so a module with a rule gets a subclass of its class (decisions/0073).
 def set_output(module: nnx.Module, output: OutputLayout | OwnMesh | TracedOutput) -> None:
-    """Make a module constrain its output to a layout, run under its own mesh, or report its calls to a tracer."""
+    """Set how a module treats its calls: constrain the output, use its own mesh, or report to a tracer."""
     remove_output(module)
     is_pytree = not jax.tree_util.all_leaves([module])
-    # Not setattr, because flax would register a model attribute.
+    # flax would register an attribute set by setattr as part of the model.
     object.__setattr__(module, "__class__", _make_subclass(type(module), is_pytree))
     vars(module)[_ATTRIBUTE] = output
 
 
 def remove_output(module: nnx.Module) -> None:
     """Undo `set_output`."""
-    plain = getattr(type(module), _PLAIN, None)
+    plain = getattr(type(module), _ORIGINAL_CLASS, None)
     if plain is not None:
         object.__setattr__(module, "__class__", plain)
         vars(module).pop(_ATTRIBUTE, None)
@@ -143,12 +143,12 @@ def remove_output(module: nnx.Module) -> None:
 
 @functools.cache
 def _make_subclass(plain: Any, is_pytree: bool) -> type[nnx.Module]:
-    """Return a subclass of a module class that applies the module's `OutputLayout` or `TracedOutput`."""
+    """Make a subclass of a module class that applies the output settings of an instance."""
 
     @functools.wraps(plain.__call__)
     def call(self: object, *args: object, **kwargs: object) -> object:
         plain_call = functools.partial(plain.__call__, self)
-        output = vars(self).get(_ATTRIBUTE)  # a new instance of the subclass has no output rule
+        output = vars(self).get(_ATTRIBUTE)  # a new instance of the subclass has no output settings
         return plain_call(*args, **kwargs) if output is None else output.call_module(plain_call, args, kwargs)
 
     def copy_module(self: object) -> Any:
@@ -157,13 +157,13 @@ def _make_subclass(plain: Any, is_pytree: bool) -> type[nnx.Module]:
         return made
 
     def reduce_module(self: object, protocol: object) -> tuple[object, ...]:
-        """Return the module's pickled form with its original class, since unpickled arrays are unsharded."""
+        """Pickle a module with its original class, because unpickled arrays are unsharded."""
         module = copy_module(self)
         remove_output(module)
         make, arguments, *rest = module.__reduce_ex__(protocol)
         return _restore_module, (make, arguments), *rest
 
-    body = {"__call__": call, "__copy__": copy_module, "__reduce_ex__": reduce_module, _PLAIN: plain}
+    body = {"__call__": call, "__copy__": copy_module, "__reduce_ex__": reduce_module, _ORIGINAL_CLASS: plain}
     body |= {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(plain)(plain.__name__, (plain,), body, pytree=is_pytree)
 

@@ -1,4 +1,4 @@
-"""Arrays of a model that no plan can have: mutable ones, and traced ones in objects that JAX does not look into."""
+"""Find arrays that a plan cannot contain: mutable ones, and traced ones in objects that JAX does not traverse."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError
 
 
-# A mutable array stays where it was made and cannot be sharded later, so it is refused by name (decisions/0073).
+# A mutable array cannot be moved after its creation, so refuse it by name (decisions/0073).
 def check_immutable(model: object) -> None:
-    """Refuse a model with a mutable array, or with a traced array that JAX does not find.
+    """Raise for a model with a mutable array, or with a traced array that JAX does not find.
 
     Args:
         model: A module of flax.nnx, or any pytree.
@@ -34,9 +34,9 @@ def check_immutable(model: object) -> None:
                 "return it",
                 fix="make it outside of nnx.var_defaults(hijax=True)"
                 if is_variable(leaf)
-                else "return its value: jax.freeze(ref); and make a Ref where it is used",
+                else "return its value, jax.freeze(ref), and create the Ref where it is used",
             )
-        # For modules, flax.nnx reports the attribute.
+        # For modules, `check_all_found` reports the attribute.
         if not is_nnx(model) and has_hidden_tracer(leaf, _is_of_flax):
             raise ScopeError(
                 f"{path or 'the model'}: an array is hidden in an object",
@@ -48,7 +48,7 @@ def check_immutable(model: object) -> None:
 
 
 def _list_leaves(model: object) -> Iterator[tuple[str, object]]:
-    """List the leaves of a model, and the values that its Variables hold."""
+    """List the leaves of a model, and the values of its Variables."""
     if is_nnx(model):
         found = sys.modules["flax.nnx"].iter_graph(model)
     else:

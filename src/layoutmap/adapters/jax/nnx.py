@@ -1,4 +1,4 @@
-"""Find the variables of flax.nnx modules by path, their roles, and the variables that modules share."""
+"""Find the variables of flax.nnx modules by path, their axis roles, and shared variables."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from layoutmap.core.variables import Kind
 from layoutmap.engines import get_engine
 from layoutmap.engines.jax.ambient import differs_from_ambient_mesh, warn_about_axis_types
 
-_OFF = 0
+_EAGER_SHARDING_OFF = 0
 """The value that `nnx.use_eager_sharding` is set to: false, and known from the `False` that a program may set."""
 
 
 def take_apart(model: nnx.Module) -> Parts:
-    """Return a module as its arrays: those of its Variables, and others that it holds.
+    """Split a module into the arrays of its Variables and attributes, and its structure.
 
     Raises:
         ScopeError: A traced array is where flax does not look for arrays.
@@ -53,7 +53,7 @@ def take_apart(model: nnx.Module) -> Parts:
             paths.append(keys)
             why = "an attribute that is no Variable holds it, and flax takes only JAX's arrays there"
             return Leaf(_format_path(keys), value, infer_kind(value), no_padding=why)
-        inner = keys[length + 1 :]  # drop "value", the attribute of the Variable
+        inner = keys[length + 1 :]  # drop the key "value" of the Variable
         path = (*keys[:length], *inner)
         paths.append(path)
         aliases = tuple(_format_path(other) for other in shared.find_other_paths(path))
@@ -71,7 +71,7 @@ def take_apart(model: nnx.Module) -> Parts:
 
 
 def _find_positions(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterator[list[int]]:
-    """Yield each array's position among the sorted attributes of each module on its path."""
+    """Yield, for each array, the positions of the attributes on its path among the sorted attributes."""
     known: dict[int, dict[str, tuple[int, object]]] = {}
     for keys in paths:
         place: list[int] = []
@@ -87,7 +87,7 @@ def _find_positions(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterat
 
 
 def _iterate_members(node: object) -> Iterator[tuple[str, object]]:
-    """Yield the names and values in a module or container, in its order."""
+    """Yield the names and values in a module or container, in order."""
     if isinstance(node, nnx.Pytree):
         yield from vars(node).items()
     elif not isinstance(node, nnx.Variable):
@@ -96,7 +96,7 @@ def _iterate_members(node: object) -> Iterator[tuple[str, object]]:
 
 
 def put_values(model: nnx.Module, values: Sequence[object]) -> None:
-    """Assign new arrays to a module, in the order of its parts. The module stays the same object."""
+    """Assign new arrays to a module in place, in the order of its parts."""
     new = nnx.to_flat_state(pytrees.take_apart(nnx.state(model)).put_together(values))
     nnx.update(model, nnx.from_flat_state([each for each in new if isinstance(each[1], nnx.Variable)]))
     arrays = {_format_keys(path): value for path, value in new if not isinstance(value, nnx.Variable)}
@@ -118,7 +118,7 @@ def _infer_kind(variable: nnx.Variable[object]) -> Kind:
     return Kind.WEIGHT if isinstance(variable, nnx.Param) else Kind.STATE
 
 
-# Only the layout map shards, so flax's annotations have no effect and the plan notes each one (decisions/0073).
+# Only the layout map determines layouts, so flax's annotations are ignored, with a note in the plan (decisions/0073).
 def _read_annotation(variable: nnx.Variable[object]) -> str:
     sharding = variable.get_metadata().get("out_sharding")
     sharding = getattr(sharding, "sharding", sharding)  # unwrap jax.experimental.layout.Format
@@ -126,7 +126,7 @@ def _read_annotation(variable: nnx.Variable[object]) -> str:
 
 
 class _SharedPaths:
-    """Paths of the modules and variables that a model contains more than once."""
+    """Paths of modules and variables that occur more than once in a model."""
 
     def __init__(self, model: nnx.Module) -> None:
         self._groups = [[_format_keys(path) for path in paths] for paths in nnx.find_duplicates(model)]
@@ -148,7 +148,7 @@ class _SharedPaths:
 def _iterate_layers(
     modules: Iterable[tuple[Sequence[object], nnx.Module]], shared: _SharedPaths
 ) -> Iterator[tuple[list[str], nnx.Module]]:
-    """Yield each callable module inside a model, with all its paths."""
+    """Yield each callable module in a model, with all its paths."""
     for path, module in modules:
         if path and callable(module):
             keys = _format_keys(path)
@@ -160,7 +160,7 @@ def _list_layers_with_paths(model: nnx.Module) -> list[tuple[list[str], nnx.Modu
 
 
 def constrain_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
-    """Make modules return activations in their rules' layouts, and remove constraints from all other modules."""
+    """Make modules constrain their outputs by activation rules, and remove earlier constraints."""
     for paths, module in _list_layers_with_paths(model):
         rules = ((path, policy.find_activation_layout(path)) for path in paths)
         path, layout = next(((path, rule) for path, rule in rules if rule is not None), ("", None))
@@ -176,7 +176,7 @@ def constrain_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
 
 
 def list_layers(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
-    """Return each callable module inside a model, with its first path."""
+    """List each callable module in a model with its first path."""
     return [(paths[0], module) for paths, module in _list_layers_with_paths(model)]
 
 
@@ -188,8 +188,8 @@ def trace_outputs(model: nnx.Module, tracer: Tracer) -> None:
 
 @contextmanager
 def annotations_unused() -> Generator[None]:
-    """Disable sharding annotations of new variables while open."""
-    with nnx.use_eager_sharding(_OFF):
+    """Disable sharding annotations of new variables while the context is open."""
+    with nnx.use_eager_sharding(_EAGER_SHARDING_OFF):
         yield
 
 

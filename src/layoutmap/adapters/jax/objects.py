@@ -1,4 +1,4 @@
-"""Objects of flax.nnx that a step takes and changes in place.
+"""Read and update flax.nnx objects that a step takes as arguments and changes in place.
 
 To look through a module takes flax some ten milliseconds for a hundred Variables, so it is done once. Before each later
 step it is only checked that every container in it has what it had: then its Variables are those that were found.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def _is_of_nnx(value: object, kind: str) -> bool:
-    nnx = sys.modules.get("flax.nnx")  # if flax was not imported, no nnx objects exist
+    nnx = sys.modules.get("flax.nnx")  # nnx objects exist only if flax was imported
     return nnx is not None and isinstance(value, getattr(nnx, kind))
 
 
@@ -49,9 +49,9 @@ def is_nnx_optimizer(state: object) -> TypeGuard[nnx.Optimizer[Any]]:
     return _is_of_nnx(state, "Optimizer")
 
 
-# `nnx.split` takes milliseconds, so objects are split once and compared by identity (decisions/0186).
+# `nnx.split` takes milliseconds, so split objects once and compare their identities (decisions/0186).
 class StepObjects:
-    """nnx objects in one call of a step, inspected together so that arrays they share are found once.
+    """Inspect the nnx objects of one call together, so that arrays they share are found once.
 
     Args:
         nodes: The objects. They are not kept alive.
@@ -84,7 +84,7 @@ class StepObjects:
         self._record_contents(nodes)
 
     def is_unchanged(self, nodes: Sequence[object]) -> bool:
-        """Return whether these are the same objects, unchanged except for the values of Variables."""
+        """Return whether these are the same objects, with changes only in the values of Variables."""
         return (
             len(nodes) == len(self._nodes)
             and all(node is ref() for node, ref in zip(nodes, self._nodes, strict=True))
@@ -107,9 +107,9 @@ class StepObjects:
         return grouped
 
     def write(self, changed: Mapping[int, object]) -> None:
-        """Assign arrays to the Variables and attributes that hold them, by the numbers of the leaves."""
+        """Assign arrays to the Variables and attributes that contain them, by leaf number."""
         values: Iterable[tuple[int, object]] = changed.items()
-        if self._values_tree.num_leaves != len(self._places):  # a Variable holds several arrays
+        if self._values_tree.num_leaves != len(self._places):  # a Variable contains several arrays
             leaves = jax.tree.leaves(self._values())
             for number, value in changed.items():
                 leaves[number] = value
@@ -186,7 +186,7 @@ def _list_content(container: object) -> Collection[object] | None:
 
 
 def open_objects(structure: Any, leaves: Sequence[object]) -> Sequence[object]:
-    """Return copies of objects that contain the arrays of a trace."""
+    """Return copies of objects with the arrays of a trace."""
     from flax import nnx
 
     graphdef, tree = structure
@@ -196,7 +196,7 @@ def open_objects(structure: Any, leaves: Sequence[object]) -> Sequence[object]:
 def find_changed_arrays(
     structure: object, nodes: Sequence[object], before: Sequence[object], inputs: Sequence[Input]
 ) -> dict[int, object]:
-    """Return the arrays of objects that a step has changed or that were donated, by leaf number.
+    """Return the arrays of objects that a step changed or that were donated, by leaf number.
 
     Args:
         structure: The structure of the objects before.
@@ -220,9 +220,8 @@ def find_changed_arrays(
         raise ScopeError(
             "the step changes the structure of one of its arguments",
             facts={"added": join_names(added), "removed": join_names(gone)} if added or gone else {},
-            why="a compiled step can only return new arrays for the Variables that it was given; "
-            + has_other,
-            fix="change modules outside of the step; remove sown values inside it: nnx.pop(model, ...)",
+            why="a compiled step can only replace the arrays of existing Variables; " + has_other,
+            fix="change modules outside the step, and remove sown values inside it: nnx.pop(model, ...)",
         )
     return {
         number: new
@@ -232,6 +231,6 @@ def find_changed_arrays(
 
 
 def _format_leaf_path(path: Sequence[object]) -> str:
-    """Return the path of a leaf in its object, without the number of the object and the Variable's own part."""
+    """Format the path of a leaf in its object, without the object's number and the Variable's own keys."""
     parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
     return ".".join(parts[1:-1] if parts[-1] == "value" else parts[1:])

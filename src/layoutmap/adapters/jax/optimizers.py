@@ -26,7 +26,7 @@ from layoutmap.engines.jax.programs import leave_program_context
 
 @dataclass(frozen=True, slots=True)
 class OptimizerVariables:
-    """The variables of an optimizer: parameters, and the slots that it keeps for them.
+    """The variables of an optimizer: its parameters and their slots.
 
     Args:
         weights: The parameters.
@@ -49,7 +49,7 @@ def find_params(params: object, wrt: Any = None) -> object:
 
 
 def describe_weights(params: object) -> tuple[dict[Parts, VariableSpec], dict[tuple[str, str], Layout]]:
-    """Return parameters by the parts of their paths, and the layouts of sharded ones by `key`.
+    """Return the parameters by the parts of their paths, and the layouts of sharded ones by `key`.
 
     Args:
         params: A pytree of arrays, or of what has their shapes and element types.
@@ -99,10 +99,11 @@ def describe(init: Callable[[object], object], params: object) -> OptimizerVaria
 
 
 def make_state(init: Callable[[object], object], params: object, layouts: Sequence[Layout]) -> object:
-    """Return an optimizer's state, each leaf computed straight in its layout."""
+    """Create an optimizer's state, with each leaf computed directly in its layout."""
     shardings: list[Any] = [get_engine("jax").native(layout, layout.rank) for layout in layouts]
     mesh = _find_mesh(params)
-    if isinstance(mesh, jax.sharding.Mesh):  # use the parameters' axis types, which equal layouts may lack
+    # use the parameters' axis types, because an equal layout may have others
+    if isinstance(mesh, jax.sharding.Mesh):
         shardings = [NamedSharding(mesh, each.spec, memory_kind=each.memory_kind) for each in shardings]
     with leave_program_context(), use_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh):
         leaves, tree = jax.tree.flatten(jax.eval_shape(init, describe_logical(params)))
@@ -124,7 +125,7 @@ def _find_mesh(params: object) -> AbstractMesh | jax.sharding.Mesh:
 
 
 def move_state(state: object, layouts: Sequence[Layout]) -> object:
-    """Return an optimizer's state redistributed to these layouts. nnx Variables change in place."""
+    """Move an optimizer's state to these layouts. nnx Variables change in place."""
     moved = iter(layouts)
 
     def move_leaf(leaf: object) -> object:
@@ -140,7 +141,7 @@ def move_state(state: object, layouts: Sequence[Layout]) -> object:
 
 
 def make_nnx_optimizer(model: object, tx: Any, wrt: object, make: Callable[[object], object]) -> object:
-    """Return an `nnx.Optimizer` with a state that a function makes instead of `tx.init`."""
+    """Make an `nnx.Optimizer` with the state that a function returns instead of `tx.init`."""
     from flax import nnx
 
     class Made:
@@ -153,6 +154,6 @@ def make_nnx_optimizer(model: object, tx: Any, wrt: object, make: Callable[[obje
 
 
 def _read_shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], str]:
-    # Count a PRNG key as its integers.
+    # The size of a PRNG key is that of its integers.
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
     return tuple(leaf.shape), "uint32" if is_key else jnp.dtype(leaf.dtype).name

@@ -1,4 +1,4 @@
-"""The shardings of a step's results: a result that replaces an argument has the argument's layouts."""
+"""Choose the shardings of a step's results: a result that replaces an argument keeps its layouts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from layoutmap.core.errors import LayoutError
 from layoutmap.engines.jax.programs import CALLS, iterate_inner_jaxprs
 
 Tree = Any  # pytree; JAX has no type for it
-Place = tuple[Tree, int]
-"""A part of a tree: its own tree, and the number of its first leaf."""
+Subtree = tuple[Tree, int]
+"""A part of a tree: its structure, and the number of its first leaf."""
 
 _REORDERING = frozenset(("conv_general_dilated", "dot_general", "gather", "transpose"))
-"""Operations whose result may have the shape of an operand without being an update of it."""
+"""Operations whose result may have an operand's shape without updating it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ def choose_shardings(
     results: object,
     jaxpr: Jaxpr,
     inputs: Sequence[Input],
-    arguments: Sequence[Place],
-    # Shapes cannot tell swapped trees apart, so the traced operations must show an update (decisions/0186).
+    arguments: Sequence[Subtree],
+    # Shapes cannot distinguish swapped trees, so the traced operations must show an update (decisions/0186).
 ) -> list[object]:
-    """Return the sharding of each result that replaces an argument, and `None` for each other.
+    """Return the sharding of each result that replaces an argument, and `None` for the others.
 
     The first result replaces the first argument, the second result the second, if it has the structure and shapes of
     that argument and is an update of it; a tree of several arrays need only be no update of another argument. A donated
@@ -63,7 +63,7 @@ def choose_shardings(
     shapes, sources = [leaf.shape for leaf in leaves], find_sources(jaxpr)
     chosen: list[object] = [None] * len(leaves)
 
-    def put(argument: Place, result: Place, *, is_update: bool = True) -> bool:
+    def put(argument: Subtree, result: Subtree, *, is_update: bool = True) -> bool:
         (old, start), (new, at) = argument, result
         if old != new or not old.num_leaves:
             return False
@@ -78,7 +78,7 @@ def choose_shardings(
     several = (tree.node_data() or [None])[0] in (tuple, list)
     is_whole = not several or (bool(arguments) and arguments[0][0] == tree)
     in_order = [*zip(arguments, [(tree, 0)] if is_whole else _list_children((tree, 0)), strict=False)]
-    kept = list[Place]()
+    kept = list[Subtree]()
     for argument, (new, at) in in_order:
         is_new = new.num_leaves > 1 and not any(sources[at : at + new.num_leaves])
         if put(argument, (new, at), is_update=not is_new):
@@ -88,7 +88,7 @@ def choose_shardings(
     ]
     subtrees = [*_list_subtrees((tree, 0))]
 
-    def put_parts(argument: Place) -> None:
+    def put_parts(argument: Subtree) -> None:
         for part in _list_children(argument):
             if not any(put(part, place) for place in subtrees):
                 put_parts(part)
@@ -101,7 +101,7 @@ def choose_shardings(
 
 
 def find_sources(jaxpr: Jaxpr) -> list[int]:
-    """Return for each result of a program the inputs that it is an update of, as a mask of bits.
+    """Return, for each result of a program, a bit mask of the inputs that it updates.
 
     An update has the shape of the input, as has each value on the way.
     """
@@ -130,9 +130,9 @@ def _read_shape(var: Var | Literal) -> object:
 
 
 def _check_shapes(
-    inputs: Sequence[Input], tree: Tree, results: Sequence[Place], shapes: Sequence[tuple[int, ...]]
+    inputs: Sequence[Input], tree: Tree, results: Sequence[Subtree], shapes: Sequence[tuple[int, ...]]
 ) -> None:
-    """Check that no result with the structure of a donated argument has another shape somewhere."""
+    """Raise if a result with the structure of a donated argument has another shape."""
     for start in [start for each, start in results if each == tree and tree.num_leaves > 1]:
         for given, after in zip(inputs, shapes[start : start + tree.num_leaves], strict=False):
             if given.shape != after:
@@ -144,15 +144,15 @@ def _check_shapes(
                 )
 
 
-def _list_children(place: Place) -> Iterator[Place]:
+def _list_children(place: Subtree) -> Iterator[Subtree]:
     tree, start = place
     for child in tree.children():
         yield child, start
         start += child.num_leaves
 
 
-def _list_subtrees(place: Place) -> Iterator[Place]:
-    """List a tree and all below it that have leaves."""
+def _list_subtrees(place: Subtree) -> Iterator[Subtree]:
+    """List a tree and its subtrees that have leaves."""
     if place[0].num_leaves:
         yield place
         for child in _list_children(place):

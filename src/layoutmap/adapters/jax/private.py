@@ -1,4 +1,4 @@
-"""Private names of JAX that are used here all the same, found in jax 0.10.
+"""Use private names of JAX, tested with jax 0.10.
 
 `jax._src.interpreters.partial_eval.DynamicJaxprTracer._origin_msg`: the part of an error message that says from which
 operations a traced array comes. Flax asks each array for its sharding; a traced one has none, and JAX walks all
@@ -60,12 +60,12 @@ def find_value_slot(variables: Sequence[object]) -> Any:
 
 
 def has_sharding(array: object) -> bool:
-    """Return whether `are_same_arrays` reads an array."""
+    """Return whether an array can be passed to `are_same_arrays`."""
     return isinstance(array, jax.Array) and hasattr(array, "_sharding")
 
 
 def are_same_arrays(arrays: Iterable[Any], avals: list[Any], shardings: list[Any]) -> bool:
-    """Return whether arrays have certain types and shardings, and none is deleted.
+    """Return whether arrays have these types and shardings, and none is deleted.
 
     Equal types and shardings are put into the lists, since the same objects compare faster the next time.
     """

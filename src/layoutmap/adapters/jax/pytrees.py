@@ -24,7 +24,7 @@ class Leaf:
     Args:
         path: Its path.
         value: The array.
-        kind: What it is for.
+        kind: Its purpose.
         aliases: Its other paths, if it is in several places.
         annotation: What the model's own code says of its layout, as a rule would; empty for most.
         use: What is done with its axes, where that is known.
@@ -47,7 +47,7 @@ Describe = Callable[[Sequence[str], object], Leaf]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Arrays of a model, and a function that puts the model together again.
+    """The arrays of a model, and a function that rebuilds the model.
 
     Args:
         leaves: The arrays, in a fixed order.
@@ -80,7 +80,7 @@ class Parts:
 
 
 def take_apart(tree: object, describe: Describe | None = None) -> Parts:
-    """Split a pytree into its arrays and a function that rebuilds it. Other leaves keep their places.
+    """Split a pytree into its arrays and a function that rebuilds it. Other leaves keep their positions.
 
     Args:
         tree: The pytree.
@@ -117,7 +117,7 @@ def take_apart(tree: object, describe: Describe | None = None) -> Parts:
 
 @functools.lru_cache
 def find_equinox_leaves(tree: Any) -> frozenset[int]:
-    """Return the leaves of a tree that are in modules of Equinox, by their numbers."""
+    """Return the numbers of the leaves that are in Equinox modules."""
     module = sys.modules["equinox"].Module
     numbers = tree.unflatten(range(tree.num_leaves))
     tops = jax.tree.leaves(numbers, is_leaf=lambda value: isinstance(value, module))
@@ -125,7 +125,7 @@ def find_equinox_leaves(tree: Any) -> frozenset[int]:
 
 
 def list_leaves(tree: object) -> list[tuple[tuple[str, ...], object]]:
-    """Return a pytree's leaves in order, with the parts of their paths. A flax box adds no part."""
+    """List a pytree's leaves in order, with the parts of their paths. A flax box adds no part."""
     return [
         ((*map(format_key, path), *map(format_key, inner[1:])), leaf)
         for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_flax_box)[0]
@@ -134,7 +134,7 @@ def list_leaves(tree: object) -> list[tuple[tuple[str, ...], object]]:
 
 
 def infer_kind(value: Any) -> Kind:
-    """Return an array's role, as far as its element type shows it."""
+    """Infer an array's purpose from its dtype."""
     if is_key(value):
         return Kind.RNG
     return Kind.WEIGHT if jnp.issubdtype(value.dtype, jnp.inexact) else Kind.STATE

@@ -19,13 +19,13 @@ _HEAD_SIZE = "head_dim"
 
 
 def find_uses(modules: Sequence[tuple[Sequence[object], nnx.Module]]) -> dict[tuple[str, ...], Use]:
-    """Return the known roles of the axes of modules' weights, by the keys of each weight."""
+    """Return the known axis roles of modules' weights, by the keys of each weight."""
     head_sizes = {
         id(each): size
         for _, module in modules
         if isinstance(size := getattr(module, _HEAD_SIZE, None), int)
         for each in vars(module).values()
-        if isinstance(each, nnx.Linear)  # other kernels have a heads axis
+        if isinstance(each, nnx.Linear)  # other kernels have an axis for heads
     }
     found: dict[tuple[str, ...], Use] = {}
     for keys, module in modules:
@@ -37,7 +37,7 @@ def find_uses(modules: Sequence[tuple[Sequence[object], nnx.Module]]) -> dict[tu
 
 
 def _iterate_roles(module: object) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield the attribute of each weight of a module with the roles of its axes."""
+    """Yield the attribute and the axis roles of each weight of a module."""
     if isinstance(module, nnx.LinearGeneral):
         batch = [""] * len(module.batch_axis)
         out = _number_roles("out", len(module.out_features))

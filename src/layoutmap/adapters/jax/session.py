@@ -1,4 +1,4 @@
-"""One scope's work in JAX: trace the function that makes a model, and make its arrays in their layouts."""
+"""Trace a function that builds a JAX model, and create its arrays in their layouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from layoutmap.engines.jax.padded import PaddedArray
 
 
 class JaxSession:
-    """One scope's work in JAX.
+    """Build or shard the JAX models of one scope.
 
     Args:
         context: The scope.
@@ -43,7 +43,7 @@ class JaxSession:
         self.specs: Sequence[VariableSpec] = ()
 
     def defer(self) -> AbstractContextManager[None]:
-        """Refuse: a function of JAX computes its arrays at once.
+        """Raise, because JAX computes arrays immediately.
 
         Raises:
             ScopeError: Always.
@@ -55,7 +55,7 @@ class JaxSession:
         )
 
     def build(self, make: Callable[[], object]) -> Any:
-        """Return the model that a function makes, with its arrays in their layouts. A plan gets shapes."""
+        """Build a model with its arrays in their layouts. In a plan, return shapes."""
         parts: Any = None
 
         def make_and_take_apart() -> tuple[object, Sequence[object]]:
@@ -73,7 +73,7 @@ class JaxSession:
         return self._finish(model, parts.put_together(self._materialize(assignments, arrays)))
 
     def _finish(self, made: object, model: object) -> object:
-        """Return a model that applies activation rules, in the `TrainState` that it was made in."""
+        """Make a model apply activation rules, and return it in its `TrainState`."""
         if not self._context.plan_only:
             constrain_outputs(model, self._context.policy)
         if isinstance(made, TrainState):
@@ -106,23 +106,23 @@ class JaxSession:
             note_context(each, self._context)
 
     def made(self, model: object) -> bool:
-        """Return whether this session made a model, which is not so if its arrays had values before."""
+        """Return whether this session built a model, and did not get one with values."""
         if isinstance(model, TrainState):
             return self.made(model.model)
         if not is_nnx(model):
             return _is_made(jax.tree.leaves(model))
         nnx = sys.modules["flax.nnx"]
-        # Stops at the first array, which is enough to detect tracing.
+        # The first array is enough to detect tracing.
         nodes = (node for _, node in nnx.iter_graph(model))
         is_made = (any(map(_is_tracer, jax.tree.leaves(n))) for n in nodes if isinstance(n, nnx.Variable))
         return any(is_made) or _is_made(jax.tree.leaves(nnx.state(model)))
 
     def list_unbuilt_layers(self) -> Sequence[str]:
-        """Return an empty sequence, since a JAX model has its arrays once it is made."""
+        """Return an empty sequence, because a JAX model has all arrays once it is built."""
         return ()
 
     def complete(self, model: object, inputs: object) -> None:
-        """Do nothing, since a JAX model has its arrays once it is made."""
+        """Do nothing, because a JAX model has all arrays once it is built."""
 
     def _assign(self, model: object, parts: Parts, arrays: Sequence[object]) -> Sequence[Assignment]:
         specs = parts.specs
@@ -145,14 +145,14 @@ class JaxSession:
         ]
 
     def _keep_axis_types(self, assignment: Assignment) -> Assignment:
-        """Return an assignment on the scope's mesh, since an equal layout may be on one with other axis types."""
+        """Return an assignment on the scope's mesh, because an equal layout may have other axis types."""
         layout, mesh = assignment.layout, self._context.policy.mesh
         if layout.mesh.axis_types == mesh.axis_types:
             return assignment
         return replace(assignment, layout=Layout.from_valid_specs(layout.sharding_specs, mesh, layout.memory))
 
     def _materialize(self, assignments: Sequence[Assignment], arrays: Sequence[object]) -> list[object]:
-        """Return arrays in their layouts: traced ones computed there, and those that exist redistributed."""
+        """Compute traced arrays in their layouts, and redistribute existing ones."""
         context = self._context
         todo = {
             str(number): (assignment, array)
@@ -160,7 +160,7 @@ class JaxSession:
             if isinstance(array, Traced) and not array.is_seed
         }
         if context.across:
-            # Each process has the other arrays, so compare them before they are placed.
+            # Each process has its own copy of existing arrays, so compare the copies before they are placed.
             sums = (
                 (a.variable.path, compute_checksum(context.engine.to_numpy(_get_data(array))))
                 for number, (a, array) in enumerate(zip(assignments, arrays, strict=True))

@@ -1,4 +1,4 @@
-"""Find the parameter of each leaf of an optimizer's state, and the parameter's axes that its axes stand for.
+"""Find the parameter of each leaf of an optimizer's state, and match their axes.
 
 A leaf belongs to the parameter whose path is in its own path: `0.mu.blocks.3.kernel` to `blocks.3.kernel`. Its axes are
 those of the parameter that have the same sizes, in the same order:
@@ -28,7 +28,7 @@ from layoutmap.core.variables import Kind, VariableSpec, make_unique_names
 Parts = tuple[str, ...]
 """The parts of a path; one of them may have dots in it."""
 
-# Position of the reduced axis if axes are ordered by size.
+# Adafactor's slots lack the largest or second largest axis.
 _REMOVED = {"v_row": -1, "v_col": -2}
 
 
@@ -47,9 +47,9 @@ class StateLeaf:
     dtype: str
 
 
-# Rules rarely name slots, so each slot follows its parameter axis by axis (decisions/0020).
+# Rules rarely match slots, so each slot inherits its parameter's layout axis by axis (decisions/0020).
 def describe_slots(params: Mapping[Parts, VariableSpec], leaves: Sequence[StateLeaf]) -> list[VariableSpec]:
-    """Return the leaves of an optimizer's state as variables, each with its parameter and axes.
+    """Describe the leaves of an optimizer's state as variables, each with its parameter and axes.
 
     Args:
         params: The parameters, by the parts of their paths in the tree that the optimizer was initialized with.
@@ -90,7 +90,7 @@ def _describe_slot(params: Mapping[Parts, VariableSpec], leaf: StateLeaf) -> Var
 
 
 def _find_parameter(params: Mapping[Parts, VariableSpec], parts: Parts) -> tuple[int, int] | None:
-    """Return the span of a parameter's path in a leaf's path: the longest one, and of these the last."""
+    """Find the longest parameter path in a leaf's path, the last one if several match, and return its span."""
     for length in range(len(parts), -1, -1):
         for start in range(len(parts) - length, -1, -1):
             if parts[start : start + length] in params:
@@ -102,7 +102,7 @@ def _find_parameter(params: Mapping[Parts, VariableSpec], parts: Parts) -> tuple
 def match_axes(
     shape: tuple[int, ...], of: tuple[int, ...], name: str = "", number: int | None = None
 ) -> Axes:
-    """Return the parameter's axes for each axis of a slot, matching as many equal sizes as possible in order.
+    """Match each axis of a slot with parameter axes, as many of equal size as possible, in order.
 
     Args:
         shape: The other shape.

@@ -1,4 +1,4 @@
-"""Arguments of a call of a compiled step: its arrays, and all else, for which the step is compiled."""
+"""Split the arguments of a compiled step into arrays and the static rest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Constants = tuple[tuple[int, type, object], ...]
 
 
 class StepOptions:
-    """Function of a step, and the options of `jit_step`.
+    """The function of a step, and the options of `jit_step`.
 
     Attributes:
         name: Name of the function.
@@ -87,7 +87,7 @@ class StepOptions:
         return name
 
     def check_arguments(self, call: Call) -> None:
-        """Refuse arguments that no compiled step takes."""
+        """Raise for arguments that a compiled step cannot take."""
         variant = call.variant
         if self._last_number >= max(variant.num_positional, len(self.parameters)):
             raise ScopeError(
@@ -112,20 +112,20 @@ class StepOptions:
                 raise ScopeError(
                     f"{self.name}: {variant.format_path(path)} is an object of nnx inside of another argument",
                     facts={"type": type(leaf).__name__},
-                    why="only objects that are arguments themselves are changed in place",
-                    fix="pass it as an argument of its own",
+                    why="only objects passed as arguments are changed in place",
+                    fix="pass it as a separate argument",
                 )
             if isinstance(leaf, jax.core.Tracer):
                 raise ScopeError(
-                    f"{self.name}: it is called inside of another traced function",
-                    why="a compiled step places its arguments on devices, and traced arguments are on none",
+                    f"{self.name}: it is called inside another traced function",
+                    why="a compiled step places its arguments on devices, but traced arguments have no devices",
                     fix=f"call the function itself there: {self.name}.__wrapped__(...)",
                 )
             if len(path) == 1 and id(leaf) in constants:
                 self.refuse_leaf(variant.format_path(path), leaf)
 
     def check_leaves(self, call: Call, leaves: Sequence[object], donated: Sequence[bool] = ()) -> None:
-        """Refuse deleted arrays, and donated arrays that are passed twice, because XLA would end the process."""
+        """Raise for deleted arrays and for donated arrays passed twice, because XLA would abort the process."""
         seen: dict[int, int] = {}
         for number, leaf in enumerate(leaves):
             first = seen.setdefault(id(leaf), number)
@@ -152,16 +152,16 @@ class StepOptions:
                 )
 
     def refuse_leaf(self, name: str, leaf: object) -> NoReturn:
-        """Refuse a leaf that is no array."""
+        """Raise for a leaf that is not an array."""
         raise LayoutError(
             f"{self.name}: {name} is not an array",
             why=f"it is {describe_type(leaf)}, and a compiled step takes arrays and numbers",
-            fix="make it a constant of the step: static_argnums=.., or functools.partial; or pass its arrays only",
+            fix="make it static with static_argnums=.. or functools.partial, or pass only its arrays",
         )
 
 
 class Variant(NamedTuple):
-    """The part of a call that the traced function closes over: all but its leaves, which must not be kept alive."""
+    """The static part of a call, over which the traced function closes. It must not keep the leaves alive."""
 
     keys: tuple[Key, ...]  # positional arguments, then names in sorted order
     static: Constants  # number, type, and value of each static argument
@@ -177,11 +177,11 @@ class Variant(NamedTuple):
         return sum(isinstance(key, int) for key in self.keys)
 
     def fill_tree(self, leaves: Iterable[object], *, with_constants: bool = True) -> list[Any]:
-        """Return the arguments with these leaves, and with the constants or None in place of them."""
+        """Return the arguments with these leaves, and with the constants or None for the others."""
         return fill(self.tree, {n: x if with_constants else None for n, _, x in self.constants}, leaves)
 
     def format_path(self, path: tuple[Any, ...]) -> str:
-        """Format the path of a leaf as one would write it: `args[0]['kernel']`."""
+        """Format the path of a leaf as Python: `args[0]['kernel']`."""
         key = self.keys[path[0].idx]
         return f"{'args' if isinstance(key, int) else 'kwargs'}[{key!r}]{jax.tree_util.keystr(path[1:])}"
 
@@ -217,7 +217,7 @@ class GivenArguments(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Arguments of one call: the leaves that are arrays, and all else."""
+    """The arguments of one call: its arrays, and its static part."""
 
     variant: Variant
     leaves: list[Any]
@@ -274,7 +274,7 @@ class ArgumentReader:
         return ReadArguments((keys, static, nodes, objects.token if objects else -1), values, objects)
 
     def _read_objects(self, nodes: Sequence[object]) -> tuple[StepObjects, list[list[object]]]:
-        """Return objects of nnx that were looked through, and their arrays."""
+        """Inspect nnx objects, and return them with their arrays."""
         objects = self._objects
         arrays = objects.read() if objects is not None and objects.is_unchanged(nodes) else None
         if objects is None or arrays is None:
@@ -287,7 +287,7 @@ class ArgumentReader:
 
 
 def find_variant(given: GivenArguments) -> Call:
-    """Separate the leaves that are arrays from those for which a step is compiled."""
+    """Separate a call's arrays from its static values."""
     others = {n: leaf for n, leaf in enumerate(given.leaves) if not hasattr(unwrap(leaf), "aval")}
     found = find_constants(given.tree, others)
     leaves = [leaf for n, leaf in enumerate(given.leaves) if n not in found]
@@ -296,9 +296,9 @@ def find_variant(given: GivenArguments) -> Call:
     return Call(Variant(*given.head, given.tree, constants, padded), list(map(unwrap, leaves)), given.objects)
 
 
-# A compiled program takes no functions or texts, so they are part of the program's key (decisions/0186).
+# A compiled program takes no functions or text, so these are part of its key (decisions/0186).
 def find_constants(tree: Tree, leaves: Mapping[int, object]) -> dict[int, object]:
-    """Return the leaves of a tree that are no arrays: functions, texts, and numbers that are in a module of Equinox.
+    """Return the leaves of a tree that are not arrays: functions, text, and numbers in Equinox modules.
 
     A leaf with arrays of its own, as JAX or numpy would read them, is none, and neither is one that has no hash.
     """
@@ -312,7 +312,7 @@ def find_constants(tree: Tree, leaves: Mapping[int, object]) -> dict[int, object
 
 
 def fill(tree: Tree, constants: Mapping[int, object], others: Iterable[object]) -> Tree:
-    """Return a tree of constants and its other leaves."""
+    """Rebuild a tree from constants and other leaves."""
     if not constants:
         return tree.unflatten(others)
     rest = iter(others)

@@ -9,7 +9,7 @@ from layoutmap.core.errors import shorten_repr
 
 
 class ProgramKey(NamedTuple):
-    """Facts for which a step was compiled.
+    """The properties of the arguments for which a step was compiled.
 
     Args:
         names: Name of each array among the arguments.

@@ -1,4 +1,4 @@
-"""Programs of a compiled step: the shardings of its arguments and results, and `jax.jit` with them."""
+"""Compile the programs of a step with `jax.jit`, and choose the shardings of arguments and results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from layoutmap.adapters.jax.objects import (
     is_object,
     open_objects,
 )
-from layoutmap.adapters.jax.outputs import Input, Place, Tree, choose_shardings
+from layoutmap.adapters.jax.outputs import Input, Subtree, Tree, choose_shardings
 from layoutmap.adapters.jax.private import are_same_arrays, has_sharding
 from layoutmap.adapters.jax.pytrees import list_leaves
 from layoutmap.adapters.jax.step_arguments import (
@@ -62,7 +62,7 @@ from layoutmap.engines.jax.trees import set_memory
 
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 Signature = tuple[Variant, tuple[jax.core.ShapedArray, ...], tuple[Any, ...], frozenset[int]]
-"""Facts for which a step is compiled: all but arrays, types and shardings of arrays, and those that JAX places."""
+"""The key of a program: the static part, the types and shardings of arrays, and the arrays that JAX places."""
 
 _SMALL = 1024  # arrays with more elements outside the mesh may be batches
 _MAY_TRACE = ContextVar("_MAY_TRACE", default=False)
@@ -108,15 +108,15 @@ class Program:
         return out if self.has_result_tree else fill(self.tree, constants, out)
 
 
-# Checks take longer than a small step, so a call is compared with earlier ones (decisions/0270).
+# Checks take longer than a small step, so compare a call with earlier, checked ones first (decisions/0270).
 class KnownCall:
-    """Call with checked arguments, and the program for calls like it.
+    """A call with checked arguments, and its program.
 
     Args:
         given: Its arguments.
-        call: The same, with constants apart.
+        call: The arguments, split into arrays and the static part.
         program: The program.
-        places: Leaves to place before the program runs: whether each is a batch.
+        places: Leaves to place before the program runs, and whether each is a batch.
     """
 
     def __init__(self, given: GivenArguments, call: Call, program: Program, places: Mapping[int, bool]):
@@ -184,7 +184,7 @@ def _is_on_mesh(sharding: Any, native: jax.sharding.Mesh) -> bool:
 
 
 class Programs:
-    """Programs of a step by the shapes and layouts of its arguments.
+    """Find the program of a step by the shapes and layouts of its arguments.
 
     Args:
         options: The step and its options.
@@ -197,7 +197,7 @@ class Programs:
         self.by_signature: dict[Signature, Program] = {}
 
     def find(self, call: Call, kinds: tuple[type, ...]) -> tuple[Program, dict[int, bool]]:
-        """Return the program for a call, and the leaves to place before it runs: whether each is a batch."""
+        """Return the program for a call, and the leaves to place before it runs."""
         self._options.check_arguments(call)
         self._options.check_leaves(call, call.leaves)
         names, owners = call.list_names()
@@ -227,7 +227,7 @@ class Programs:
                 shardings[n], off_mesh[n] = NamedSharding(native, PartitionSpec(*dims)), is_batch
                 if native.is_multi_process or isinstance(leaf, jax.Array) or is_of_object:
                     places[n] = is_batch
-            # Leaves that jax.jit places have no sharding on the mesh during tracing.
+            # jax.jit places these leaves, so they have no sharding on the mesh during tracing.
             is_placed_by_jit = n in off_mesh and n not in places
             shapes.append(describe_shape(leaf, None if is_placed_by_jit else shardings[n]))
         avals, by_jit = tuple(map(jax.typeof, shapes)), frozenset(off_mesh.keys() - places)
@@ -242,7 +242,7 @@ class Programs:
                 inputs.append(Input(name, logical.get(n) or shape.shape, kept, is_donated))
             program = self._compile(call, inputs, owners, shardings, shapes, native)
             if any(
-                s.shape and (off_mesh.get(n) or (n in off_mesh and s.size > _SMALL))
+                s.shape and (off_mesh.get(n) or (n in off_mesh and s.size > _MAX_NON_BATCH))
                 for n, s in enumerate(shapes)
             ):
                 self._warn_of_idle_dims(mesh, shardings, program, shapes)
@@ -267,7 +267,7 @@ class Programs:
         shapes: Sequence[jax.ShapeDtypeStruct],
         native: jax.sharding.Mesh,
     ) -> Program:
-        """Trace the step for leaves of some shapes and shardings, and choose the shardings of its results."""
+        """Trace the step for these shapes and shardings, and choose the shardings of its results."""
         options, variant = self._options, call.variant
         structure = call.objects.structure if call.objects is not None else None
         of_objects = [n for n, owner in enumerate(owners) if owner in variant.nodes]
@@ -355,7 +355,7 @@ class Programs:
     def _warn_of_splits(
         self, jaxpr: Jaxpr, inputs: Sequence[Input], shardings: Sequence[NamedSharding]
     ) -> None:
-        """Warn of a scan over microbatches that each have rows of few devices."""
+        """Warn of a scan over microbatches that each use rows of few devices."""
         sizes = shardings[0].mesh.shape if shardings else {}
         dims = {dim for dim in list_batch_dims(self._options.batch_dim) if sizes[dim] > 1}
         sharded = [n for n, each in enumerate(shardings) if dims & {*jax.tree.leaves(tuple(each.spec[:1]))}]
@@ -371,11 +371,11 @@ class Programs:
             )
             warnings.warn(warning, stacklevel=find_user_stacklevel())
 
-    def _list_arguments(self, variant: Variant) -> list[Place]:
-        """List the arguments that results can replace, in the order of the function's own."""
+    def _list_arguments(self, variant: Variant) -> list[Subtree]:
+        """List the arguments that results can replace, in the function's order."""
         leaves = range(variant.tree.num_leaves - len(variant.constants))
         values = variant.fill_tree(leaves, with_constants=False)
-        start, found = 0, list[tuple[int, Place]]()
+        start, found = 0, list[tuple[int, Subtree]]()
         for number, (key, value) in enumerate(zip(variant.keys, values, strict=True)):
             tree = jax.tree.structure(value)
             if number not in variant.nodes and key not in self._options.static:
@@ -406,7 +406,7 @@ class Programs:
         if first is None:
             raise LayoutError(
                 f"{self._options.name}: no argument has a layout",
-                why="a step keeps the layouts of its arguments, and none of these is on a mesh",
+                why="a step keeps the layouts of its arguments, but none of them is on a mesh",
                 fix="build the parameters with layout_map.build(..), or shard them: layout_map.apply(params)",
             )
         _, native, mesh = first
@@ -415,11 +415,11 @@ class Programs:
         )
         return mesh, native
 
-    # A step sees them first where it is compiled, so that later calls take no time for it (decisions/0265).
+    # Look up rules only while compiling, so that later calls take no time for it (decisions/0265).
     def _find_rule_shardings(
         self, call: Call, names: Sequence[str], owners: Sequence[int], native: jax.sharding.Mesh
     ) -> dict[int, NamedSharding]:
-        """Return by number the shardings of leaves without a layout, in arguments with a leaf that has a rule."""
+        """Return the shardings that rules give to leaves without a layout."""
         options, found, others = self._options, dict[int, NamedSharding](), dict[int, int]()
         if options.layout_map is not None:
             check_mesh(options.name, options.layout_map, native)
@@ -454,7 +454,7 @@ class Programs:
     def _choose_by_rules(
         self, layout_map: RuleLookup, results: object, chosen: list[object], native: jax.sharding.Mesh
     ) -> None:
-        """Choose the shardings of results that replace no argument, by the rules for their names."""
+        """Choose the shardings of results that replace no argument, by rules for their names."""
         out_names = self._options.out_names
         paths = name_results(self._options.name, out_names, results)
         for n, (path, leaf) in enumerate(zip(paths, jax.tree.leaves(results), strict=True)):
@@ -469,12 +469,12 @@ class Programs:
             warn_without_rule(self._options.name, path, array, consequence)
 
     def _is_batch(self, key: Key, leaf: Any, name: str, mesh: Mesh) -> bool:
-        """Return whether a leaf that is not on the mesh is a batch."""
+        """Return whether a leaf outside the mesh is a batch."""
         if self._options.batches is not None:
             return key in self._options.batches
         if isinstance(leaf, (np.ndarray, jax.ShapeDtypeStruct)):
             return True
-        if self._options.batch_dim is not None and np.size(leaf) > _SMALL and mesh.size > 1:
+        if self._options.batch_dim is not None and np.size(leaf) > _MAX_NON_BATCH and mesh.size > 1:
             warning = LayoutMapWarning(
                 f"{self._options.name}: {name} is on one device, and is replicated on the mesh",
                 facts={"shape": np.shape(leaf)},
@@ -486,7 +486,7 @@ class Programs:
         return False
 
     def _check_rows(self, mesh: Mesh, native: jax.sharding.Mesh, shape: tuple[int, ...], name: str) -> None:
-        """Refuse a batch with uneven shards. With several processes, JAX checks the rows of each."""
+        """Raise for a batch with uneven shards. With several processes, JAX checks each one's rows."""
         if not shape or self._options.batch_dim is None or native.is_multi_process:
             return
         layout = Layout.batch_sharded(mesh, self._options.batch_dim, len(shape))
@@ -500,7 +500,7 @@ class Programs:
                 error.what,
                 facts=error.facts,
                 why=f"{error.why}, the devices of {format_batch_dim(self._options.batch_dim)}",
-                fix=f"take a batch of {rows} rows, pad it to {rows + size}, or leave batch_dim out",
+                fix=f"use a batch of {rows} rows, pad it to {rows + size}, or leave batch_dim out",
             )
 
     def _warn_of_idle_dims(
@@ -510,7 +510,7 @@ class Programs:
         program: Program,
         shapes: Sequence[jax.ShapeDtypeStruct],
     ) -> None:
-        """Warn at the first step about mesh dims that shard no argument, and that the function itself does not use."""
+        """Warn at the first step of mesh dims that shard nothing and that the function does not use."""
         if self._has_stepped:
             return
         self._has_stepped = True
@@ -542,7 +542,7 @@ def _check_results(name: str, out: object) -> None:
 
 
 def _find_padded(shapes: Mapping[int, Any], shardings: Mapping[int, Any]) -> dict[int, Shape]:
-    """Return the padded shapes of results with axes that do not divide, by number."""
+    """Return the padded shapes of uneven results, by number."""
     found = {
         n: find_padded_shape(each.shape, shardings[n])
         for n, each in shapes.items()
@@ -557,13 +557,13 @@ def _has_key_per_row(leaf: Any, num_rows: Set[int]) -> bool:
 
 
 def describe_shape(leaf: object, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
-    """Return the type of a leaf in a sharding."""
+    """Return the type of a leaf with a sharding."""
     aval = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
 
 
 def place_leaf(leaf: object, sharding: NamedSharding, is_batch: bool) -> jax.Array:
-    """Place a leaf on the mesh. A number becomes an array of a weak type, as where JAX traces it."""
+    """Subtree a leaf on the mesh. A number becomes a weakly typed array, as in JAX."""
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else jnp.asarray(leaf)
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding, may_alias=False)

@@ -35,7 +35,7 @@ from layoutmap.core.specs import BatchDim
 from layoutmap.engines import get_engine
 from layoutmap.engines.jax.padded import PaddedArray
 
-_MAX_KNOWN = 8  # calls that a step compares with, before it checks the arguments
+_MAX_KNOWN_CALLS = 8  # a step compares with this number of earlier calls before it checks the arguments
 
 
 @overload
@@ -145,7 +145,7 @@ def jit_step(
 
 
 class JitStep:
-    """Compiled training step, as `jit_step` returns it."""
+    """A compiled training step, the result of `jit_step`."""
 
     def __init__(self, function: Callable[..., object], **options: Any):
         functools.update_wrapper(self, function)
@@ -192,11 +192,11 @@ class JitStep:
 
     @property
     def num_programs(self) -> int:
-        """Number of programs that the step was compiled to."""
+        """The number of programs compiled for this step."""
         return len(self._programs.by_signature)
 
     def lower(self, *args: object, **kwargs: object) -> jax.stages.Lowered:
-        """Return the step lowered for these arguments without running it, as `jax.jit(..).lower` does.
+        """Lower the step for these arguments without running it, like `jax.jit(..).lower`.
 
         In the result, nnx objects are lists of their arrays, and leaves that are not arrays are `None`.
 
@@ -266,7 +266,7 @@ class JitStep:
         }
         keys = list(map(self._describe_program, self._programs.by_signature))
         changes = [describe_change(before, after) for before, after in pairwise(keys)]
-        # `cost` is a higher package with one entry point.
+        # Import by name, because `cost` is a higher package.
         return import_module("layoutmap.cost.entry").explain_step(
             self._options.name, traced, names, paths, list(map(np.shape, call.leaves)), batches, mesh, changes
         )
@@ -280,13 +280,13 @@ class JitStep:
         return ProgramKey(list(map(self._options.format_argument, names)), types, shardings, static)
 
     def _run(self, known: KnownCall, given: GivenArguments, leaves: list[Any], has_equal: bool) -> object:
-        """Run a program and return the results of the step."""
+        """Run a program, and return the results of the step."""
         program, objects = known.program, given.objects
         if known.places:
             leaves = [*leaves]
             for n, is_batch in known.places.items():
                 leaves[n] = place_leaf(leaves[n], program.shardings[n], is_batch)
-            if objects is not None:  # the arrays of nnx objects are now on the mesh
+            if objects is not None:  # running placed the arrays of nnx objects on the mesh
                 objects.write({at: leaves[n] for at, n in enumerate(program.of_objects) if n in known.places})
         if has_equal:
             self._options.check_leaves(Call(known.variant, leaves, objects), leaves, program.donated)

@@ -1,4 +1,4 @@
-"""A traced function that makes a model, and from it the program that initializes each array.
+"""Trace a function that builds a model, and derive the program that initializes each array.
 
 JAX models are made by functions that compute arrays at once. Here such a function is traced, so that it computes none,
 and each array that it returns becomes an initializer: the operations that lead to it, and no others. Small arrays that
@@ -34,11 +34,11 @@ from layoutmap.engines.jax.programs import (
 )
 
 _MAX_SEED_SIZE = 1024
-"""Elements of the largest array that is computed beforehand and passed to programs."""
+"""Arrays with at most this number of elements are computed in advance and passed to programs as seeds."""
 
 
 def is_array(value: object) -> bool:
-    """Return whether a value is an array, of JAX or of numpy, or stands for one in a plan."""
+    """Return whether a value is a JAX or numpy array, or a planned one."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value.dtype == bool or jnp.issubdtype(value.dtype, jnp.number)
     return isinstance(value, (jax.Array, jax.ShapeDtypeStruct, PaddedArray))
@@ -52,9 +52,10 @@ def is_key(value: Any) -> bool:
 def trace(
     make: Callable[[], tuple[object, Sequence[object]]],
     mesh: jax.sharding.AbstractMesh,
-    # A program may use a JAX array at once, so arrays are traced here and made later in their layouts (decisions/0073).
+    # A program may use a JAX array immediately, so trace the function and create arrays later in
+    # their layouts (decisions/0073).
 ) -> tuple[Any, Sequence[Any]]:
-    """Trace a function that makes a model.
+    """Trace a function that builds a model.
 
     Args:
         make: Makes something, and returns it and arrays: traced ones, or ones that existed.
@@ -85,7 +86,7 @@ def trace(
             "layout_map.apply(model)",
         ) from error
     except Exception as error:
-        if type(error).__name__ != "TraceContextError":  # an error of flax, which may not be installed
+        if type(error).__name__ != "TraceContextError":  # compare the name, because flax may not be installed
             raise
         raise ScopeError(
             "the function that creates the model changes a flax object from outside",
@@ -120,16 +121,16 @@ class Traced:
         return self.result.aval.dtype
 
     def explain_global(self) -> str:
-        """Return the reason that one device must compute the global value, or an empty text."""
+        """Return why one device must compute the global value, or an empty text."""
         return "" if self.is_seed else self.operations.slice(self.result).global_reason
 
     @property
     def is_seed(self) -> bool:
-        """Whether it is small, and computed beforehand."""
+        """Whether it is small and computed in advance."""
         return self.operations.is_seed(self.result)
 
     def seed(self) -> jax.Array:
-        """Compute it, if it is a seed."""
+        """Compute the value of a seed."""
         return self.operations.read_seeds([self.result])[0]
 
     def make_initializer(self) -> Initializer:
@@ -146,7 +147,7 @@ class Traced:
 
 @dataclass(frozen=True, eq=False)
 class _Slice:
-    """The operations that lead to one array from its seeds."""
+    """The operations that compute one array from its seeds."""
 
     closed: ClosedJaxpr
     takes: Sequence[Var]
@@ -154,7 +155,7 @@ class _Slice:
     global_reason: str
 
     def run(self, seed: Sequence[object]) -> jax.Array:
-        """Compute the array, one operation after the other, as the function itself does."""
+        """Compute the array, one operation at a time, like the function itself."""
         return jaxpr_as_fun(self.closed)(*seed)[0]
 
     def format_text(self) -> str:
@@ -169,7 +170,7 @@ class Operations:
         self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._eqns = jaxpr.eqns
         self._makers = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-        # Operations on one Ref depend on each other in order.
+        # Operations on a Ref depend on all earlier operations on it.
         self._on_refs: dict[Var, list[int]] = {}
         for number, eqn in enumerate(jaxpr.eqns):
             for var in filter(is_ref, eqn.invars):
@@ -187,11 +188,11 @@ class Operations:
         self._whys: dict[Hashable, str] = {}
 
     def is_seed(self, var: Var) -> bool:
-        """Return whether a value is computed beforehand."""
+        """Return whether a value is computed in advance."""
         return isinstance(var, Literal) or var in self._seeds
 
     def read_seeds(self, wanted: Sequence[Var]) -> list[jax.Array]:
-        """Return the values of seeds."""
+        """Compute the values of seeds."""
         return [
             jnp.asarray(var.val, _read_dtype(var)) if isinstance(var, Literal) else self._seed_values[var]
             for var in wanted
@@ -199,7 +200,7 @@ class Operations:
 
     @functools.cached_property
     def _seed_values(self) -> dict[Var, jax.Array]:
-        """All seeds, each operation on its own, so that each has the bits of the function itself."""
+        """All seeds, computed one operation at a time, so that each has the bits of the function itself."""
         values = {var: self._consts[var] for var in self._consts if var in self._seeds}
         made = [var for eqn in self._seed_eqns for var in eqn.outvars if var in self._used]
         takes = list(values)
@@ -208,7 +209,7 @@ class Operations:
         return values | dict(zip(made, results, strict=True))
 
     def slice(self, result: Var) -> _Slice:
-        """Return the operations that lead to a value, from its seeds."""
+        """Return the operations that compute a value from its seeds."""
         if result not in self._slices:
             eqns, needs = self._find_operations(result)
             takes = [var for var in needs if var in self._seeds]
@@ -279,7 +280,7 @@ def _make_key(closed: ClosedJaxpr) -> Hashable:
 
 
 class _UnequalToAll:
-    """Stand-in for a value that cannot be compared. It equals only itself."""
+    """Stand in for a value that cannot be compared, and equal only itself."""
 
 
 def _make_hashable(parameter: tuple[str, object]) -> Hashable:

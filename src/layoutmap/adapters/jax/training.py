@@ -1,4 +1,4 @@
-"""Describe how a model is trained: its forward function, its loss, and its optimizer.
+"""Describe how a model is trained: its forward function, loss, and optimizer.
 
 JAX programs keep these in their own step. `check_parity` runs a step itself, so it has to know them.
 """
@@ -68,7 +68,7 @@ class TrainState:
         return {path: values[path] for path in self.steps.trained}
 
     def list_slots(self) -> dict[str, Variable]:
-        """Return the arrays of the optimizer's state by path, which is the weight's path and the slot's name."""
+        """Return the arrays of the optimizer's state, by the weight's path and the slot's name."""
         if self.opt_state is None:
             return {}
         found, tree_def = jax.tree_util.tree_flatten_with_path(self.opt_state)
@@ -97,7 +97,7 @@ def train_with(
     optimizer: object = None,
     forward: Callable[..., object] | None = None,
 ) -> TrainState:
-    """Describe how a model is trained, for `layoutmap.check_parity`. Your own training step does not need it.
+    """Describe how a model is trained, for `layoutmap.check_parity`. Your own training step does not need this.
 
     Args:
         model: Module of flax.nnx, or any pytree of arrays.
@@ -117,17 +117,17 @@ def train_with(
 
 
 def unwrap_model(model: object) -> Any:
-    """Return a model without the `TrainState` that it may be in."""
+    """Return a model without its `TrainState`."""
     return model.model if isinstance(model, TrainState) else model
 
 
 def split_model(model: object) -> Parts:
-    """Return the arrays of a model, which may be in a `TrainState`, and its structure."""
+    """Split a model, also in a `TrainState`, into its arrays and structure."""
     return take_apart(unwrap_model(model))
 
 
 def put_values(model: object, values: Sequence[object]) -> Any:
-    """Return a model with other arrays: the same object, unless it is a pytree, which cannot be changed."""
+    """Replace the arrays of a model: in place for a module, in a new object for a pytree."""
     if isinstance(model, TrainState):
         model.model = put_values(model.model, values)
         return model
@@ -135,7 +135,7 @@ def put_values(model: object, values: Sequence[object]) -> Any:
 
 
 class Steps:
-    """The compiled functions of one `TrainState`.
+    """Compile the functions of a `TrainState`.
 
     Args:
         state: The state. Its model keeps its structure.
@@ -155,7 +155,7 @@ class Steps:
         self._forward = compiled(self._compute_outputs)
 
     def _compile_unsharded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a function that runs on one device, under a mesh of that device with the dims of the layout map."""
+        """Compile a function for one device, under a mesh of that device with the dims of the layout map."""
         compiled = jax.jit(function)
 
         def run_on_one_device(*args: object) -> Any:
@@ -256,7 +256,7 @@ class Steps:
 
 
 def _init_optimizer(optimizer: Any, weights: Arrays) -> Any:
-    """Return the first state of an optimizer, in the layouts of the weights if these are padded."""
+    """Create the first state of an optimizer, in the layouts of the weights if these are padded."""
     if not any(isinstance(each, PaddedArray) for each in weights.values()):
         return optimizer.init(weights)
     found = describe(optimizer.init, weights)
@@ -278,12 +278,12 @@ def call_model(model: Any, forward: Callable[..., object] | None, inputs: Any) -
 
 def find_inputs(batch: object) -> Any:
     """Return the inputs of a batch, as positional arguments or as a mapping of named ones."""
-    inputs = batch[0] if isinstance(batch, tuple | list) else batch  # a single array has no targets
+    inputs = batch[0] if isinstance(batch, tuple | list) else batch  # a single array contains only inputs
     return inputs if isinstance(inputs, (Mapping, tuple, list)) else (inputs,)
 
 
 def split_batch(batch: object, state: TrainState) -> tuple[object, object]:
-    """Return the inputs of a batch, and its targets.
+    """Split a batch into inputs and targets.
 
     Raises:
         ScopeError: The loss needs targets, and there are none.

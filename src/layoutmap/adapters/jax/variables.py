@@ -1,4 +1,4 @@
-"""A variable of a JAX model: its path, and the array that the model holds under it now."""
+"""Read and write the array of a JAX model at a path."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from layoutmap.engines import get_engine
 
 @dataclass(slots=True)
 class Variable:
-    """An array of a model, or of its optimizer's state.
+    """An array of a model or of its optimizer's state.
 
     Args:
         path: Its path.
         array: The array.
-        replace: Puts another array in its place.
+        replace: Replaces the array in the model.
     """
 
     path: str
@@ -38,7 +38,7 @@ class Variable:
         """
         layout = get_engine("jax").get_layout(self.array)
         if layout is None:
-            raise AttributeError(f"{self.path} is a plain array and has no layout")
+            raise AttributeError(f"{self.path} is unsharded and has no layout")
         return layout
 
     def read(self) -> NumpyArray:

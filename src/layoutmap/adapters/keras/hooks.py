@@ -20,7 +20,7 @@ import keras
 from layoutmap.adapters.current import get_current_session, warn_in_inner_task
 from layoutmap.adapters.keras.private import BaseOptimizer, CommonVariable, Layer, saving_lib
 from layoutmap.core.errors import ScopeError
-from layoutmap.engines.patches import Attribute, Patches, temporarily
+from layoutmap.engines.patches import Attribute, Patches, set_temporarily
 
 
 def _wrap_variable_init(plain: Callable[..., None]) -> Callable[..., None]:
@@ -33,7 +33,7 @@ def _wrap_variable_init(plain: Callable[..., None]) -> Callable[..., None]:
         refusal = session.find_existing_error()
         if refusal is not None:
             raise _UncatchableError(refusal) if _is_being_built(sys._getframe()) else refusal
-        with temporarily(_inside, "variable", variable):  # other wrappers may call it twice
+        with set_temporarily(_inside, "variable", variable):  # other wrappers may call it twice
             session.create_variable(variable, plain, initializer, args, kwargs)
 
     return init

@@ -24,7 +24,7 @@ from layoutmap.adapters.keras.private import is_seed_state
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.variables import Assignment
-from layoutmap.engines.patches import temporarily
+from layoutmap.engines.patches import set_temporarily
 
 
 class Materializer:
@@ -81,7 +81,7 @@ class Materializer:
 
     def _mark_initializing(self) -> AbstractContextManager[None]:
         """Mark that initializers run until the block ends, so that their draws do not advance earlier ones."""
-        return temporarily(self._session.on_thread, "is_initializing", True)
+        return set_temporarily(self._session.on_thread, "is_initializing", True)
 
     def initialize_unsharded(self, variable: Any) -> None:
         """Initialize a variable of no model as Keras does, and stop tracking it."""

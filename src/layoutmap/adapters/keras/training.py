@@ -20,7 +20,7 @@ from layoutmap.adapters.keras.protocol import KerasSession, read_variable
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutMapError, ScopeError, shorten_repr
 from layoutmap.engines.agreement import CallSchedule, check_batch, check_program
-from layoutmap.engines.patches import temporarily, wrap_in_context
+from layoutmap.engines.patches import set_temporarily, wrap_in_context
 
 
 def complete(model: Any, inputs: object) -> None:
@@ -185,7 +185,7 @@ def _make_epoch_wraps(
         schedule.begins_epoch = schedule.is_in_epochs
         reset()
 
-    in_epochs = functools.partial(temporarily, schedule, "is_in_epochs", True)
+    in_epochs = functools.partial(set_temporarily, schedule, "is_in_epochs", True)
     loops = {name: wraps.get(name) or getattr(model, name) for name in ("fit", "evaluate")}
     loops = {name: wrap_in_context(plain, in_epochs) for name, plain in loops.items()}
     return {"reset_metrics": begin_epoch, **loops}

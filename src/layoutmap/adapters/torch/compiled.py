@@ -32,7 +32,7 @@ from layoutmap.adapters.torch.fsdp_units import Gathering
 from layoutmap.adapters.torch.mesh_context import compute_on_mesh, here, mark_recording, summing_up
 from layoutmap.adapters.torch.structure import Structure, find_change, is_constant
 from layoutmap.core.errors import LayoutMapWarning, ScopeError, format_message
-from layoutmap.engines.patches import temporarily
+from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import AutogradFunction, Ctx
 from layoutmap.engines.torch.dtensor_ops import has_shard, refuse_shard
@@ -167,7 +167,7 @@ class _CompiledGraphs:
     def _run(self, call: _Call) -> list[torch.Tensor]:
         try:
             if not call.why_not:
-                with temporarily(here, "call", call), leave_function_modes():
+                with set_temporarily(here, "call", call), leave_function_modes():
                     return self._function(call.tensors)
         except Exception as error:
             if not call.why_not:

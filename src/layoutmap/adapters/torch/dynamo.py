@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from layoutmap.engines.tested import Needed
-from layoutmap.engines.torch.deferred_init import UNFORESEEN
+from layoutmap.engines.torch.deferred_init import UNSUPPORTED_ERRORS
 from layoutmap.engines.torch.operators import Function
 
 with Needed("torch"):
@@ -65,4 +65,4 @@ def has_dynamic_shapes() -> bool:
 def find_unsupported_operator(error: Exception) -> str:
     """Return the operator that a backend could not trace a gradient for, or an empty text for other errors."""
     inner = getattr(error, "inner_exception", None)
-    return str(inner) if isinstance(inner, UNFORESEEN) else ""
+    return str(inner) if isinstance(inner, UNSUPPORTED_ERRORS) else ""

@@ -32,7 +32,7 @@ from layoutmap.adapters.torch.process_checks import ProcessChecks
 from layoutmap.adapters.torch.slow_calls import SlowCalls
 from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
-from layoutmap.engines.patches import temporarily
+from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.torch.changes import keep_patches
 from layoutmap.engines.torch.dtensor_ops import is_batch_divisible
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
@@ -174,7 +174,7 @@ class Forward:
         if compiler is None:
             return self._dispatch_call(args, kwargs)
         try:
-            with temporarily(here, "compiled", self._find_compiled(compiler)):
+            with set_temporarily(here, "compiled", self._find_compiled(compiler)):
                 return self._dispatch_call(args, kwargs)
         finally:
             resume_compiling(compiler)

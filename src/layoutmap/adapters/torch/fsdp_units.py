@@ -30,7 +30,7 @@ from layoutmap.core.errors import join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import merge_paths, split_at_numbers
 from layoutmap.core.specs import format_batch_dim, list_batch_dims
-from layoutmap.engines.patches import temporarily
+from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.torch.gather import Unit, can_gather
 from layoutmap.engines.torch.operators import Args, Kwargs
 from layoutmap.engines.torch.specs import get_local, get_spec, has_even_shards
@@ -282,5 +282,5 @@ def gather_weights(
             own = gathering.others
         if own:
             stack.enter_context(gathering.own(own).gathered(context))
-        stack.enter_context(temporarily(here, "gatherings", (*here.gatherings, again)))
+        stack.enter_context(set_temporarily(here, "gatherings", (*here.gatherings, again)))
         yield

@@ -17,7 +17,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 from layoutmap.adapters.protocol import ScopeContext
-from layoutmap.engines.patches import Attribute, Patches, temporarily
+from layoutmap.engines.patches import Attribute, Patches, set_temporarily
 from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch.backward import get_backward_pass
 from layoutmap.engines.torch.dtensor_ops import SummingUp
@@ -58,7 +58,7 @@ def is_running() -> bool:
 def compute_on_mesh(context: ScopeContext) -> Generator[None]:
     """Run this thread's torch operations on the mesh of a scope until the block ends."""
     with (
-        temporarily(here, "context", context),
+        set_temporarily(here, "context", context),
         _CHECKPOINTS.activate(),
         _replace_inference_mode(),
         context.engine.run_on(context.policy.mesh, context.options.own.draws),
@@ -69,13 +69,13 @@ def compute_on_mesh(context: ScopeContext) -> Generator[None]:
 @contextmanager
 def summing_up(is_odd: bool) -> Generator[None]:
     """While open, reduce partial sums at once if the batch does not divide."""
-    with temporarily(here, "is_odd", is_odd), SummingUp() if is_odd else nullcontext():
+    with set_temporarily(here, "is_odd", is_odd), SummingUp() if is_odd else nullcontext():
         yield
 
 
 def mark_recording() -> AbstractContextManager[None]:
     """Mark this thread as recording a graph until the block ends, so that inner modules compute uncompiled."""
-    return temporarily(here, "is_recording", True)
+    return set_temporarily(here, "is_recording", True)
 
 
 @contextmanager

@@ -56,7 +56,7 @@ from layoutmap.engines.torch.element_types import format_dtype
 from layoutmap.engines.torch.modules import get_members
 
 R = TypeVar("R")
-_ONLY_A_PLAN = "only a plan, it has no values"
+_ONLY_A_PLAN = "it has no values"
 _FAILED = "its scope failed, so it has no values"
 
 

@@ -69,7 +69,7 @@ class Variable:
     def _check(self) -> None:
         if not self.has_value or isinstance(self.tensor, FakeTensor):
             raise PlanError(
-                f"{self.path}: only a plan, it has no values",
+                f"{self.path}: it has no values",
                 why="the model was planned, or its scope failed",
                 fix="build it in a scope, or with layout_map.build",
             )

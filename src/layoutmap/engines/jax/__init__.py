@@ -1,1 +1,1 @@
-"""The JAX engine: `jax.Array`s in `NamedSharding`s."""
+"""Create and shard `jax.Array`s with `NamedSharding`s."""

@@ -1,4 +1,4 @@
-"""Enter and leave the mesh that JAX programs refer to by dim names, as `jax.set_mesh` sets it."""
+"""Enter and leave the mesh of `jax.set_mesh`, to which JAX programs refer by dim names."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def read_axis_types(mesh: Mesh) -> tuple[AxisType, ...]:
 
 
 def make_abstract_mesh(mesh: Mesh) -> AbstractMesh:
-    """Return a mesh without its devices, for programs that are traced under it."""
+    """Return a mesh without devices, under which programs can be traced."""
     return AbstractMesh(mesh.shape, mesh.dim_names, axis_types=read_axis_types(mesh))
 
 
 def make_mesh_of_one(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-    """Return a mesh of this process's first device in another one, with the same dims, each of size 1."""
+    """Return a mesh of one device with the same dims, all of size 1: this process's first device in `mesh`."""
     device = mesh.local_devices[:1]
     return jax.sharding.Mesh(
         np.array(device).reshape([1] * mesh.devices.ndim), mesh.axis_names, axis_types=mesh.axis_types
@@ -38,22 +38,22 @@ def make_mesh_of_one(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 
 
 def leave_ambient_mesh() -> AbstractContextManager[object]:
-    """Suspend the mesh of `jax.set_mesh`, if there is one, while the context is open."""
+    """Suspend the mesh of `jax.set_mesh` while the context is open."""
     if jax.sharding.get_abstract_mesh().empty:
         return nullcontext()
     return jax.set_mesh(None)  # type: ignore[arg-type]
 
 
-# Your program's own mesh may have other axis types, so the map's is entered (decisions/0201).
+# The program's own mesh may have other axis types, so enter the layout map's mesh (decisions/0201).
 def use_mesh(mesh: AnyMesh) -> AbstractContextManager[object]:
-    """Make a mesh the one that `jax.P`, `jax.shard_map` and `jax.reshard` refer to, inside of a trace, too."""
+    """Set the mesh for `jax.P`, `jax.shard_map`, and `jax.reshard`, also inside a trace."""
     return jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
 
 
 def differs_from_ambient_mesh(mesh: AnyMesh) -> bool:
-    """Return whether `jax.set_mesh` has set a mesh that JAX takes for another one."""
+    """Return whether `jax.set_mesh` has set a mesh that JAX treats as a different one."""
     ambient = jax.sharding.get_abstract_mesh()
-    if AxisType.Manual in ambient.axis_types:  # inside `jax.shard_map`, where arrays are local
+    if AxisType.Manual in ambient.axis_types:  # inside `jax.shard_map` arrays are local
         return False
     return not ambient.empty and (ambient.shape, ambient.axis_types) != (mesh.shape, mesh.axis_types)
 
@@ -66,7 +66,7 @@ def use_auto_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 
 
 def change_axis_types(tree: T, mesh: AbstractMesh) -> T:
-    """Return a tree with its arrays on a mesh of the same devices and dims, with other axis types, without a copy."""
+    """Move the arrays of a tree to a mesh with the same devices and other axis types, without a copy."""
 
     def change(leaf: object) -> object:
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):

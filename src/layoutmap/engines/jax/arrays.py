@@ -1,4 +1,4 @@
-"""Arrays in shardings: made from blocks, and read shard by shard."""
+"""Create sharded arrays from blocks, and read them shard by shard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from layoutmap.engines.protocol import Array
 
 
 def convert_dtype(name: str, path: str) -> np.dtype[Any]:
-    """Return the numpy dtype of a name, or raise if JAX would convert arrays of it to another one.
+    """Convert a dtype name to numpy's dtype, or raise if JAX would change the dtype.
 
     Raises:
         EngineError: It does not; names the path.
@@ -32,7 +32,7 @@ def convert_dtype(name: str, path: str) -> np.dtype[Any]:
         raise make_element_type_error("JAX", name, path) from None
     if kept != dtype:
         raise EngineError(
-            f"{path}: JAX would hold {name} as {kept}",
+            f"{path}: JAX would store {name} as {kept}",
             facts={"dtype": name},
             why="64-bit numbers are disabled in JAX",
             fix="jax.config.update('jax_enable_x64', True), or use a 32-bit variable",
@@ -41,7 +41,7 @@ def convert_dtype(name: str, path: str) -> np.dtype[Any]:
 
 
 def canonicalize(values: Any) -> NumpyArray:
-    """Return values as a numpy array in the element type that JAX stores them in.
+    """Convert values to a numpy array in the dtype in which JAX stores them.
 
     Raises:
         EngineError: It holds no such elements.
@@ -62,7 +62,7 @@ def from_blocks(
     copy: bool = True,
     padded: Shape | None = None,
 ) -> Array:
-    """Return an array made from blocks, each read once.
+    """Create an array from blocks, each read once.
 
     Args:
         shape: The shape of the array.
@@ -88,7 +88,7 @@ def from_blocks(
 
 
 def constrain(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Return a traced array in a sharding. Its mesh keeps the axis types that it has in the program."""
+    """Constrain a traced array to a sharding. Its mesh keeps the axis types of the program."""
     mesh = jax.typeof(array).sharding.mesh
     if mesh.empty:
         mesh = jax.sharding.get_abstract_mesh()
@@ -97,7 +97,7 @@ def constrain(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if AxisType.Explicit not in types.values():
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, sharding.spec))
-    # JAX needs different operations for explicit and auto dims.
+    # JAX has different operations for explicit and auto dims.
     array = jax.sharding.reshard(array, _keep_dims(sharding.spec, types, AxisType.Explicit))
     if AxisType.Auto in types.values():
         spec = _keep_dims(sharding.spec, types, AxisType.Auto)
@@ -106,13 +106,13 @@ def constrain(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def _keep_dims(spec: PartitionSpec, types: Mapping[str, AxisType], kind: AxisType) -> PartitionSpec:
-    """Return a spec with only its mesh dims of one axis type."""
+    """Remove the mesh dims of the other axis type from a spec."""
     dims = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
     return PartitionSpec(*(tuple(dim for dim in entry if types[dim] is kind) or None for entry in dims))
 
 
 def iterate_shards(array: jax.Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
-    """Yield the shards of this process, each index once. Random keys are yielded as their data.
+    """Yield this process's shards, each index once. Random keys are yielded as key data.
 
     On CPU devices they are in the array's own memory, which never changes: JAX donates no memory that numpy shares. A
     pytree may have arrays of numpy too.
@@ -133,7 +133,7 @@ def iterate_shards(array: jax.Array, *, copy: bool = True) -> Iterator[tuple[Ind
 
 
 def iterate_by_device(array: object) -> Iterator[tuple[str, NumpyArray]]:
-    """Yield the values on each device of this process, with its name. Random keys are yielded as their data."""
+    """Yield the name and the values of each device of this process. Random keys are yielded as key data."""
     if isinstance(array, (np.ndarray, np.generic)):
         yield "", np.asarray(array)
     elif isinstance(array, PaddedArray):
@@ -146,7 +146,7 @@ def iterate_by_device(array: object) -> Iterator[tuple[str, NumpyArray]]:
 
 
 def wait_on_cpu(array: jax.Array) -> jax.Array:
-    """Return the array, on a CPU after its computation is finished.
+    """Return the array. On CPUs, wait until its computation is finished.
 
     On CPU devices, independent programs with collectives that are under way at the same time can wait for each other
     for ever, so each is waited for.

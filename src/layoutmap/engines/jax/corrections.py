@@ -1,4 +1,4 @@
-"""Operators that XLA's partitioner computes wrongly, lowered in another form while arrays are in layouts.
+"""Lower operators that XLA's partitioner computes wrongly to other operators, while arrays are sharded.
 
 A rule of JAX for lowering sees for how many devices a program is, and not how its arrays are sharded. So each form here
 is right in every layout. docs/xla-faults.md has the faults, each as a program of its own:
@@ -51,33 +51,33 @@ with Needed("jax"):
     from jax.interpreters.mlir import _lowerings, _platform_specific_lowerings
     from jaxlib.mlir.dialects import sdy as _sdy
 
-_MOST_PRODUCTS = 256
-"""Of a larger result a convolution would be too many products for one program."""
+_MAX_PRODUCTS = 256
+"""The limit of products for a convolution. More of them would make the program too large."""
 
 _Axes = Sequence[int]
 Form = Callable[..., object]
-"""Computes what a primitive does: called with its operands and parameters."""
+"""Computes the result of a primitive from its operands and parameters."""
 
 _without_devices: ContextVar[bool] = ContextVar("layoutmap_lowers_without_devices", default=False)
-_inside: ContextVar[bool] = ContextVar("layoutmap_lowers_a_form", default=False)
-_devices: ContextVar[int | None] = ContextVar("layoutmap_lowers_for_devices", default=None)
-"""For how many devices the program of a form is; `None`: that is not known yet."""
+_is_lowering_form: ContextVar[bool] = ContextVar("layoutmap_lowers_a_form", default=False)
+_num_devices: ContextVar[int | None] = ContextVar("layoutmap_lowers_for_devices", default=None)
+"""The number of devices of the program that is lowered; `None`: not known yet."""
 
 
-def correct_for(shape: Sequence[int]) -> None:
+def install_corrections(shape: Sequence[int]) -> None:
     """Register correct lowerings of operators that XLA miscompiles on meshes of this shape.
 
     It stays so: nobody can tell when the last array is gone that was made of one in a layout, and JAX keeps programs
     for longer than arrays (docs/decisions/0112).
     """
-    if any(size > 1 for size in shape) and not _for_good:
-        _for_good.append(_PATCHES.activate())
-        _for_good[0].__enter__()
+    if any(size > 1 for size in shape) and not _permanent:
+        _permanent.append(_PATCHES.activate())
+        _permanent[0].__enter__()
 
 
 @contextmanager
 def lowered_without_devices() -> Generator[None]:
-    """While open, programs for one device are lowered as if they were for a mesh: they are given one later."""
+    """Lower programs for one device as for a mesh while open, because they run on a mesh later."""
     token = _without_devices.set(True)
     try:
         with _PATCHES.activate():
@@ -87,20 +87,20 @@ def lowered_without_devices() -> Generator[None]:
 
 
 class _Lowering:
-    """Lowering rules of a primitive, replaced in programs for several devices.
+    """Replace the lowering rule of a primitive in programs for several devices.
 
     Args:
         primitive: The primitive.
-        form: Computes the same with operators of JAX; the primitive itself is lowered by JAX's own rule in it.
+        form: Computes the same result with JAX operators. Inside it, JAX's own rule lowers the primitive.
     """
 
     def __init__(self, primitive: Primitive, form: Form):
         self._primitive, self._form = primitive, form
-        # Table, primitive, and JAX's own rule, recorded before the rule is replaced.
+        # Table, primitive, and JAX's own rule, recorded before the replacement.
         self._found: list[tuple[dict[Primitive, Any], object, object]] = []
 
     def install(self) -> None:
-        """Put ours where JAX's are."""
+        """Replace JAX's rules."""
         for table in (_lowerings, *list(_platform_specific_lowerings.values())):
             entry = table.get(self._primitive)
             if entry is not None and all(entry is not ours for _, _, ours in self._found):
@@ -111,7 +111,7 @@ class _Lowering:
                 table[self._primitive] = ours
 
     def remove(self) -> None:
-        """Put JAX's back, where ours still are."""
+        """Restore JAX's rules, where ours are still installed."""
         for found in [each for each in self._found if each[0].get(self._primitive) is each[2]]:
             found[0][self._primitive] = found[1]
             self._found.remove(found)
@@ -119,10 +119,10 @@ class _Lowering:
 
 def _lower_corrected(form: Form, plain: Form, context: Any, *operands: object, **params: object) -> object:
     axes = context.module_context.axis_context
-    if _inside.get() or not _is_partitioned(axes):
+    if _is_lowering_form.get() or not _is_partitioned(axes):
         return plain(context, *operands, **params)
-    token = _inside.set(True)
-    _devices.set(None if _without_devices.get() else _count_devices(axes))
+    token = _is_lowering_form.set(True)
+    _num_devices.set(None if _without_devices.get() else _count_devices(axes))
     try:
         if not any(map(_is_explicit, (*context.avals_in, *context.avals_out))):
             return mlir.lower_fun(functools.partial(form, **params), multiple_results=False)(
@@ -130,13 +130,13 @@ def _lower_corrected(form: Form, plain: Form, context: Any, *operands: object, *
             )
         return _lower_explicit(form, context, operands, params)
     finally:
-        _inside.reset(token)
+        _is_lowering_form.reset(token)
 
 
 def _lower_explicit(
     form: Form, context: Any, operands: Sequence[object], params: dict[str, object]
 ) -> Sequence[object]:
-    """Lower a form under explicit axes. Its own reshapes name no `out_sharding`, so it is traced without a mesh."""
+    """Lower a form under explicit axes. Trace it without a mesh, because its reshapes have no `out_sharding`."""
     if "out_sharding" in params:
         params = {**params, "out_sharding": None}
     untyped = context.replace(
@@ -159,7 +159,7 @@ def _is_explicit(aval: object) -> bool:
 
 
 def _is_partitioned(axes: Any) -> bool:
-    """Return whether XLA partitions a program, which it does not in a `shard_map` over all dims."""
+    """Return whether XLA partitions a program. It does not inside a `shard_map` over all dims."""
     if hasattr(axes, "manual_axes"):
         return len(axes.manual_axes) < len(axes.mesh.axis_names)
     return getattr(axes, "num_devices", 1) > 1 or _without_devices.get()
@@ -171,13 +171,13 @@ def _count_devices(axes: Any) -> int:
 
 
 def _is_even(size: int, times: int = 1) -> bool:
-    """Return whether shards of an axis are equally long, whichever mesh dims shard it.
+    """Return whether shards of an axis have equal sizes, for any mesh dims that shard it.
 
     Args:
         size: The size of the axis.
         times: With 2, whether each shard can be parted again into as many pieces as there are shards.
     """
-    devices = _devices.get()
+    devices = _num_devices.get()
     return devices is not None and size % devices**times == 0
 
 
@@ -189,7 +189,7 @@ _gathered_p.def_abstract_eval(lambda value, axes: value)
 
 
 def _gather_axes(value: jax.Array, axes: Collection[int]) -> jax.Array:
-    """Return a value with these axes unsharded. Its other axes keep their sharding."""
+    """Gather a value along these axes. Other axes keep their sharding."""
     return _gathered_p.bind(value, axes=frozenset(axes)) if axes else value
 
 
@@ -200,8 +200,8 @@ def _lower_gathered(context: Any, value: Any, *, axes: Collection[int]) -> Seque
         sharding = NamedSharding(AbstractMesh((1,), ("none",)), PartitionSpec(*specs))
         constrain = functools.partial(lax.with_sharding_constraint, shardings=sharding)
         return mlir.lower_fun(constrain, multiple_results=False)(context, value)
-    # Constrain without a mesh. A lowering rule does not know the module's mesh, and Shardy would gather all
-    # axes for a constraint on another mesh.
+    # Constrain without a mesh: a lowering rule does not know the module's mesh, and Shardy would gather all axes for a
+    # constraint on another mesh.
     dims = [_sdy.DimensionShardingAttr.get([], is_closed=axis in axes) for axis in range(aval.ndim)]
     return [_sdy.ShardingConstraintOp(value, _sdy.TensorShardingAttr.get(_sdy.MeshAttr.get([]), dims)).result]
 
@@ -248,11 +248,11 @@ def _scatter(
         return _gather_axes(primitive.bind(operand, indices, updates, **params), written)
     rows = [axis for axis in range(updates.ndim) if axis not in numbers.update_window_dims]
     uneven = {axis for axis in rows if not _is_even(updates.shape[axis])}
-    # For an axis of size 1, XLA assumes index 0 even in shards without that element.
-    # Masked updates must be neutral: 0 for additions, and a dtype-dependent value for other operators.
+    # For an axis of size 1, XLA assumes index 0 even in shards without that element. Masked updates must be neutral: 0
+    # for additions, and a dtype-dependent value for other operators.
     masked = {axis for axis in uneven if updates.shape[axis] > 1 and primitive is lax.scatter_add_p}
     for axis in masked:
-        # The barrier keeps XLA from folding the comparison before it partitions the program.
+        # Without the barrier, XLA would fold the comparison before it partitions the program.
         end = lax.optimization_barrier(np.int32(updates.shape[axis]))
         is_element = lax.broadcasted_iota(np.int32, updates.shape, axis) < end
         updates = lax.select(is_element, updates, jnp.zeros_like(updates))
@@ -264,7 +264,7 @@ def _scatter(
 def _find_written_axes(
     operand: jax.Array, updates: jax.Array, numbers: lax.ScatterDimensionNumbers
 ) -> set[int]:
-    """Return the axes of an operand of which a window covers one element: XLA writes the window into each shard."""
+    """Return the axes on which a window covers one element. XLA would write the window into every shard."""
     without = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     covered = [axis for axis in range(operand.ndim) if axis not in without]
     pairs = zip(numbers.update_window_dims, covered, strict=True)
@@ -275,7 +275,7 @@ def _find_written_axes(
 
 
 def _multiply(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **params: object) -> jax.Array:
-    """Multiply with all summed axes merged into one, since XLA may ignore a mesh dim of three or more."""
+    """Multiply after merging the summed axes into one, because XLA may ignore a mesh dim of three or more."""
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
     if len(lhs_summed) > 2:
         lhs, lhs_batch, lhs_summed = _merge_summed_axes(lhs, lhs_batch, lhs_summed)
@@ -285,7 +285,7 @@ def _multiply(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **param
 
 
 def _merge_summed_axes(value: jax.Array, batch: _Axes, summed: _Axes) -> tuple[jax.Array, _Axes, _Axes]:
-    """Return an operand with its batch axes first and its summed axes merged, and the positions of both."""
+    """Move the batch axes first and merge the summed axes. Return the operand and the new positions."""
     others = [axis for axis in range(value.ndim) if axis not in (*batch, *summed)]
     shape = [value.shape[axis] for axis in (*batch, *others)]
     number = math.prod(value.shape[axis] for axis in summed)
@@ -298,7 +298,7 @@ def _merge_summed_axes(value: jax.Array, batch: _Axes, summed: _Axes) -> tuple[j
 
 
 def _transform_fourier(value: jax.Array, *, fft_type: lax.FftType | str | int, **params: object) -> jax.Array:
-    """Compute a Fourier transform, with the last axis gathered where XLA could not split it correctly.
+    """Compute a Fourier transform, and gather the last axis first if XLA cannot split it correctly.
 
     It gathers the operands of all other kinds, and of all with fewer than three axes, itself. On CPUs it can ask for
     another order of the axes in memory than its own kernel takes.
@@ -325,10 +325,10 @@ def _convolve(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     shape = jax.eval_shape(functools.partial(lax.conv_general_dilated_p.bind, **params), lhs, rhs).shape
     places = [shape[axis] for axis in numbers.out_spec[2:]]
     windows = [rhs.shape[axis] for axis in rhs_spec[2:]]
-    if by_batch and math.prod(places) > _MOST_PRODUCTS:
+    if by_batch and math.prod(places) > _MAX_PRODUCTS:
         return lax.conv_general_dilated_p.bind(_replicated(lhs), _replicated(rhs), **params)
     is_product = groups > 1 and math.prod(map(min, windows, places)) == 1
-    # Also needed on a mesh with one dim, because Shardy splits a dim after a reshape.
+    # Gather on a mesh with one dim, too, because Shardy splits a dim after a reshape.
     lhs, rhs = _gather_axes(lhs, lhs_spec[2:]), _gather_axes(rhs, rhs_spec[2:])
     if by_batch and math.prod(places):
         return _sum_products(places, lhs, rhs, **params)
@@ -338,7 +338,7 @@ def _convolve(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     )
     if is_product:
         return _compute_as_product(places, lhs, rhs, **params)
-    if groups > 1:  # XLA confuses the order of the result's axes with its inverse
+    if groups > 1:  # XLA confuses the order of the result's axes with its inverse, so convert it here
         numbers = lax.ConvDimensionNumbers(lhs_spec, rhs_spec, lhs_spec)
     result = lax.conv_general_dilated_p.bind(lhs, rhs, **{**params, "dimension_numbers": numbers})
     result = _gather_axes(_shard_between_groups(result, numbers.out_spec[1], groups), numbers.out_spec[2:])
@@ -352,7 +352,7 @@ def _replicated(value: jax.Array) -> jax.Array:
 
 
 def _shard_between_groups(value: jax.Array, axis: int, groups: int) -> jax.Array:
-    """Shard the feature axis at group boundaries only, because XLA mistakes shards for convolution groups."""
+    """Shard the feature axis only at group boundaries, because XLA mistakes shards for convolution groups."""
     size = value.shape[axis] // groups
     if groups == 1 or size == 1:
         return value
@@ -361,7 +361,7 @@ def _shard_between_groups(value: jax.Array, axis: int, groups: int) -> jax.Array
 
 
 def _sum_products(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """Compute a convolution in batch groups as one sum of products for each place of the result.
+    """Compute a convolution in batch groups as one sum of products per position of the result.
 
     As the gradient of a kernel it has a place for each element of a window, and adds up over all rows of a batch. XLA
     knows how to add up products over shards. On CPU devices that is also faster than XLA's own form, which computes the
@@ -378,7 +378,7 @@ def _sum_products(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, **param
         first = [n * stride for n, stride in zip(place, strides, strict=True)]
         last = [start + length for start, length in zip(first, lengths, strict=True)]
         window = lax.slice(lhs, (0, 0, 0, *first), (*lhs.shape[:3], *last), (1, 1, 1, *dilation))
-        if lhs.shape[1] == rhs.shape[1] == 1:  # depthwise convolution, which multiplies no matrices
+        if lhs.shape[1] == rhs.shape[1] == 1:  # a depthwise convolution has no matrix product
             products = window.astype(sums) * rhs.astype(sums)
             parts.append(products.sum(tuple(range(2, products.ndim)))[:, :, None])
         else:
@@ -390,7 +390,7 @@ def _sum_products(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, **param
 
 
 def _compute_as_product(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """Compute a convolution in feature groups as a product: each axis has a window or a result of size one.
+    """Compute a convolution in feature groups as a product, if each axis has a window or a result of size 1.
 
     As a convolution XLA ends the process on CPU devices where the features are sharded: "free(): invalid pointer".
     """
@@ -426,7 +426,7 @@ def _prepare_operands(
     preferred_element_type: np.dtype[Any] | None,
     **_: object,
 ) -> tuple[jax.Array, jax.Array, np.dtype[Any], np.dtype[Any]]:
-    """Return the operands in the order batch, features, places, and the types of the sums and the result."""
+    """Return the operands with axes batch, features, positions, and the dtypes of the sums and the result."""
     dtype = jnp.result_type(lhs if preferred_element_type is None else preferred_element_type)
     sums = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
     edges = [(low, high, dilation - 1) for (low, high), dilation in zip(padding, lhs_dilation, strict=True)]
@@ -437,7 +437,7 @@ def _prepare_operands(
 
 
 def _compute_extent(number: int, step: int) -> int:
-    """Return the length of an axis over which `number` elements with a distance of `step` extend."""
+    """Return the length of an axis that contains `number` elements at a distance of `step`."""
     return (number - 1) * step + 1
 
 
@@ -454,7 +454,7 @@ def _contract(
 
 
 def _restore_axes(result: jax.Array, numbers: lax.ConvDimensionNumbers) -> jax.Array:
-    """Return a result in the order batch, features, places with its axes in the convolution's order."""
+    """Transpose a result from batch, features, positions to the convolution's axis order."""
     return jnp.transpose(result, list(map(numbers.out_spec.index, range(result.ndim))))
 
 
@@ -478,4 +478,4 @@ _PATCHES = Patches(
         far_products.PATCH,
     ]
 )
-_for_good: list[Closing] = []
+_permanent: list[Closing] = []

@@ -1,4 +1,4 @@
-"""From meshes and layouts of names to JAX's devices, meshes and shardings."""
+"""Convert meshes and layouts to JAX devices, meshes, and shardings."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from layoutmap.engines.checks import (
     resolve_device_names,
 )
 from layoutmap.engines.jax.ambient import read_axis_types
-from layoutmap.engines.jax.corrections import correct_for
+from layoutmap.engines.jax.corrections import install_corrections
 
 Device = Any
 _MAX_NATIVES = 4096
 
 
 def get_device_name(device: Device) -> str:
-    """Return the name of a device: its platform and JAX's number for it."""
+    """Return the name of a device: its platform and JAX's device id."""
     return f"{device.platform.upper()}:{device.id}"
 
 
 def list_device_names(device_type: str | None = None) -> tuple[str, ...]:
     """Return the names of all devices of a type, or of JAX's default platform, in JAX's order."""
-    return tuple(map(get_device_name, _devices(device_type)))
+    return tuple(map(get_device_name, _list_devices(device_type)))
 
 
-def _devices(device_type: str | None) -> Sequence[Device]:
+def _list_devices(device_type: str | None) -> Sequence[Device]:
     if device_type is None:
         return jax.devices()
     try:
@@ -48,7 +48,7 @@ def _devices(device_type: str | None) -> Sequence[Device]:
 
 
 def simulate(number: int) -> None:
-    """Make JAX start with this number of simulated CPU devices (see `Engine.simulate`)."""
+    """Start JAX with this number of simulated CPU devices (see `Engine.simulate`)."""
     try:
         jax.config.update("jax_num_cpu_devices", number)
     except RuntimeError:
@@ -64,12 +64,12 @@ def find_devices(mesh: Mesh) -> list[Device]:
         MeshError: The machine has too few devices, or not the ones that are named.
     """
     names = resolve_device_names(mesh, list_device_names, "JAX", explain_more_devices("JAX", mesh.size))
-    there = {get_device_name(device): device for device in _devices(mesh.device_type)}
+    there = {get_device_name(device): device for device in _list_devices(mesh.device_type)}
     return [there[name] for name in names]
 
 
 def bind_mesh(mesh: Mesh) -> Mesh:
-    """Return the mesh with devices of this machine."""
+    """Bind a mesh to devices of this machine."""
     return add_devices(mesh, find_devices(mesh))
 
 
@@ -83,13 +83,13 @@ def add_devices(mesh: Mesh, devices: Sequence[Device]) -> Mesh:
 def _make_native_mesh(mesh: Mesh, axis_types: tuple[AxisType, ...]) -> jax.sharding.Mesh:
     devices = np.empty(mesh.size, object)
     devices[:] = find_devices(mesh)
-    correct_for(mesh.shape)
+    install_corrections(mesh.shape)
     return jax.sharding.Mesh(devices.reshape(mesh.shape), mesh.dim_names, axis_types=axis_types)
 
 
 def make_named_sharding(layout: Layout) -> NamedSharding:
     """Return the `NamedSharding` of a layout, with one entry per axis."""
-    # Meshes with different axis types are equal, so include the types in the cache key.
+    # Meshes that differ only in axis types are equal, so add the types to the cache key.
     return _make_named_sharding(layout, read_axis_types(layout.mesh))
 
 
@@ -102,14 +102,14 @@ def _make_named_sharding(layout: Layout, axis_types: tuple[AxisType, ...]) -> Na
 
 
 def _check_memory(layout: Layout) -> None:
-    """Refuse a kind of memory that the devices of this process do not have."""
+    """Raise for a memory kind that the devices of this process lack."""
     device = jax.local_devices(backend=layout.mesh.device_type and layout.mesh.device_type.lower())[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if layout.host_memory not in kinds:
         raise EngineError(
-            f"JAX has no {layout.host_memory} memory here",
+            f"these devices have no {layout.host_memory} memory",
             facts={"layout": str(layout), "devices": device.platform.upper()},
-            why=f"these devices have {', '.join(kinds)}",
+            why=f"their memory kinds are {', '.join(kinds)}",
             fix='use memory="pinned_host"' if "pinned_host" in kinds else "leave memory out",
         )
 

@@ -1,4 +1,4 @@
-"""The JAX engine: `jax.Array`s in `NamedSharding`s.
+"""Create and shard `jax.Array`s with `NamedSharding`s.
 
 Devices are named `CPU:0`, `GPU:3`: the platform and JAX's own number of the device. A layout is a `NamedSharding` on a
 `jax.sharding.Mesh` with the mesh's axis types. Only public names of JAX are used. The program of an initializer is read
@@ -38,7 +38,7 @@ from layoutmap.engines.checks import (
     check_initial_value,
     check_initializers,
     check_one_result,
-    remember,
+    store_in_cache,
     wrap_reader,
 )
 from layoutmap.engines.jax.arrays import (
@@ -61,7 +61,7 @@ from layoutmap.engines.protocol import Array, Unplaced
 
 
 class JaxEngine:
-    """Engine for `jax.Array`, with one instance, `engine()`. See `Engine` for the errors it raises."""
+    """Create and shard `jax.Array`s. `engine()` is the only instance. See `Engine` for the errors."""
 
     name = "jax"
     array_types: tuple[type, ...] = (jax.Array, PaddedArray)
@@ -81,10 +81,10 @@ class JaxEngine:
     # -- devices and layouts
 
     def check_layout(self, layout: Layout) -> None:
-        """Do nothing, since JAX supports every layout."""
+        """Accept every layout, because JAX supports all."""
 
     def check_dtype(self, name: str, path: str) -> None:
-        """Refuse an element type that JAX would convert. Random keys have an element type of their own."""
+        """Raise for a dtype that JAX would change. Random keys have a dtype of their own."""
         if not name.startswith("key<"):
             convert_dtype(name, path)
 
@@ -109,7 +109,7 @@ class JaxEngine:
         initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
     ) -> dict[str, jax.Array]:
-        """Compute initial values, each straight in its layout, with the bits of `initializer.global_value()`.
+        """Compute initial values directly in their layouts, with the bits of `initializer.global_value()`.
 
         An initializer with a program is computed in shards: equal programs are compiled once, and called with their
         seeds. Every process uses the seeds of process 0. The global value of one without a program, or with one that
@@ -159,7 +159,7 @@ class JaxEngine:
     def make_mover(
         self, moves: Sequence[Move], arrays: Sequence[jax.Array], likes: Sequence[jax.Array]
     ) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-        """Return a function that moves arrays to the layouts of others, in compiled programs (see `MakeMover`)."""
+        """Compile programs that move arrays to the layouts of others (see `MakeMover`)."""
         move = make_mover(moves, arrays, likes)
         layouts = [self.get_layout(like) for like in likes]
 
@@ -167,20 +167,20 @@ class JaxEngine:
             return [
                 array
                 if layout is None
-                else self.relayout(array, layout)  # records the mesh without moving data
+                else self.relayout(array, layout)  # record the mesh without moving data
                 for array, layout in zip(move(new), layouts, strict=True)
             ]
 
         return run
 
     def list_programs(self) -> list[ShardedProgram]:
-        """Return the programs compiled so far, for inspection."""
+        """Return the programs compiled so far."""
         return [program for program in self._programs.values() if isinstance(program, ShardedProgram)]
 
     def from_shards(
         self, assignment: Assignment, read: Callable[[Index], NumpyArray], *, copy: bool = True
     ) -> Any:
-        """Return an array made from shards that are read one by one (see `Engine.from_shards`)."""
+        """Create an array from shards that are read one by one (see `Engine.from_shards`)."""
         sharding, variable = self._check_assignment(assignment), assignment.variable
         with leave_program_context():
             checked = wrap_reader(variable, read)
@@ -191,7 +191,7 @@ class JaxEngine:
             return self._layouts.record_layout(made, assignment.layout)
 
     def get_writable_memory(self, array: object) -> tuple[()]:
-        """Return no memory, since JAX arrays are immutable."""
+        """Return no memory, because JAX arrays are immutable."""
         return ()
 
     def relayout(self, array: Array, layout: Layout, *, pad: bool = False) -> Array:
@@ -215,7 +215,7 @@ class JaxEngine:
         )
         if movable:
             moved = wait_on_cpu(jax.device_put(array, sharding))
-        elif jnp.issubdtype(array.dtype, jax.dtypes.prng_key):  # numpy has no PRNG keys
+        elif jnp.issubdtype(array.dtype, jax.dtypes.prng_key):  # numpy cannot store PRNG keys
             specs = [*layout.sharding_specs, None]
             data = self.relayout(np.asarray(jax.random.key_data(array)), Layout(specs, layout.mesh))
             wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(array))
@@ -226,11 +226,11 @@ class JaxEngine:
         return self._layouts.record_layout(moved, layout, given=array)
 
     def variable(self, array: object, *, name: str = "", trainable: bool = True) -> Any:
-        """Return the array, since JAX has no variables of its own."""
+        """Return the array, because JAX has no variables."""
         return array
 
     def to_numpy(self, array: jax.Array) -> NumpyArray:
-        """Return all values of an array, gathered from all processes. Each of these processes must call it.
+        """Gather all values of an array from all of its processes, each of which must call this.
 
         Of random keys, which numpy cannot hold, it returns their data.
         """
@@ -251,25 +251,25 @@ class JaxEngine:
             or isinstance(array, (PaddedArray, jax.core.Tracer))
         ):
             return np.asarray(array)
-        # Not np.asarray, because JAX caches the gathered host copy in the array.
+        # JAX would cache the host copy of np.asarray in the array, so copy into new memory.
         gathered_values = np.empty(array.shape, array.dtype)
         for index, values in iterate_shards(array):
             gathered_values[index] = values
         return gathered_values
 
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
-        """Return the values of each process with a device of the mesh, one row each. All of them must call it."""
+        """Gather values from each process with a device of the mesh, one row each. All of them must call this."""
         return gather_values(values, find_devices(mesh))
 
     def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[object]:
-        """Replicate arrays that are made from unsharded values on the mesh, while the context is open."""
+        """Replicate new arrays on the mesh while the context is open."""
         check_draws(self.name, draws)
         return jax.set_mesh(self.native(Layout.replicated(mesh, 0), 0).mesh)  # type: ignore[arg-type]
 
     def call(
         self, function: Callable[..., object], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return the result of a function in a layout. No device stores the global value.
+        """Compute the result of a function in a layout. No device stores the global value.
 
         Arrays among the arguments, nested too, are passed to the compiled function; anything else is part of it. The
         bits are those of the plain call, unless the function adds elements up: then it is compiled as one program.
@@ -298,7 +298,7 @@ class JaxEngine:
     # -- helpers
 
     def _check_assignment(self, assignment: Assignment) -> NamedSharding:
-        """Return the sharding of an assignment after all checks that need no array."""
+        """Return the sharding of an assignment after checks that need no array."""
         variable = assignment.variable
         convert_dtype(variable.dtype, variable.path)
         return self._layouts.make_fitting_sharding(
@@ -308,7 +308,7 @@ class JaxEngine:
     def _get_program(
         self, assignment: Assignment, initializer: Initializer, seed: object, sharding: NamedSharding
     ) -> ShardedProgram | str:
-        """Return the compiled program of an initializer, or the reason that it has none."""
+        """Return the compiled program of an initializer, or the reason for having none."""
         if initializer.program is None:
             return "its initializer has no program"
         variable = assignment.variable
@@ -328,11 +328,11 @@ class JaxEngine:
         check_initial_value(variable, aval.shape, aval.dtype.name)  # type: ignore[attr-defined]
         if assignment.is_padded:
             sharding = self._layouts.make_sharding(_make_even_layout(assignment.layout, variable.shape))
-        # A program computes in the memory of the devices, and what it returns moves to the host.
+        # Programs compute in device memory, and the result moves to the host afterwards.
         sharding = NamedSharding(sharding.mesh, sharding.spec)
         program = find_global_reason(closed) or ShardedProgram(closed, sharding)
         with self._lock:
-            return remember(self._programs, key, program)
+            return store_in_cache(self._programs, key, program)
 
 
 @functools.cache
@@ -341,9 +341,9 @@ def engine() -> JaxEngine:
     return JaxEngine()
 
 
-# Fusing padding changes the rounding, so a separate program pads (decisions/0230).
+# Fused padding would change the rounding, so pad in a separate program (decisions/0230).
 def _make_even_layout(layout: Layout, shape: Shape) -> Layout:
-    """Return an even layout, with the dims of uneven axes on other axes where these divide."""
+    """Return an even layout: move the dims of uneven axes to axes that they divide."""
     even = fit_layout(layout, shape, "replicate")
     for axis in layout.find_uneven_axes(shape):
         for dim in layout.list_mesh_dims(axis):
@@ -352,7 +352,7 @@ def _make_even_layout(layout: Layout, shape: Shape) -> Layout:
 
 
 def _move_padded(array: Array, padded: Shape, sharding: NamedSharding) -> Array:
-    """Return an array in a sharding, with the padding that this needs."""
+    """Move an array to a sharding, and change its padding to fit."""
     stored, shape = unwrap(array), array.shape
     if isinstance(stored, jax.Array) and (stored.shape, stored.sharding) == (padded, sharding):
         return array
@@ -371,7 +371,7 @@ def _make_signature(seed: object) -> Hashable:
 def _compute_global_value(
     assignment: Assignment, initializer: Initializer, seed: object, *, across: bool
 ) -> NumpyArray:
-    """Return the global value on the host. Several processes call the program with their common seed."""
+    """Compute the global value on the host. Several processes use a common seed."""
     value = (
         initializer.program.function(seed)
         if across and initializer.program is not None

@@ -1,4 +1,4 @@
-"""Products, gathers and scatters that XLA computes wrongly in the layout that is wanted: a barrier keeps that apart.
+"""Insert barriers after products, gathers, and scatters that XLA would otherwise partition wrongly.
 
 XLA's partitioner gives each group of devices a part of the sum. Where the result is wanted over the dims that tell the
 groups apart, it takes the devices of a group in the order that the result's layout has, which need not be that in
@@ -45,21 +45,21 @@ with Needed("jax"):
 
     _mlir.lower_jaxpr_to_module  # noqa: B018
 
-_NUMBER = "layoutmap.number"
-"""The attribute by which a product is found again after Shardy's passes, which copy functions."""
+_NUMBER_ATTRIBUTE = "layoutmap.number"
+"""The attribute that identifies a product after Shardy's passes, which copy functions."""
 
 _RESULT = 2
-"""The number of the result among a product's values: its operands are 0 and 1."""
+"""The position of the result among a product's values. Its operands have the positions 0 and 1."""
 
-_OF_A_GRID = re.compile(r"devices=\[(?:1,)*(?!1[,\]])\d+,(?:1,)*(?!1[,\]])\d")
-"""A layout of GSPMD's in which two numbers of shards, or of copies, are more than one."""
+_GRID_LAYOUT = re.compile(r"devices=\[(?:1,)*(?!1[,\]])\d+,(?:1,)*(?!1[,\]])\d")
+"""Matches a GSPMD layout with more than one shard, or copy, along two axes."""
 
 _Sharding = _sdy.TensorShardingAttr | None
 Piece = tuple[str, int, int]
-"""A mesh dim, or a part of one: its name, and where it begins and ends in it. `("x", 2, 4)` is the minor half of 4."""
+"""A mesh dim or a part of one: name, start, and stop. `("x", 2, 4)` is the minor half of a dim of size 4."""
 
 Axes = Sequence[Sequence[Piece]]
-"""For each axis of a tensor what shards it, major to minor."""
+"""For each axis of a tensor the pieces of mesh dims that shard it, major to minor."""
 
 
 def _wrap_lowering(lower: Callable[..., _mlir.LoweringResult]) -> Callable[..., _mlir.LoweringResult]:
@@ -67,18 +67,18 @@ def _wrap_lowering(lower: Callable[..., _mlir.LoweringResult]) -> Callable[..., 
     def lower_and_correct(name: str, *args: object, **kwargs: Any) -> _mlir.LoweringResult:
         result = lower(name, *args, **kwargs)
         if kwargs.get("num_partitions", 1) > 1:
-            keep_apart(result.module, name)
+            insert_barriers(result.module, name)
         return result
 
     return lower_and_correct
 
 
 PATCH = Attribute(_mlir, "lower_jaxpr_to_module", _wrap_lowering)
-"""Has JAX look at each program for several devices that it lowers."""
+"""Corrects each program for several devices that JAX lowers."""
 
 
-def keep_apart(module: _ir.Module, name: str) -> None:
-    """Put a barrier behind each product of a lowered program that XLA could compute wrongly, in place.
+def insert_barriers(module: _ir.Module, name: str) -> None:
+    """Insert a barrier after each product of a lowered program that XLA could compute wrongly, in place.
 
     Args:
         module: The program.
@@ -90,7 +90,7 @@ def keep_apart(module: _ir.Module, name: str) -> None:
     with module.context, _ir.Location.unknown():
         products = _list_products(module)
         if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
-            if products and _OF_A_GRID.search(str(module)):
+            if products and _GRID_LAYOUT.search(str(module)):
                 raise _make_error(name, products[0], "set jax_use_shardy_partitioner, as it is by default")
             return
         has_several_dims = any(
@@ -102,7 +102,7 @@ def keep_apart(module: _ir.Module, name: str) -> None:
         products = _list_products(module)
         apart: set[tuple[int, int]] = set()
         replicated: set[tuple[int, int]] = set()
-        while True:  # repeat, because changing one product's layouts can change others
+        while True:  # changing the layouts of one product can change others, so repeat
             layouts, found = _propagate_layouts(module)
             if not found:
                 break
@@ -113,18 +113,18 @@ def keep_apart(module: _ir.Module, name: str) -> None:
                 result = products[number].results[0]
                 if value != _RESULT:
                     _gather(module, products[number], value)
-                elif (number, value) in apart:  # propagated layouts after it may be wrong, too
+                elif (number, value) in apart:  # layouts propagated from it may be wrong, too
                     _replicate(module, result)
                     replicated.add((number, value))
                 else:
-                    _put_barrier_behind(result)
+                    _insert_barrier_after(result)
             apart |= found
         if layouts:
             _pin_layouts(module, layouts)
 
 
 def _copy_shared_functions(module: _ir.Module) -> None:
-    """Give each call its own copy of a function, since JAX shares one between calls with different layouts."""
+    """Give each call its own copy of a function, because calls with different layouts share one in JAX."""
     table, called = _ir.SymbolTable(module.operation), set[str]()
 
     def visit(function: _ir.Operation) -> None:
@@ -140,14 +140,14 @@ def _copy_shared_functions(module: _ir.Module) -> None:
     visit(table["main"].operation)
 
 
-def _put_barrier_behind(result: Any) -> None:
+def _insert_barrier_after(result: Any) -> None:
     with _ir.InsertionPoint.after(result.owner):
         barrier = _sdy.PropagationBarrierOp(result, _sdy.PropagationDirection.FORWARD.value)
     result.replace_all_uses_except(barrier.result, barrier.operation)
 
 
 def _replicate(module: _ir.Module, result: Any) -> None:
-    """Replicate a result, from which each device then takes its part."""
+    """Replicate a result, so that each device then takes its shard."""
     layout = _sdy.TensorShardingAttr.get(
         _find_largest_mesh(module),
         [_sdy.DimensionShardingAttr.get([], is_closed=True) for _ in result.type.shape],
@@ -158,7 +158,7 @@ def _replicate(module: _ir.Module, result: Any) -> None:
 
 
 def _gather(module: _ir.Module, op: _ir.OpView, operand: int) -> None:
-    """Gather an operand of a product along the summed axes."""
+    """Gather an operand of a product along its summed axes."""
     lhs, rhs, result = _LABELS[op.name](op)
     closed = [label in {*lhs} & {*rhs} - {*result} for label in (lhs, rhs)[operand]]
     layout = _sdy.TensorShardingAttr.get(
@@ -192,7 +192,7 @@ def _pin_layouts(module: _ir.Module, layouts: Mapping[int, Sequence[_Sharding]])
 
 
 def _constrain_value(value: Any, layout: _sdy.TensorShardingAttr) -> Any:
-    """Return a value that is constrained to a layout where it is computed."""
+    """Constrain a value to a layout directly after its computation."""
     is_argument = isinstance(value.owner, _ir.Block)
     begins = _ir.InsertionPoint.at_block_begin if is_argument else _ir.InsertionPoint.after
     with begins(value.owner):
@@ -236,15 +236,15 @@ def _propagate_layouts(module: _ir.Module) -> tuple[dict[int, Sequence[_Sharding
     copy = module.operation.clone()
     kind = _ir.IntegerType.get_signless(64)
     for number, op in enumerate(_list_products(copy)):
-        op.attributes[_NUMBER] = _ir.IntegerAttr.get(kind, number)
+        op.attributes[_NUMBER_ATTRIBUTE] = _ir.IntegerAttr.get(kind, number)
     propagate(copy)
     meshes = _read_meshes(copy)
     layouts: dict[int, Sequence[_Sharding]] = {}
     found: set[tuple[int, int]] = set()
     for op in _list_products(copy):
-        number = op.attributes[_NUMBER].value
-        # Inside `shard_map`, sharding constraints are errors.
-        layouts[number] = () if _is_in_shard_map(op) else tuple(map(_find_layout, _values(op)))
+        number = op.attributes[_NUMBER_ATTRIBUTE].value
+        # Sharding constraints are errors inside `shard_map`.
+        layouts[number] = () if _is_in_shard_map(op) else tuple(map(_find_layout, _list_values(op)))
         to_change = _KINDS.get(op.name, _Product).from_operation(op, meshes).find_value_to_change()
         if to_change is not None:
             found.add((number, to_change))
@@ -258,13 +258,13 @@ def _is_in_shard_map(op: _ir.OpView) -> bool:
     return parent is not None
 
 
-def _values(op: _ir.OpView) -> Sequence[Any]:
+def _list_values(op: _ir.OpView) -> Sequence[Any]:
     lhs, rhs = _find_operands(op)
     return op.operands[lhs], op.operands[rhs], op.results[0]
 
 
 def _find_operands(op: _ir.OpView) -> tuple[int, int]:
-    """Return the positions of the two operands that a result is computed from."""
+    """Return the positions of the two operands of a product."""
     return (2, 1) if op.name == _SCATTER else (0, 1)
 
 
@@ -273,7 +273,7 @@ def _list_products(module: _ir.Module | _ir.Operation) -> list[Any]:
 
 
 def _read_meshes(module: _ir.Module | _ir.Operation) -> dict[str, dict[str, int]]:
-    """Return the meshes of a program by name, each as the sizes of its dims."""
+    """Return the meshes of a program by name, as sizes by dim."""
     found = {
         view.attributes["sym_name"].value: _sdy.MeshAttr(view.attributes["mesh"])
         for view in module.operation.regions[0].blocks[0]
@@ -290,11 +290,11 @@ def _read_meshes(module: _ir.Module | _ir.Operation) -> dict[str, dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """The layouts of a product's operands and of its result.
+    """The layouts of a product's operands and result.
 
     Args:
-        axes: Of the first operand, the second one and the result, what shards each axis.
-        labels: Of the same, a label for each axis, as the letters of `einsum`.
+        axes: For both operands and the result, the pieces that shard each axis.
+        labels: For both operands and the result, a label for each axis, like the letters of `einsum`.
         dims: All pieces of the mesh, in its order.
         sizes: The number of elements of each operand.
     """
@@ -306,7 +306,7 @@ class _Product:
 
     @classmethod
     def from_operation(cls, op: _ir.OpView, meshes: Mapping[str, Mapping[str, int]]) -> Self:
-        values = _values(op)
+        values = _list_values(op)
         layouts = [_find_layout(value) for value in values]
         named = [meshes.get(str(layout.mesh_or_ref).lstrip("@"), {}) for layout in layouts if layout]
         mesh = max(named, key=len, default={})
@@ -340,19 +340,19 @@ class _Product:
         return None
 
     def _iterate_summed_dims(self) -> Iterator[tuple[set[Piece], set[Piece]]]:
-        """Yield the mesh dims that shard the summed axes of both operands: first of all axes, then of each one."""
+        """Yield the mesh dims that shard the summed axes of both operands: of all axes, then of each."""
         yield self._find_summed_dims(0), self._find_summed_dims(1)
         for label in self.labels[0]:
             yield self._find_summed_dims(0, label), self._find_summed_dims(1, label)
 
     def _find_summed_dims(self, operand: int, only: Hashable = None) -> set[Piece]:
-        """Return the mesh dims that shard the summed axes of an operand, or only one of these axes."""
+        """Return the mesh dims that shard the summed axes of an operand, or one of these axes."""
         summed = {*self.labels[0]} & {*self.labels[1]} - {*self.labels[2]}
         placed = self._label_pieces(operand).items()
         return {piece for piece, label in placed if label in summed and only in (None, label)}
 
     def _label_pieces(self, value: int) -> dict[Piece, Hashable]:
-        """Return the label of the axis that each piece of the mesh shards."""
+        """Map each piece of the mesh to the label of the axis that it shards."""
         axes = zip(self.axes[value], self.labels[value], strict=False)
         return {piece: label for pieces, label in axes for piece in pieces}
 
@@ -360,7 +360,7 @@ class _Product:
         return bool(groups & self._label_pieces(_RESULT).keys())
 
     def _has_other_device_order(self, groups: set[Piece], operands: tuple[int, ...]) -> bool:
-        """Return whether XLA may read the result in another device order than it was computed in.
+        """Return whether XLA may read the result in another device order than the one that computed it.
 
         It could not where no piece that tells groups apart shards the result; or where those pieces alone shard axes
         of it, and the others shard it in the order of the operands, each along an axis that it shards in one of them.
@@ -386,16 +386,16 @@ class _Product:
         )
 
     def _order_pieces(self, axes: Axes) -> list[Piece]:
-        """Return all pieces of the mesh in XLA's order of shards. Those that shard no axis are last."""
+        """Return all pieces of the mesh in XLA's shard order. Pieces that shard no axis are last."""
         sharded = [piece for axis in axes for piece in axis]
         return sharded + [piece for piece in self.dims if piece not in sharded]
 
 
 class _Gather(_Product):
-    """The layouts of a gather's operand, of its indices and of its result."""
+    """The layouts of a gather's operand, indices, and result."""
 
     def find_value_to_change(self) -> int | None:
-        """Return the result if a mesh dim shards one of its axes, but not that axis of the operand or the indices."""
+        """Return the result if a mesh dim shards an axis of it that is unsharded in the operand or indices."""
         if not self._label_pieces(0):
             return None
         found = self._label_pieces(_RESULT).items()
@@ -407,7 +407,7 @@ class _Gather(_Product):
 
 
 class _Scatter(_Product):
-    """The layouts of a scatter's updates, of its indices and of its result."""
+    """The layouts of a scatter's updates, indices, and result."""
 
     def find_value_to_change(self) -> int | None:
         """Return the result if a mesh dim shards its batch of tables, but not the batch of the updates."""
@@ -418,12 +418,12 @@ class _Scatter(_Product):
 
 
 def _count_shards(pieces: Iterable[Piece]) -> int:
-    """Return the number of shards that these pieces of a mesh split an axis into."""
+    """Return the number of shards along an axis that these pieces split."""
     return math.prod(end // begin for _, begin, end in pieces)
 
 
 def _iterate_dims(layout: _sdy.TensorShardingAttr) -> Iterator[list[tuple[str, int, int | None]]]:
-    """Yield for each axis the mesh dims that shard it, with begin and end where only a part of a dim does."""
+    """Yield, for each axis, the mesh dims that shard it, with start and stop for a part of a dim."""
     for axis in map(_sdy.DimensionShardingAttr, layout.dimension_shardings):
         found: list[tuple[str, int, int | None]] = []
         for dim in map(_sdy.AxisRefAttr, axis.axes):
@@ -435,7 +435,7 @@ def _iterate_dims(layout: _sdy.TensorShardingAttr) -> Iterator[list[tuple[str, i
 
 
 def _find_layout(value: Any) -> _Sharding:
-    """Return the layout that Shardy gave a value, or None if it is replicated."""
+    """Return the layout that Shardy gave a value, or None for a replicated one."""
     owner = value.owner
     if isinstance(owner, _ir.Block):
         op, number = owner.owner.operation, _ir.BlockArgument(value).arg_number
@@ -474,7 +474,7 @@ def _label_convolution(op: Any) -> tuple[list[Hashable], list[Hashable], list[Ha
     groups = any(op.attributes[name].value > 1 for name in ("feature_group_count", "batch_group_count"))
     lhs[numbers.input_batch_dimension] = result[numbers.output_batch_dimension]
     rhs[numbers.kernel_output_feature_dimension] = result[numbers.output_feature_dimension]
-    if groups:  # only groups are sharded along the feature axis
+    if groups:  # the feature axis is sharded between groups only
         lhs[numbers.input_feature_dimension] = result[numbers.output_feature_dimension]
     else:
         lhs[numbers.input_feature_dimension] = rhs[numbers.kernel_input_feature_dimension]
@@ -503,7 +503,7 @@ def _label_scatter(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list
 def _label_rows(
     op: _ir.OpView, table: int, batch: Iterable[tuple[int, int]], vector: int, windows: Sequence[int]
 ) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
-    """Return the labels of a table, of the indices into it, and of the rows that are read or written.
+    """Label the axes of a table, of the indices into it, and of the rows read or written.
 
     Args:
         op: The operation.
@@ -512,7 +512,7 @@ def _label_rows(
         vector: The axis of the indices along which one index lies.
         windows: The axes of the rows that lie inside of one.
     """
-    ranks = [len(value.type.shape) for value in _values(op)]
+    ranks = [len(value.type.shape) for value in _list_values(op)]
     labels: list[list[Hashable]] = [[(of, axis) for axis in range(rank)] for of, rank in enumerate(ranks)]
     rows, indices = labels[_RESULT - table], labels[1]
     for axis, other in batch:

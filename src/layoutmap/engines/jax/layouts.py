@@ -1,4 +1,4 @@
-"""The layouts that JAX's arrays have, in the words of meshes and layouts."""
+"""Find the layouts of JAX arrays."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from layoutmap.engines.jax.trees import find_memory
 from layoutmap.engines.protocol import Array, Unplaced
 
 
-# Equal meshes share one JAX mesh, so a weak table stores the mesh that each array was made with (decisions/0033).
+# Equal meshes share one JAX mesh, so a weak table stores the mesh with which each array was created (decisions/0033).
 class ArrayLayouts:
-    """Table that finds the layouts of arrays.
+    """Find the layouts of arrays.
 
-    Two meshes of ours, an abstract one and the same one bound, are one mesh of JAX's. Arrays are on the first that was
-    used, for as long as JAX's lives, but for those that were made on another one.
+    An abstract mesh and the same mesh with devices share one JAX mesh. Arrays belong to the first one used while
+    JAX's mesh exists, except those created on the other one.
     """
 
     def __init__(self) -> None:
         self._mesh_of_native: weakref.WeakKeyDictionary[jax.sharding.Mesh, Mesh] = weakref.WeakKeyDictionary()
         self._read_of_native: weakref.WeakKeyDictionary[jax.sharding.Mesh, Mesh] = weakref.WeakKeyDictionary()
-        # By id, because JAX arrays are not hashable.
+        # JAX arrays are not hashable, so use their ids.
         self._mesh_of_array: dict[int, tuple[weakref.ref[Any], Mesh]] = {}
 
     def make_sharding(self, layout: Layout) -> NamedSharding:
-        """Return the sharding of a layout, with one entry per axis, and remember its mesh for later lookups."""
+        """Return the sharding of a layout, with one entry per axis, and record its mesh for later lookups."""
         sharding = make_named_sharding(layout)
         self._mesh_of_native.setdefault(sharding.mesh, layout.mesh)  # type: ignore[arg-type]
         return sharding
@@ -64,7 +64,7 @@ class ArrayLayouts:
         return self.make_sharding(layout)
 
     def find_mesh(self, native_mesh: jax.sharding.Mesh) -> Mesh:
-        """Return the mesh of a `jax.sharding.Mesh`: the first one used, or one with its devices, axes and their types.
+        """Return the mesh of a `jax.sharding.Mesh`: the first one used, or one with its devices, dims, and axis types.
 
         Raises:
             MeshError: An axis has a name that a mesh dim cannot have.
@@ -106,7 +106,7 @@ class ArrayLayouts:
             return Unplaced(f"{sharding.spec} on a mesh that has no form here: {error.what}")
 
     def record_layout(self, array: Array, layout: Layout, *, given: object = None) -> Array:
-        """Return an array that was made in a layout, and record its mesh if equal meshes were used before.
+        """Return an array created in a layout, and record its mesh if equal meshes were used before.
 
         Args:
             array: The array.
@@ -132,12 +132,12 @@ class ArrayLayouts:
 
 
 def _pad_specs(spec: PartitionSpec, rank: int) -> list[str | tuple[str, ...] | None]:
-    # The spec of random keys has the axes of their numbers, too, if a program has made them under explicit axes.
+    # A program under explicit axes adds the axes of the key data to the spec of random keys, so cut them off.
     return [*spec[:rank], *[None] * (rank - len(spec))]
 
 
 def _explain_missing_layout(spec: PartitionSpec) -> str | None:
-    """Return the reason that a spec does not determine the values of each device, or None if it does."""
+    """Return why a spec does not determine the values of each device, or None if it does."""
     if spec.unreduced:
         return f"each device has a summand of it: the sum over {', '.join(sorted(map(str, spec.unreduced)))} is pending"
     if any(each is PartitionSpec.UNCONSTRAINED for each in spec):
@@ -146,7 +146,7 @@ def _explain_missing_layout(spec: PartitionSpec) -> str | None:
 
 
 def _match_sharding(array: Any, sharding: object, meshes: Sequence[Mesh]) -> Layout | Unplaced:
-    """Return the layout on these meshes that equals a sharding without named dims, or else its placement."""
+    """Return the layout on these meshes that equals a sharding without dim names, or its placement."""
     if not isinstance(sharding, Sharding):
         kind = "an array of numpy" if hasattr(array, "__array__") else "a shape without a sharding"
         return Unplaced(f"{kind}, which JAX copies to where it is used", is_copied=True)
@@ -161,7 +161,7 @@ def _match_sharding(array: Any, sharding: object, meshes: Sequence[Mesh]) -> Lay
     for mesh in meshes:
         if mesh.size != len(by_name):
             continue
-        names = bind_mesh(mesh).devices or ()  # a map's mesh has no devices until it is bound
+        names = bind_mesh(mesh).devices or ()  # an abstract mesh has no devices until it is bound
         if {*names} != {*by_name}:
             continue
         devices = np.array([by_name[name] for name in names]).reshape(mesh.shape)

@@ -24,25 +24,25 @@ _EMPTY = AbstractMesh((), ())
 
 
 def remove_mesh(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Return a program without the mesh that it was traced under. Its operations keep their bits."""
+    """Remove the mesh under which a program was traced. The results keep their bits."""
     return closed.replace(jaxpr=_Remover().convert_jaxpr(closed.jaxpr))
 
 
 def remove_sharding(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
-    """Return the type of a value without its sharding."""
+    """Remove the sharding from the type of a value."""
     return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 class _Remover:
-    """Converts one program. Equal layers share inner programs, which stay shared."""
+    """Convert one program. Equal layers keep sharing their inner programs."""
 
     def __init__(self) -> None:
         self._vars: dict[Var, Var | Literal] = {}
 
     def convert_jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
-        """Return a program without its mesh."""
+        """Remove the mesh from a program."""
         eqns = [new for eqn in jaxpr.eqns if (new := self._convert_eqn(eqn)) is not None]
-        outvars: Any = list(map(self._convert_var, jaxpr.outvars))  # JAX's type omits literals
+        outvars: Any = list(map(self._convert_var, jaxpr.outvars))  # JAX's annotation omits literals
         return jaxpr.replace(
             constvars=list(map(self._convert_var, jaxpr.constvars)),
             invars=list(map(self._convert_var, jaxpr.invars)),
@@ -104,12 +104,12 @@ def _remove_from_inner(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 @functools.cache
 def _get_unspecified() -> object:
-    """Return the value with which `jax.jit` states that a sharding is not given."""
+    """Return the value that tells `jax.jit` that a sharding is not given."""
     return jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["in_shardings"][0]
 
 
 @functools.lru_cache(256)
 def _make_context(context: Any) -> Any:
-    """Return the context of an operation without its mesh: its random generator and compute type stay."""
+    """Copy the context of an operation without its mesh. Its RNG and compute type stay."""
     with context.manager, use_mesh(_EMPTY):
         return jax.make_jaxpr(lambda x: x + 1)(0.0).eqns[0].ctx

@@ -1,4 +1,4 @@
-"""Move arrays to the devices and shardings of other arrays, in compiled programs that send the missing pieces."""
+"""Move arrays to the devices and shardings of other arrays, with compiled programs that send only missing pieces."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from layoutmap.engines.jax.trees import find_memory
 
 _DIM = "device"
 _STACKED_BYTES = 1 << 20
-"""Most bytes of equal arrays that are stacked, so that one operation moves all of them. Stacking copies them."""
+"""The limit in bytes for stacking equal arrays, which copies them, so that one operation moves all."""
 
 Arrays = Sequence[jax.Array]
 Row = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""A piece that a device gets: the sender's number, and where the piece begins in both shards."""
+"""A piece that a device receives: the sender's number, and the piece's start in both shards."""
 Round = tuple[tuple[int, ...], tuple[tuple[int, Row], ...]]
-"""A shape, and for the numbers of receivers the pieces of this shape. No device sends or gets two."""
+"""A shape, and the piece of this shape for each receiver. No device sends or receives two."""
 
 
 def make_mover(moves: Sequence[Move], arrays: Arrays, likes: Arrays) -> Callable[[Arrays], list[jax.Array]]:
-    """Return a function that moves arrays to the shardings and dtypes of others (see `Engine.make_mover`)."""
+    """Compile a function that moves arrays to the shardings and dtypes of others (see `Engine.make_mover`)."""
     targets = [_Target.read(like) for like in likes]
     computed = [
         k
@@ -72,7 +72,7 @@ def make_mover(moves: Sequence[Move], arrays: Arrays, likes: Arrays) -> Callable
         with leave_program_context():
             new = [_to_device_memory(wait_on_cpu(array)) for array in new]
             done = dict(zip(computed, conversions(new), strict=True))
-            # JAX replicates empty results, so create them directly.
+            # JAX would replicate empty results, so create them directly.
             done |= {k: target.make_zeros() for k, target in enumerate(targets) if 0 in target.shape}
             for numbers, program in programs:
                 given = [done[k] if k in done else new[moves[k].sources[0]] for k in numbers]
@@ -84,7 +84,7 @@ def make_mover(moves: Sequence[Move], arrays: Arrays, likes: Arrays) -> Callable
 
 @dataclass(frozen=True)
 class _Target:
-    """Shape, dtype, and sharding that an array gets. An uncommitted array stays one."""
+    """The shape, dtype, and sharding of a new array. An uncommitted array remains uncommitted."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -103,10 +103,11 @@ class _Target:
         return jax.device_put(zeros, self.sharding) if self.committed else jnp.asarray(zeros)
 
     def finish(self, array: jax.Array) -> jax.Array:
-        """Return the array on the mesh and in the memory of the target."""
+        """Move an array to the mesh and memory of the target."""
         if self.committed and array.sharding != self.sharding:
             array = _make_array(self.shape, self.sharding, _list_shards(array), array.dtype)
-        elif array.committed and not self.committed:  # JAX can uncommit an array only through host memory
+        # JAX uncommits an array only by a copy through host memory
+        elif array.committed and not self.committed:
             array = jnp.asarray(np.asarray(array))
         if not self.memory:
             return array
@@ -125,16 +126,16 @@ def _sort_devices(sharding: Sharding) -> tuple[Device, ...]:
 
 
 def _is_on_one_device(move: Move, arrays: Arrays, target: _Target) -> bool:
-    """Return whether nothing has to be sent, since both arrays are on one device alone."""
+    """Return whether both arrays are on the same single device, so that nothing must be sent."""
     sharding = arrays[move.sources[0]].sharding
     return len(sharding.device_set) == 1 and sharding.device_set == target.sharding.device_set
 
 
 class _Conversions:
-    """One compiled program of all conversions. Those for other devices leave their result where the values are.
+    """Compile all conversions into one program. Results for other devices stay on the source devices.
 
     Attributes:
-        shardings: Sharding of each result that has not its target's yet; `None`: it is in its place.
+        shardings: The sharding of each result that must still move; `None`: it is already in place.
     """
 
     def __init__(self, moves: Sequence[Move], arrays: Arrays, targets: Sequence[_Target]):
@@ -157,7 +158,7 @@ class _Conversions:
         return [wait_on_cpu(array) for array in made]
 
     def _compute(self, arrays: Arrays) -> list[jax.Array]:
-        # Copy, because the trainer's next step may donate its array.
+        # The trainer's next step may donate its array, so copy it.
         return [
             jnp.copy(
                 arrays[move.sources[0]] if move.conversion is None else self._convert(move, arrays)
@@ -170,7 +171,7 @@ class _Conversions:
         return move.conversion.compute(jnp, [arrays[number] for number in move.sources])
 
 
-# Under explicit axes JAX refuses to slice and split sharded axes, so the compiler chooses their layouts.
+# JAX cannot slice and split sharded explicit axes, so use auto axes, where the compiler chooses layouts.
 def _replace_axis_types(sharding: Sharding) -> Sharding:
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -186,15 +187,15 @@ def _to_auto_axes(array: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """The way of one array from its shards to those of its target. Equal ones are computed together.
+    """The transfer of one array from its shards to those of its target. Equal transfers run together.
 
     Args:
-        source_shape: Shape of the shards there are.
-        target_shape: Shape of the shards to make.
-        wire: Dtype in which pieces are sent: the smaller one.
+        source_shape: Shape of the source shards.
+        target_shape: Shape of the target shards.
+        wire: Dtype in which pieces are sent, the smaller of both.
         dtype: Dtype of the result.
-        rounds: The pieces.
-        target: What the result becomes.
+        rounds: The pieces, by round.
+        target: The new array's shape, dtype, and sharding.
     """
 
     source_shape: tuple[int, ...]
@@ -231,7 +232,7 @@ class _Transfer:
 
     @property
     def stacked_bytes(self) -> int:
-        """Bytes of one of equal arrays on each device."""
+        """Bytes per device of each of the equal arrays."""
         return max(1, math.prod(self.source_shape) * self.wire.itemsize)
 
 
@@ -249,7 +250,7 @@ def _list_rounds(
     senders: Mapping[Device, int],
     receivers: Mapping[Device, int],
 ) -> tuple[Round, ...]:
-    """Return the pieces in rounds of one shape, in which no device sends two or gets two."""
+    """Group the pieces into rounds of one shape, in which no device sends or receives two."""
     rounds: list[tuple[tuple[int, ...], bool, dict[int, Row]]] = []
     count = len(senders)
 
@@ -278,7 +279,7 @@ def _list_rounds(
 
 
 class _Program:
-    """Compiled transfers from some devices to the same or to others."""
+    """Compile transfers between two sets of devices."""
 
     def __init__(
         self, transfers: Sequence[_Transfer], senders: tuple[Device, ...], receivers: tuple[Device, ...]
@@ -314,7 +315,7 @@ class _Program:
         ]
 
     def _run_on_three_meshes(self, given: Arrays) -> Arrays:
-        """Return the results of three programs: on the senders, on all devices, and on the receivers.
+        """Run three programs: on the senders, on all devices, and on the receivers.
 
         A process runs only programs that have devices of its own.
         """
@@ -334,7 +335,7 @@ class _Program:
         return jax.jit(mapped)
 
     def _pack(self, inputs: Arrays) -> list[list[jax.Array]]:
-        """Return for each class of equal transfers the piece that this device sends in each round."""
+        """Return, for each class of equal transfers, the piece that this device sends in each round."""
         place, found = jax.lax.axis_index(_DIM), list[list[jax.Array]]()
         for first, *others in self._classes:
             transfer = self._transfers[first]
@@ -349,7 +350,7 @@ class _Program:
         return found
 
     def _exchange(self, sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        """Return the pieces that this device gets. Rounds with the same pairs of devices are sent together."""
+        """Return the pieces that this device receives. Rounds between the same devices are merged."""
         together: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for c, (first, *_) in enumerate(self._classes):
             transfer = self._transfers[first]
@@ -369,7 +370,7 @@ class _Program:
         return found
 
     def _change_mesh(self, slots: list[list[jax.Array]] | None, number: int) -> list[list[jax.Array]]:
-        """Return the pieces on another one of the meshes. Devices that have none get zeros."""
+        """Move the pieces to another mesh. Devices without pieces get zeros."""
         mesh, local = self._meshes[number], _list_local_devices(self._meshes[number])
         shapes = [
             [(len(numbers), *shape) for shape, _ in self._transfers[numbers[0]].rounds]
@@ -400,7 +401,7 @@ class _Program:
         ]
 
     def _unpack(self, received: list[list[jax.Array]]) -> list[jax.Array]:
-        """Return this device's shard of each array, made of the pieces that it got."""
+        """Assemble this device's shard of each array from the received pieces."""
         place, found = jax.lax.axis_index(_DIM), dict[int, jax.Array]()
         for numbers, slots in zip(self._classes, received, strict=True):
             transfer = self._transfers[numbers[0]]
@@ -425,7 +426,7 @@ class _Program:
 
 
 def _group_equal(transfers: Sequence[_Transfer]) -> list[list[int]]:
-    """Return the numbers of equal transfers, in groups of bounded size."""
+    """Group the numbers of equal transfers, with bounded size."""
     groups: list[list[int]] = []
     open_groups: dict[_Transfer, list[int]] = {}
     for number, each in enumerate(transfers):
@@ -437,9 +438,9 @@ def _group_equal(transfers: Sequence[_Transfer]) -> list[list[int]]:
     return groups
 
 
-# XLA for CPUs widens 16-bit floats to 32 bits in collectives, so send them as integers.
+# On CPUs, XLA widens 16-bit floats to 32 bits in collectives, so send their bits as integers.
 def _to_bits(array: jax.Array) -> jax.Array:
-    """Return narrow floats as integers with their bits, and other arrays unchanged."""
+    """Reinterpret narrow floats as integers, and return other arrays unchanged."""
     dtype = _choose_bits_dtype(array.dtype)
     return array if dtype == array.dtype else jax.lax.bitcast_convert_type(array, dtype)
 
@@ -454,12 +455,12 @@ def _list_local_devices(mesh: jax.sharding.Mesh) -> list[Device]:
 
 
 def _choose_spec(shape: tuple[int, ...]) -> PartitionSpec:
-    """Return the spec of an array that has the shards of all devices along its first axis, if it has one."""
+    """Return the spec of an array that joins the shards of all devices along its first axis."""
     return PartitionSpec(_DIM) if shape else PartitionSpec()
 
 
 def _stack_shards(array: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
-    """Return the shards of an array, in its memory, as an array with all of them along its first axis."""
+    """Join the shards of an array along its first axis, without a copy."""
     shards, shape = _list_shards(array), array.sharding.shard_shape(array.shape)
     whole = (mesh.size * shape[0], *shape[1:]) if shape else ()
     return _make_array(whole, NamedSharding(mesh, _choose_spec(shape)), shards, array.dtype)

@@ -1,4 +1,4 @@
-"""Arrays with axes that do not divide: stored padded with zeros, and read with their own shape.
+"""Store arrays with uneven axes padded with zeros, and present them with their own shape.
 
 JAX refuses uneven shards at the boundary of a program and accepts them inside. A program therefore takes padded arrays,
 slices them, and pads its results, so that XLA partitions arrays of the logical shape (decisions/0230).
@@ -38,9 +38,9 @@ Shape = tuple[int, ...]
 T = TypeVar("T")
 
 
-# JAX traces pytree nodes, and an optimizer would see padding, so this is an opaque leaf (decisions/0230).
+# JAX would trace a pytree node, and optimizers would see the padding, so this is an opaque leaf (decisions/0230).
 class PaddedArray:
-    """Array that is stored padded. `jax.numpy` and numpy read it with its own shape.
+    """Store an array padded. `jax.numpy` and numpy read it with its own shape.
 
     A step of `layoutmap.jit_step` gets it as an array. `jax.jit` and `jax.grad` refuse it; `jnp.asarray` gathers the
     axes that are padded.
@@ -55,7 +55,7 @@ class PaddedArray:
     __array_priority__ = 100
     committed = True
     is_padded = True
-    # Uncommitted, so that jnp.zeros_like does not reuse the uneven sharding, which JAX refuses.
+    # jnp.zeros_like would reuse an uneven sharding of a committed array, which JAX refuses.
     _committed = False
     weak_type = False
     sharding = property(operator.attrgetter("array.sharding"))
@@ -87,7 +87,7 @@ class PaddedArray:
         return self.size * self.dtype.itemsize
 
     def __jax_array__(self) -> jax.Array:
-        """Return an array of the logical shape, with the padded axes gathered."""
+        """Return an array of the logical shape, gathered along the padded axes."""
         if isinstance(self.array, jax.core.Tracer):
             return unpad(self.array, self.shape)
         pairs = zip(self.shape, self.array.shape, _list_specs(self.sharding, self.ndim), strict=True)
@@ -96,14 +96,14 @@ class PaddedArray:
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> NumpyArray:
         values = np.empty(self.shape, self.dtype)
-        # Not np.asarray, because JAX caches the gathered host copy in the array.
+        # JAX would cache the host copy of np.asarray in the array, so copy shard by shard.
         for shard in self.array.addressable_shards:
             index, block = self.clip_shard(shard)
             values[index] = block
         return values if dtype is None else values.astype(dtype)
 
     def clip_shard(self, shard: Array) -> tuple[Index, NumpyArray]:
-        """Return the index and the values of a shard without its padding."""
+        """Return the index and the values of a shard, without padding."""
         index = normalize_index(shard.index[: self.ndim], self.array.shape)
         index = tuple(
             slice(min(part.start, n), min(part.stop, n)) for part, n in zip(index, self.shape, strict=True)
@@ -111,7 +111,7 @@ class PaddedArray:
         return index, np.asarray(shard.data)[make_full_index(compute_block_shape(index))]
 
     def __getattr__(self, name: str) -> Array:
-        """Return an attribute of the array of the logical shape."""
+        """Return an attribute of the unpadded array."""
         if name.startswith("_") or not hasattr(jax.Array, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__jax_array__(), name)
@@ -153,7 +153,7 @@ for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_COMPARISONS, *_UNAR
 
 
 def pad(array: Array, shape: Sequence[int]) -> Array:
-    """Return a traced or whole array with zeros after its elements, up to a shape."""
+    """Pad an array with zeros at the end of its axes, up to a shape."""
     if tuple(array.shape) == tuple(shape):
         return array
     config = [(0, padded - size, 0) for size, padded in zip(array.shape, shape, strict=True)]
@@ -161,7 +161,7 @@ def pad(array: Array, shape: Sequence[int]) -> Array:
 
 
 def unpad(array: Array, shape: Sequence[int]) -> Array:
-    """Return an array without its padding."""
+    """Remove the padding of an array."""
     return array if tuple(array.shape) == tuple(shape) else jax.lax.slice(array, (0,) * len(shape), shape)
 
 
@@ -172,12 +172,12 @@ def _gather(array: jax.Array, shape: Shape, sharding: NamedSharding) -> jax.Arra
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def change_padding(array: jax.Array, shape: Shape, padded: Shape, sharding: NamedSharding) -> jax.Array:
-    """Return the values of an array with other padding and in another sharding on the same devices."""
+    """Change the padding and the sharding of an array on the same devices."""
     return jax.lax.with_sharding_constraint(pad(unpad(array, shape), padded), sharding)
 
 
 def find_padded_shape(shape: Sequence[int], sharding: NamedSharding) -> Shape:
-    """Return a shape with each axis rounded up to a multiple of its shards."""
+    """Round each axis up to a multiple of its shards."""
     sizes = sharding.mesh.shape
     dims = [() if each is None else (each,) if isinstance(each, str) else each for each in sharding.spec]
     counts = [math.prod(sizes[dim] for dim in each) for each in dims]
@@ -186,12 +186,12 @@ def find_padded_shape(shape: Sequence[int], sharding: NamedSharding) -> Shape:
 
 
 def wrap(array: Array, shape: Sequence[int]) -> Array:
-    """Return an array, or a `PaddedArray` if its logical shape is another one."""
+    """Wrap an array as a `PaddedArray` if its logical shape differs."""
     return array if tuple(array.shape) == tuple(shape) else PaddedArray(array, shape)
 
 
 def unwrap(array: Array) -> Array:
-    """Return the padded array of a `PaddedArray`, and any other value unchanged."""
+    """Return the padded array of a `PaddedArray`, and other values unchanged."""
     return array.array if isinstance(array, PaddedArray) else array
 
 
@@ -205,7 +205,7 @@ def explain_no_padding(variable: VariableSpec, layout: Layout) -> str:
 
 
 def describe_logical(tree: T) -> T:
-    """Return a tree with a shape for each `PaddedArray` and each array in host memory, to trace functions with it."""
+    """Replace each `PaddedArray` and host array of a tree by its logical shape, to trace functions."""
 
     def describe(leaf: object) -> object:
         if isinstance(leaf, jax.Array) and find_memory(leaf):
@@ -219,7 +219,7 @@ def describe_logical(tree: T) -> T:
 
 
 def unpad_arguments(function: Callable[..., T], *trees: object) -> tuple[Callable[..., T], list[Array]]:
-    """Return a function of stored arrays that calls another one with logical arrays on devices, and its arguments."""
+    """Wrap a function of logical arrays so that it takes stored arrays, and return it with its arguments."""
     leaves, tree = jax.tree.flatten(trees)
     shapes = [leaf.shape if isinstance(leaf, PaddedArray) else None for leaf in leaves]
 
@@ -232,7 +232,7 @@ def unpad_arguments(function: Callable[..., T], *trees: object) -> tuple[Callabl
 
 
 def make_padded_reader(read: BlockReader, shape: Sequence[int], dtype: np.dtype[np.generic]) -> BlockReader:
-    """Return a reader of padded blocks for a reader of an array without padding."""
+    """Wrap a reader of unpadded blocks so that it returns padded blocks."""
 
     def read_padded(index: Index) -> NumpyArray:
         part = intersect_blocks(index, make_full_index(shape))

@@ -1,4 +1,4 @@
-"""Agreement between the processes of one JAX program: seeds, and values that each computes for itself.
+"""Share seeds, and compare values, between the processes of a JAX program.
 
 Only processes that have a device of the mesh take part: a mesh of some processes' devices needs no others.
 """
@@ -23,7 +23,7 @@ from layoutmap.engines.jax.devices import Device
 
 
 def gather_values(values: NumpyArray, devices: Sequence[Device]) -> NumpyArray:
-    """Return the values of each process with one of the devices, one row each, in order of the processes.
+    """Gather values from each process with one of the devices, one row each, in process order.
 
     Args:
         values: Those of this process; of one shape and element type in all of them.
@@ -37,12 +37,12 @@ def gather_values(values: NumpyArray, devices: Sequence[Device]) -> NumpyArray:
     if number == 1:
         return values[None]
     try:
-        # As bytes, because JAX disables 64-bit types by default.
+        # JAX disables 64-bit types by default, so send bytes.
         row = np.ascontiguousarray(values).view(np.uint8).reshape(1, -1)
         rows = jax.make_array_from_callback((number, row.size), sharding, lambda _: row)
         replicated = jax.device_put(rows, NamedSharding(sharding.mesh, PartitionSpec()))
         received = np.asarray(replicated.addressable_data(0))
-    except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError if the program could not start
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError: the program could not start
         raise _make_unreachable_error(error) from error
     return received.view(values.dtype).reshape(-1, *values.shape)
 
@@ -68,7 +68,7 @@ def _shard_by_process(devices: tuple[Device, ...]) -> NamedSharding:
 
 
 def share_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Device]) -> dict[str, object]:
-    """Return the seeds of all programs. Several processes use those of the first one.
+    """Return the seeds of all programs. All processes use those of process 0.
 
     Args:
         initializers: The initializers by key, in the same order in all processes.
@@ -87,7 +87,7 @@ def share_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Devic
         for leaf, is_key in zip(leaves, keys, strict=True)
     ]
     text = repr((list(initializers), [(leaf.shape, str(leaf.dtype)) for leaf in plain]))
-    # Same size as messages of `agreement`, so that processes in different exchanges detect it.
+    # Send messages of the size used in `agreement`, so that processes in different exchanges detect it.
     if len(set(gather_values(np.array([zlib.crc32(text.encode()), 0], np.uint32), devices)[:, 0])) > 1:
         raise make_difference_error("the processes create different variables")
     sent = np.concatenate(

@@ -1,4 +1,4 @@
-"""An initializer's program as steps that compute only shards, with the bits of the plain initializer.
+"""Split an initializer's program into steps that compute only shards, with the bits of the unsharded program.
 
 The plain, unsharded model runs its initializer eagerly: each operation is a compiled program of its own. Compiled into
 one program, `sample * stddev + mean` becomes a fused multiply-add, which rounds once instead of twice, and the values
@@ -34,7 +34,7 @@ _MOVES = """
     expand_dims gather iota pad reshape rev select_n sharding_constraint slice split squeeze stop_gradient transpose
 """
 _EXACT_MOVES = frozenset(_MOVES.split())
-"""Operations that copy elements, and never round one."""
+"""Operations that copy elements without rounding."""
 
 _ELEMENTWISE = """
     abs acosh add add_any asinh atanh bessel_i0e bessel_i1e cbrt ceil clamp convert_element_type cos cosh digamma div eq
@@ -49,12 +49,12 @@ On CPU devices `atan` does not (measured with JAX 0.10.2), and so nothing that i
 """
 
 CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2")
-"""Operations that run a program once, on their own operands."""
+"""Operations that run an inner program once, on their own operands."""
 
 
 @contextmanager
 def leave_program_context() -> Generator[None]:
-    """Suspend any tracing, the mesh of `jax.set_mesh`, and `jax.disable_jit` while the context is open."""
+    """Suspend tracing, the mesh of `jax.set_mesh`, and `jax.disable_jit` while the context is open."""
     with jax.core.eval_context(), ExitStack() as stack:
         stack.enter_context(leave_ambient_mesh())
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
@@ -63,14 +63,14 @@ def leave_program_context() -> Generator[None]:
 
 
 def trace(function: Callable[[Any], object], seed: object) -> ClosedJaxpr:
-    """Return the operations of a program for seeds like this one, without computing anything."""
+    """Trace a program for seeds of this structure, without computing anything."""
     return jax.make_jaxpr(function)(seed)
 
 
 def make_closed_jaxpr(
     eqns: Sequence[JaxprEqn], takes: Sequence[Var], gives: Sequence[Var], consts: dict[Var, Any] | None = None
 ) -> ClosedJaxpr:
-    """Return some operations as a program of their own.
+    """Make a program of some operations.
 
     Args:
         eqns: The operations, in order.
@@ -86,12 +86,12 @@ def make_closed_jaxpr(
 
 @functools.lru_cache(64)
 def _make_debug_info(num_arguments: int) -> DebugInfo:
-    """Return the empty debug information that JAX needs for this number of arguments."""
+    """Make empty debug information, which JAX requires, for this number of arguments."""
     return jax.make_jaxpr(lambda *_: [])(*(0 for _ in range(num_arguments))).jaxpr.debug_info
 
 
 def find_global_reason(closed: ClosedJaxpr) -> str:
-    """Return the reason that computing in shards would change a program's bits, or an empty text."""
+    """Return why computing in shards would change a program's bits, or an empty text."""
     if any(jnp.size(const) > _MAX_CONSTANT_SIZE for const in closed.consts):
         return "its value is computed from a constant array"
     found = next(_find_mixing_operations(closed.jaxpr), None)
@@ -99,7 +99,7 @@ def find_global_reason(closed: ClosedJaxpr) -> str:
 
 
 def _find_mixing_operations(jaxpr: Jaxpr) -> Iterator[str]:
-    """Yield the names of operations with bits that depend on the sharding of their operands."""
+    """Yield the names of operations that return other bits if their operands are sharded."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         inner = list(iterate_inner_jaxprs(eqn.params.values()))
@@ -122,18 +122,18 @@ def iterate_inner_jaxprs(params: Iterable[object]) -> Iterator[Jaxpr]:
 
 
 def is_ref(var: object) -> TypeGuard[Var]:
-    """Return whether a variable is a Ref, which operations change."""
+    """Return whether a variable is a Ref, which operations modify."""
     return isinstance(var, Var) and not isinstance(var.aval, jax.core.ShapedArray)
 
 
 def _is_rounded(var: Any) -> bool:
-    """Return whether a value has an element type that rounds."""
+    """Return whether a value has a dtype that rounds."""
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Some operations that are compiled together."""
+    """Operations that are compiled together."""
 
     run: Callable[..., Sequence[jax.Array]]
     takes: tuple[Var, ...]
@@ -141,19 +141,19 @@ class _Segment:
     last_use_of: tuple[Var, ...]
 
 
-# XLA rounds a fused multiply and add once, so programs are split after each rounding (decisions/0006).
+# XLA rounds a fused multiply-add only once, so split the program after each rounding (decisions/0006).
 class ShardedProgram:
-    """Traced program that is compiled step by step for one sharding.
+    """Compile a traced program step by step for one sharding.
 
     Args:
-        closed: What `trace` gave; `find_global_reason` must have nothing against it.
+        closed: The result of `trace`, for which `find_global_reason` returns an empty text.
         sharding: The sharding of the result.
     """
 
     def __init__(self, closed: ClosedJaxpr, sharding: NamedSharding):
         self._closed = closed
         self._sharding = sharding
-        # The program contains no shardings, so compile it under auto axes even for explicit results.
+        # The program contains no shardings, so compile it under auto axes, even for an explicit result.
         assert isinstance(sharding.mesh, jax.sharding.Mesh), "an array has devices"
         mesh = use_auto_axes(sharding.mesh)
         sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
@@ -181,7 +181,7 @@ class ShardedProgram:
         self._place = jax.jit(lambda x: x, out_shardings=sharding)
 
     def __call__(self, seed: object) -> jax.Array:
-        """Return the value for a seed. Each device computes only its shard."""
+        """Compute the value for a seed. Each device computes only its shard."""
         values = self._list_first_values(jax.tree.leaves(seed))
         for step in self._steps:
             made = step.run(*(values[var] for var in step.takes))
@@ -198,13 +198,13 @@ class ShardedProgram:
         return made if made.sharding == self._sharding else jax.device_put(made, self._sharding)
 
     def _list_first_values(self, seed: Sequence[jax.Array]) -> dict[Var, Any]:
-        """Return the values that the first step may use."""
+        """Return the values available to the first step."""
         jaxpr = self._closed.jaxpr
         values = dict(zip(jaxpr.invars, seed, strict=True))
         return values | dict(zip(jaxpr.constvars, self._closed.consts, strict=True)) | self._literals
 
     def lower(self) -> list[jax.stages.Lowered]:
-        """Return each step lowered, to inspect the compiler's result."""
+        """Lower each step, to inspect the compiler's result."""
         values = self._list_first_values([jnp.zeros(a.shape, a.dtype) for a in self._closed.in_avals])  # type: ignore[attr-defined]
         lowered: list[jax.stages.Lowered] = []
         for step in self._steps:
@@ -215,7 +215,7 @@ class ShardedProgram:
 
 
 def _replace_literals(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, np.ndarray]]:
-    """Return operations that take variables in place of constants, and the values of these variables.
+    """Replace constants in operations by variables, and return their values.
 
     A plain model passes them to its programs. Of a constant in a program the compiler makes something else: it
     multiplies by the reciprocal instead of dividing, and has its own square root, so the last bit differs.
@@ -233,7 +233,7 @@ def _replace_literals(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Va
 
 
 def _find_inputs(group: Sequence[JaxprEqn]) -> list[Var]:
-    """Return the values that a group of operations takes from outside, each once, in order."""
+    """Return the outside values that a group of operations uses, each once, in order."""
     made: set[Var] = {var for eqn in group for var in eqn.outvars}
     return list(
         dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Shardy's passes, as jaxlib ships them: private names, all in this file.
+"""Run Shardy's passes from jaxlib. All private names that this needs are in this file.
 
 Tested on jaxlib 0.10.2.
 
@@ -33,10 +33,10 @@ Module = Union["_ir.Module", "_ir.Operation"]
 TESTED = "0.10"
 PASS = "builtin.module(sdy-propagation-pipeline)"
 MESH = "layoutmap"
-"""The name of the mesh in modules."""
+"""The name of the mesh in MLIR modules."""
 
 MARK = "layoutmap_mark"
-"""The one dim of the mesh of marks: constraints on what layers return, which are to get their layouts."""
+"""The dim of the mesh that marks layer outputs: constraints that are later replaced by layouts."""
 
 
 def _make_unsupported_error(missing: str) -> EngineError:
@@ -49,27 +49,27 @@ def _make_unsupported_error(missing: str) -> EngineError:
 
 
 def make_context() -> _ir.Context:
-    """Return an MLIR context with the dialects of JAX's modules. Enter it before use."""
+    """Make an MLIR context with the dialects of JAX. Enter it before use."""
     from jax._src.interpreters import mlir
 
     return mlir.make_ir_context()
 
 
 def serialize_module(module: Module) -> bytes:
-    """Return a module as MLIR bytecode, with the names of its operations."""
+    """Serialize a module as MLIR bytecode, with the names of its operations."""
     file = io.BytesIO()
     module.operation.write_bytecode(file)
     return file.getvalue()
 
 
 def parse_module(text: str | bytes) -> _ir.Module:
-    """Return the module that a text or MLIR bytecode describes, in the open context."""
+    """Parse a module from text or MLIR bytecode, in the open context."""
     return _ir.Module.parse(text)
 
 
 @functools.cache
-def check() -> None:
-    """Refuse a jaxlib without the passes.
+def check_passes() -> None:
+    """Raise if this jaxlib lacks the passes.
 
     Raises:
         EngineError: It lacks some.
@@ -85,7 +85,7 @@ def check() -> None:
 
 
 def format_sharding(layout: Layout | None, rank: int, mesh: str = MESH) -> str:
-    """Return a layout as Shardy's text. Missing axes are unsharded, and without a layout all axes are open."""
+    """Format a layout as Shardy's text. Missing axes are unsharded, and without a layout all axes are open."""
     if layout is None:
         return f"<@{mesh}, [{', '.join(['{?}'] * rank)}]>"
     names = [", ".join(f'"{dim}"' for dim in layout.list_mesh_dims(axis)) for axis in range(layout.rank)]
@@ -99,7 +99,7 @@ def place(
     results: Sequence[Layout | None],
     outputs: Callable[[str, tuple[int, ...]], Layout | None],
 ) -> _ir.Operation:
-    """Return a copy of a module with layouts, as XLA compiles it.
+    """Copy a module, and add layouts to it as XLA expects them.
 
     Args:
         module: The module, with marks; it stays as it is.
@@ -132,12 +132,12 @@ def place(
 
 
 def propagate(placed: _ir.Operation) -> None:
-    """Run Shardy's propagation, which gives each value of a module a layout, in place.
+    """Run Shardy's propagation in place, which assigns a layout to each value.
 
     Raises:
         EngineError: This jaxlib lacks the passes.
     """
-    check()
+    check_passes()
     with placed.context, _ir.Location.unknown():
         for op in list_operations(placed, "chlo."):
             _replace_chlo(op)
@@ -145,7 +145,7 @@ def propagate(placed: _ir.Operation) -> None:
 
 
 def list_operations(module: Module, prefix: str) -> list[_ir.Operation]:
-    """Return the operations of a module with names that start with `prefix`, in order."""
+    """List the operations with names that start with `prefix`, in order."""
     found: list[_ir.Operation] = []
 
     def look(op: _ir.Operation) -> _ir.WalkResult:
@@ -191,7 +191,7 @@ _SYMBOLS = "ijklmnopq"
 
 
 def list_marks(module: Module) -> list[_ir.Operation]:
-    """Return the operations that mark layers' outputs in a module, in order."""
+    """List the operations that mark layer outputs in a module, in order."""
     meshes = _mark_meshes(module)
     return [op for op in list_operations(module, "sdy.sharding_constraint") if _read_mesh_name(op) in meshes]
 

@@ -1,4 +1,4 @@
-"""Pytrees of arrays: their leaves by path, and trees of specs and shardings for them."""
+"""List the leaves of pytrees by path, and make trees of specs and shardings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from layoutmap.core.variables import Kind, VariableSpec
 
 
 def list_variables(tree: object) -> list[VariableSpec]:
-    """Return the arrays of a pytree as variables by path. Random keys are random states."""
+    """List the arrays of a pytree as variables by path. Random keys are RNG states."""
     found: list[VariableSpec] = []
 
     def note(path: str, leaf: Any) -> None:
@@ -25,11 +25,11 @@ def list_variables(tree: object) -> list[VariableSpec]:
 
 
 def map_by_path(tree: object, made: Callable[[str, Any], object]) -> Any:
-    """Return a tree with a function's results for each array and its path, and None for other leaves."""
+    """Map a function over the arrays of a tree with their paths. Other leaves become None."""
 
     def map_leaf(keys: Any, leaf: object) -> object:
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
-        # An array in an nnx Variable or linen box has the path of its container.
+        # An array in an nnx Variable or linen box has its container's path, so treat the box as a leaf.
         return jax.tree.map(
             lambda each: made(path, each) if hasattr(each, "shape") and hasattr(each, "dtype") else None, leaf
         )
@@ -44,11 +44,11 @@ def is_flax_box(node: object) -> bool:
 
 
 def set_memory(array: jax.Array, memory: str | None) -> jax.Array:
-    """Return a traced array in a kind of memory, and with `None` the array itself."""
+    """Move a traced array to a memory kind. `None` keeps the array unchanged."""
     if memory is None:
         return array
     space = jax.memory.Space.Host if memory == "pinned_host" else jax.memory.Space.Device
-    # JAX has no space for memory that is not pinned: it computes with such arrays as with those of the devices.
+    # JAX treats unpinned host memory like device memory in traces, so such arrays need no move.
     return array if jax.typeof(array).memory_space == space else jax.device_put(array, space)
 
 

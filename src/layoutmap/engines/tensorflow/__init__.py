@@ -1,1 +1,1 @@
-"""The TensorFlow engine: tensors of `tf.experimental.dtensor`."""
+"""Create and shard tensors with `tf.experimental.dtensor`."""

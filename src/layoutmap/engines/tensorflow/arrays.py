@@ -42,17 +42,17 @@ T = TypeVar("T")
 Array: TypeAlias = tf.Tensor | tf.Variable
 _MAX_MESHES = 1024
 default_mesh_lock = threading.RLock()
-"""Held while DTensor's default mesh is set, which it does for itself, too, where it makes a variable or a relayout."""
+"""The lock for setting DTensor's default mesh. DTensor also sets it to create a variable and to relayout."""
 
 _lock = threading.Lock()
-# An abstract and a bound mesh map to one DTensor mesh, which DTensor recreates for each layout. Tensors use
-# the first mesh unless they were created in a layout on the other one.
+# An abstract mesh and the same mesh with devices map to one DTensor mesh, which DTensor recreates for each layout.
+# Tensors use the first mesh unless they were created on the other one.
 _mesh_of_native: OrderedDict[str, Mesh] = OrderedDict()
 _MADE_IN = "_layoutmap_layout"
 
 
 def convert_layout(layout: Layout) -> NativeLayout:
-    """Return DTensor's layout for a layout, and remember the mesh for later lookups."""
+    """Convert a layout to DTensor's, and record its mesh for later lookups."""
     native = make_native_layout(layout)
     with _lock:
         _mesh_of_native.setdefault(native.mesh.to_string(), layout.mesh)
@@ -100,19 +100,19 @@ def mark_layout(array: T, layout: Layout) -> T:
 
 
 def fit_layout(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> NativeLayout:
-    """Return DTensor's layout, or raise if the layout does not fit the shape."""
+    """Convert a layout to DTensor's, or raise if it does not fit the shape."""
     layout.check_fits(shape, name)
     return convert_layout(layout)
 
 
 def check_dtype(name: str, path: str) -> None:
-    """Raise an `EngineError` for a variable of an element type that tensors in layouts cannot have."""
+    """Raise an `EngineError` for a dtype that sharded tensors do not support."""
     if not is_number(name):
         raise make_element_type_error("TensorFlow", name, path)
 
 
 def canonicalize(values: Any) -> NumpyArray:
-    """Return values as a numpy array, or raise if they are neither numbers nor booleans."""
+    """Convert values to a numpy array, or raise if they are neither numbers nor booleans."""
     values = tf.convert_to_tensor(values).numpy() if is_python_number(values) else np.asarray(values)
     if not is_number(values.dtype):
         raise make_no_numbers_error("TensorFlow", values.dtype)
@@ -120,7 +120,7 @@ def canonicalize(values: Any) -> NumpyArray:
 
 
 def is_number(dtype: Any) -> bool:
-    """Return whether sharded tensors can have an element type, given as TensorFlow's, numpy's, or its name."""
+    """Return whether sharded tensors support a dtype, given as TensorFlow's, numpy's, or its name."""
     try:
         dtype = tf.as_dtype(dtype)
     except TypeError:
@@ -139,7 +139,7 @@ def read_shape(tensor: tf.Tensor) -> tuple[int, ...]:
 
 
 def _require_values(array: Array) -> tf.Tensor:
-    """Return a tensor or a variable's tensor, or raise if it has no values yet."""
+    """Return the tensor of an array, or raise if it has no values yet."""
     tensor = unwrap_variable(array)
     if tf.is_symbolic_tensor(tensor):
         raise EngineError(
@@ -178,7 +178,7 @@ def iterate_by_device(array: Array) -> Iterator[tuple[str, NumpyArray]]:
 
 
 def from_blocks(shape: tuple[int, ...], layout: Layout, read: BlockReader, *, copy: bool = True) -> tf.Tensor:
-    """Make a tensor from blocks, each read once. Without `copy`, their memory may be shared, and must not change."""
+    """Create a tensor from blocks, each read once. Without `copy`, their memory may be shared and must not change."""
     native = convert_layout(layout)
     device_of = dict(zip(native.mesh.local_device_ids(), native.mesh.local_devices(), strict=True))
     made: dict[int, tf.Tensor] = {}
@@ -197,7 +197,7 @@ def to_numpy(array: Array) -> NumpyArray:
     layout = get_layout(tensor)
     if layout is None:
         return tensor.numpy()
-    if layout.is_fully_replicated():  # such as logs of a step
+    if layout.is_fully_replicated():  # logs of a step are replicated, so read one device
         return dtensor.unpack(tensor)[0].numpy()
     if dtensor.num_clients() > 1:
         tensor = _replicate(tensor, layout)
@@ -205,7 +205,7 @@ def to_numpy(array: Array) -> NumpyArray:
 
 
 def move_tensor(array: Array, layout: Layout) -> tf.Tensor:
-    """Return a tensor in another layout without changing a bit. Gradients pass through."""
+    """Move a tensor to another layout without changing a bit. Gradients pass through."""
     if not is_number(array.dtype):
         raise make_no_numbers_error("TensorFlow", array.dtype.name)
     if not tf.executing_eagerly():
@@ -231,7 +231,7 @@ def move_tensor(array: Array, layout: Layout) -> tf.Tensor:
 
 
 def relayout_in_trace(tensor: Array, layout: Layout) -> tf.Tensor:
-    """Redistribute a tensor inside a compiled function. Its gradient is in the tensor's layout."""
+    """Move a tensor to another layout inside a traced function. Its gradient gets the tensor's layout."""
     with default_mesh_lock:
         return dtensor.relayout(tensor, convert_layout(layout))
 
@@ -255,7 +255,7 @@ def _move_values(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
 
 
 def _replicate(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
-    """Return the tensor replicated over the devices of all processes. Its bits travel as integers."""
+    """Replicate the tensor over the devices of all processes, and send its bits as integers."""
     width = tensor.dtype.size
     integer = np.int64 if width == 8 else np.int32
     components = [_as_integers(c.numpy(), integer) for c in dtensor.unpack(tensor)]
@@ -268,7 +268,7 @@ def _replicate(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
 
 
 def _as_integers(values: NumpyArray, integer: type) -> NumpyArray:
-    """Return the bytes of values as integers, along one additional axis."""
+    """Reinterpret bytes as integers along one additional axis."""
     width = values.dtype.itemsize
     if width < 4:
         return values[..., None].view(np.uint8).reshape(*values.shape, width).astype(integer)

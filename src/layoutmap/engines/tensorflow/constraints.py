@@ -18,7 +18,7 @@ from layoutmap.engines.tensorflow.arrays import (
 
 
 def constrain_layout(tensor: Array, layout: Layout) -> tf.Tensor:
-    """Return a tensor in a layout. In a compiled function DTensor chooses the layout of its gradient.
+    """Constrain a tensor to a layout. In a traced function, DTensor chooses the layout of its gradient.
 
     That saves the collective that brings the gradient of a gathered weight into the weight's layout twice.
     """

@@ -1,4 +1,4 @@
-"""From meshes and layouts of names to TensorFlow's devices and DTensor's meshes and layouts, and back.
+"""Convert meshes and layouts to DTensor's meshes, layouts, and devices, and back.
 
 Devices are named `CPU:0`, `GPU:3`: the type, and a number that counts the devices of all processes, those of the first
 process first. TensorFlow's own full names (`/job:worker/replica:0/task:1/device:CPU:0`) are understood as well.
@@ -56,7 +56,7 @@ def _num_local(device_type: str) -> int:
 
 
 def simulate_devices(number: int) -> None:
-    """Make TensorFlow start with this number of simulated CPU devices (see `Engine.simulate`)."""
+    """Start TensorFlow with this number of simulated CPU devices (see `Engine.simulate`)."""
     try:
         tf.config.set_visible_devices([], "GPU")
         dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=number)
@@ -66,7 +66,7 @@ def simulate_devices(number: int) -> None:
 
 
 def bind_mesh(mesh: Mesh) -> Mesh:
-    """Return the mesh with devices of this machine: the first ones for an abstract mesh, or else its own."""
+    """Bind a mesh to this machine: an abstract mesh gets the first devices, and other meshes keep theirs."""
     check_auto_axes(mesh, "TensorFlow")
     fix = explain_more_devices("TensorFlow", mesh.size)
     names = resolve_device_names(mesh, list_device_names, "TensorFlow", fix, shorten_name)
@@ -75,7 +75,7 @@ def bind_mesh(mesh: Mesh) -> Mesh:
 
 
 def shorten_name(name: str) -> str:
-    """Return `CPU:5` for `/job:worker/replica:0/task:1/device:CPU:1`, where each process has four devices."""
+    """Shorten a device name: `CPU:5` for `/job:worker/replica:0/task:1/device:CPU:1`, with four devices per process."""
     found = _FULL_NAME.match(name)
     if not found:
         return name.upper()
@@ -138,7 +138,7 @@ def to_mesh(native: NativeMesh) -> Mesh:
     """Return the mesh for a mesh of DTensor, with short device names."""
     mesh = Mesh.from_string(native.to_string())
     names = mesh.devices or ()
-    if any(not name for name in names):  # TensorFlow lacks the names of other processes' devices
+    if any(not name for name in names):  # TensorFlow does not know the names of other processes' devices
         return mesh.with_devices(
             list_device_names(mesh.device_type)[: mesh.size], local_device_ids=mesh.local_device_ids
         )

@@ -1,4 +1,4 @@
-"""The TensorFlow engine: tensors of `tf.experimental.dtensor`.
+"""Create and shard tensors with `tf.experimental.dtensor`.
 
 A layout is a `tf.experimental.dtensor.Layout`. DTensor shards an axis over one mesh dim only, so an axis over several
 is refused. Only public names of TensorFlow are used; how far a random counter moves for each number is not documented,
@@ -31,7 +31,7 @@ from layoutmap.engines.checks import (
     check_initial_value,
     check_initializers,
     check_one_result,
-    remember,
+    store_in_cache,
     wrap_reader,
 )
 from layoutmap.engines.tensorflow.arrays import (
@@ -66,15 +66,15 @@ with Needed("tensorflow"):
     from tensorflow.python.autograph.core import config as autograph_config
     from tensorflow.python.autograph.core.config import DoNotConvert
 
-# Autograph fails on some Python syntax and would show frames of this library. The rule stays for the
-# whole process, because it only covers functions of this library.
+# Autograph fails on some Python syntax and would show this library's frames. The rule stays for the whole process,
+# because it covers only functions of this library.
 autograph_config.CONVERSION_RULES = (DoNotConvert("layoutmap"), *autograph_config.CONVERSION_RULES)
 
 dtensor = tf.experimental.dtensor
 
 
 class TensorFlowEngine:
-    """Engine for DTensors, with one instance, `engine()`. See `Engine` for the errors it raises."""
+    """Create and shard DTensors. `engine()` is the only instance. See `Engine` for the errors."""
 
     name = "tensorflow"
     array_types: tuple[type, ...] = (tf.Tensor, tf.Variable)
@@ -98,7 +98,7 @@ class TensorFlowEngine:
     # -- devices and layouts
 
     def check_layout(self, layout: Layout) -> None:
-        """Refuse a layout that no tensor of DTensor can have, on any machine. Nothing is started."""
+        """Raise for a layout that no DTensor can have on any machine. This starts nothing."""
         make_native_specs(layout)
 
     def native(self, layout: Layout, rank: int) -> tf.experimental.dtensor.Layout:
@@ -114,7 +114,7 @@ class TensorFlowEngine:
         initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
     ) -> dict[str, tf.Tensor]:
-        """Compute initial values, each straight in its layout, with the bits of the plain initializer.
+        """Compute initial values directly in their layouts, with the bits of the unsharded initializer.
 
         An initializer with a program is computed in pieces of at most 16 MiB, or one row: random numbers of TensorFlow
         can be computed from any place on. The global value of one without a program, or with one that cannot be
@@ -144,18 +144,18 @@ class TensorFlowEngine:
         return made
 
     def from_shards(self, assignment: Assignment, read: BlockReader, *, copy: bool = True) -> tf.Tensor:
-        """Return a tensor made from shards that are read one by one (see `Engine.from_shards`)."""
+        """Create a tensor from shards that are read one by one (see `Engine.from_shards`)."""
         self._check_assignment(assignment)
         variable = assignment.variable
         with tf.init_scope():
             return from_blocks(variable.shape, assignment.layout, wrap_reader(variable, read), copy=copy)
 
     def get_writable_memory(self, array: object) -> tuple[()]:
-        """Return no memory, since numpy gets copies of TensorFlow's values."""
+        """Return no memory, because numpy only gets copies of TensorFlow's values."""
         return ()
 
     def relayout(self, array: Any, layout: Layout, *, pad: bool = False) -> tf.Tensor:
-        """Return the same values in another layout. Also accepts unsharded tensors and values that numpy converts.
+        """Move values to another layout. Unsharded tensors and values that numpy converts are accepted, too.
 
         Gradients pass through it. Inside a `tf.function` DTensor does it, where the sign of a zero may be lost.
         """
@@ -171,15 +171,15 @@ class TensorFlowEngine:
 
     def variable(self, array: object, *, name: str = "", trainable: bool = True) -> DVariable:
         """Return a `DVariable` with the tensor as its value."""
-        with tf.init_scope():  # a trailing slash bypasses the current name scope
+        with tf.init_scope():  # a trailing slash makes the name ignore the current name scope
             return DVariable(array, name=f"{name or 'Variable'}/", trainable=trainable)
 
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
-        """Return the values of each process, one row each. All processes must call it."""
+        """Gather values from each process, one row each. All processes must call this."""
         return gather_values(values)
 
     def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[None]:
-        """Run operations on unsharded tensors on the mesh, replicated, while the context is open.
+        """Run operations on unsharded tensors replicated on the mesh, while the context is open.
 
         It is `tf.experimental.dtensor.default_mesh`, which an exception does not leave switched on.
         """
@@ -189,7 +189,7 @@ class TensorFlowEngine:
     def call(
         self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tf.Tensor:
-        """Return the result of a function in a layout, with the bits of the plain call.
+        """Compute the result of a function in a layout, with the bits of the unsharded call.
 
         A function that fills an array or draws random numbers, and takes no tensor, is computed in pieces. Any other is
         called as it is, and its result sharded: DTensor would compute other random numbers.
@@ -210,7 +210,7 @@ class TensorFlowEngine:
     # -- helpers
 
     def _check_assignment(self, assignment: Assignment) -> tf.experimental.dtensor.Layout:
-        """Return DTensor's layout of an assignment after all checks that need no tensor."""
+        """Return DTensor's layout of an assignment after checks that need no tensor."""
         variable = assignment.variable
         check_dtype(variable.dtype, variable.path)
         return fit_layout(assignment.layout, variable.shape, variable.path)
@@ -218,7 +218,7 @@ class TensorFlowEngine:
     def _create_value(
         self, assignment: Assignment, initializer: Initializer, seed: object
     ) -> tuple[tf.Tensor, int]:
-        """Return an initial value, and with several processes the checksum of each one's own computation."""
+        """Create an initial value. With several processes, also return a checksum of each one's computation."""
         variable = assignment.variable
         if initializer.program is not None:
             program = self._get_program(initializer)
@@ -247,7 +247,7 @@ class TensorFlowEngine:
                 return self._programs[key]
         program = PieceProgram(initializer.program.function, initializer.program.seed)
         with self._lock:
-            return remember(self._programs, key, program)
+            return store_in_cache(self._programs, key, program)
 
 
 @functools.cache

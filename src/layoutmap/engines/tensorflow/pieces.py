@@ -24,9 +24,9 @@ import tensorflow as tf
 from layoutmap.core.blocks import Ends, Index, NumpyArray, compute_block_shape, get_slice_ends
 
 _PIECE_BYTES = 16 << 20
-_GROUP = 4  # generators draw groups of up to four numbers, so runs start at multiples of four
+_RNG_GROUP = 4  # TensorFlow draws groups of up to four numbers, so runs start at multiples of four
 
-# Random op -> counter increments per element of up to 4 bytes and of 8 bytes.
+# Counter increments of each random op, per element of up to 4 bytes and of 8 bytes.
 _COUNTS = {
     "StatelessRandomUniformV2": (1 / 4, 1 / 2),
     "StatelessRandomNormalV2": (1 / 4, 1 / 2),
@@ -34,15 +34,15 @@ _COUNTS = {
 }
 _SINGLE = "Abs AddV2 Cast Div DivNoNan Identity Maximum Minimum Mul Neg RealDiv Sqrt Square Sub"
 _ON_ELEMENTS = frozenset(_SINGLE.split())
-# Limit in elements for intermediate values that are computed in full, such as seeds and counters.
-_SMALL = 1024
+# Larger intermediate values are not computed in full. Seeds and counters are smaller.
+_MAX_FULL_ELEMENTS = 1024
 Needs = tuple[str, list[tuple[tf.Tensor, bool]]]
 Known = dict[Hashable, tf.Tensor]
 
 
-# No device may store a full weight, so random numbers are computed in runs of at most 16 MiB (decisions/0006).
+# No device may store a full weight, so compute random numbers in runs of at most 16 MiB (decisions/0006).
 class PieceProgram:
-    """Traced initializer that can compute its result in pieces, unless `why_global` says why not."""
+    """Compute the result of a traced initializer in pieces, unless `why_global` gives a reason against it."""
 
     def __init__(self, function: Callable[[Any], object], seed: object):
         def call_with_leaves(*leaves: tf.Tensor) -> object:
@@ -50,14 +50,14 @@ class PieceProgram:
 
         specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in _list_leaves(seed)]
         traced = tf.function(call_with_leaves, autograph=False).get_concrete_function(*specs)
-        self._graph = traced.graph  # keep the graph alive, because operations do not
+        self._graph = traced.graph  # operations do not keep the graph alive, so store it
         self._inputs = [tensor.ref() for tensor in traced.inputs]
         self._num_seeds = len(specs)
         self.outputs: list[tf.Tensor] = tf.nest.flatten(traced.structured_outputs)
         self.why_global = self._find_global_reason()
 
     def compute_blocks(self, seed: object, indices: Iterable[Index]) -> dict[Ends, NumpyArray]:
-        """Return the values at some indices, by the ends of their slices, with one more piece in memory at most."""
+        """Compute the values at some indices, by the ends of their slices. One more piece is in memory at most."""
         (output,) = self.outputs
         shape: tuple[Any, ...] = tuple(output.shape)
         run = _Evaluation(self, seed)
@@ -86,12 +86,12 @@ class PieceProgram:
     # -- reading the graph
 
     def find_seed_number(self, tensor: tf.Tensor) -> int | None:
-        """Return the number of the seed's leaf that a tensor stands for, or None."""
+        """Return the number of the seed's leaf that is the source of a tensor, or None."""
         inputs = self._inputs[: self._num_seeds]
         return inputs.index(tensor.ref()) if tensor.ref() in inputs else None
 
     def is_made_in_runs(self, tensor: tf.Tensor) -> bool:
-        """Return whether an operand is computed in runs of elements. If not, it is one number for all elements."""
+        """Return whether an operand is computed in runs of elements, and is not one number for all of them."""
         return tensor.shape == self.outputs[0].shape and tensor.shape.num_elements() != 1
 
     def _find_global_reason(self) -> str:
@@ -111,7 +111,7 @@ class PieceProgram:
         return ""
 
     def _find_run_operands(self, tensor: tf.Tensor) -> Needs:
-        """Return the reason that a tensor cannot be computed in runs, or the tensors that it needs."""
+        """Return the operands needed to compute a tensor in runs, or the reason why that is impossible."""
         op = tensor.op
         if op.type in _COUNTS:
             return "", [(operand, False) for operand in op.inputs[1:]]
@@ -131,13 +131,13 @@ class PieceProgram:
         return "", [(operand, self.is_made_in_runs(operand)) for operand in op.inputs]
 
     def _find_global_operands(self, tensor: tf.Tensor) -> Needs:
-        """Return the reason that a tensor cannot be computed globally, or the tensors that it needs."""
+        """Return the operands needed to compute a tensor globally, or the reason why that is impossible."""
         op, size = tensor.op, tensor.shape.num_elements()
         if self.find_seed_number(tensor) is not None:
             return "", []
         if op.type == "Placeholder":
             return "its program uses an array that it is not given", []
-        if size is None or size > _SMALL:
+        if size is None or size > _MAX_FULL_ELEMENTS:
             return f"its program needs all of an array of shape {tensor.shape} on the way", []
         if op.type != "Const" and _match_argument_names(op) is None:
             return f"TensorFlow's {op.type} cannot be run by itself", []
@@ -145,7 +145,7 @@ class PieceProgram:
 
 
 class _Evaluation:
-    """Evaluation of a graph for each position of the mesh. Tensors that do not depend on it are computed once."""
+    """Evaluate a graph for each position of the mesh. Tensors independent of it are computed once."""
 
     def __init__(self, program: PieceProgram, seed: object):
         self._program = program
@@ -153,11 +153,11 @@ class _Evaluation:
         self._globals: Known = {}
 
     def compute_elements(self, start: int, count: int) -> NumpyArray:
-        """Return a run of elements, in row-major order."""
+        """Compute a run of elements, in row-major order."""
         (output,) = self._program.outputs
         if not self._program.is_made_in_runs(output):
             return self._compute_global(output).numpy().reshape(-1)
-        aligned = start - start % _GROUP
+        aligned = start - start % _RNG_GROUP
         return self._get_run(output, {}, aligned, start - aligned + count).numpy()[start - aligned :]
 
     def _compute_global(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -209,7 +209,7 @@ def _advance_counter(counter: tf.Tensor, counts: int) -> tf.Tensor:
 
 
 def _run_operation(op: tf.Operation, operands: Iterable[tf.Tensor]) -> Any:
-    """Return the result of one operation of a graph for these operands."""
+    """Run one operation of a graph on these operands."""
     given = list(operands)
     names = _match_argument_names(op)
     assert names is not None
@@ -226,7 +226,7 @@ def _run_operation(op: tf.Operation, operands: Iterable[tf.Tensor]) -> Any:
 
 
 def _match_argument_names(op: tf.Operation) -> dict[str, str] | None:
-    """Return a raw operation's argument names by their names in the graph, or None if it cannot run."""
+    """Map a raw operation's argument names to their names in the graph, or return None if it cannot run."""
     raw, inferred = getattr(tf.raw_ops, op.type, None), set()
     for argument in op.op_def.input_arg:
         inferred |= {argument.type_attr, argument.number_attr, argument.type_list_attr}
@@ -237,7 +237,7 @@ def _match_argument_names(op: tf.Operation) -> dict[str, str] | None:
         return None
     names = [each.name for each in (*op.op_def.input_arg, *attributes)]
     there = [name for name in inspect.signature(raw).parameters if name != "name"]
-    # Some names differ: `reduction_indices` in the graph is `axis` of the raw op.
+    # The graph and the raw op name some arguments differently, such as `reduction_indices` and `axis`.
     renamed = iter([name for name in there if name not in names])
     return {name: name if name in there else next(renamed) for name in names}
 

@@ -1,4 +1,4 @@
-"""Agreement between several processes of TensorFlow."""
+"""Share seeds, and compare values, between TensorFlow processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ dtensor = tf.experimental.dtensor
 
 
 def share_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
-    """Return the seed of each initializer with a program. Several processes use those of process 0."""
+    """Return the seed of each initializer with a program. All processes use those of process 0."""
     seeds = {key: each.program.seed for key, each in initializers.items() if each.program is not None}
     if dtensor.num_clients() == 1:
         return seeds
@@ -33,7 +33,7 @@ def share_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
 
 
 def check_equal_everywhere(checksums: Sequence[tuple[str, int]]) -> None:
-    """Compare the values that the processes computed, and raise in all of them if any differ."""
+    """Compare computed values between processes, and raise in all of them if any differ."""
     rows = _gather_integers([zlib.crc32(path.encode()) ^ value for path, value in checksums])
     for i in np.flatnonzero((rows != rows[:1]).any(axis=0)):
         raise make_difference_error(f"{checksums[int(i)][0]}: the processes have different values")
@@ -44,13 +44,13 @@ def gather_values(values: NumpyArray) -> NumpyArray:
     if dtensor.num_clients() == 1:
         return values[None]
     mesh = _make_device_mesh()
-    own = np.frombuffer(values.tobytes(), np.uint8).astype(np.int64)  # int64, which every device can move
+    own = np.frombuffer(values.tobytes(), np.uint8).astype(np.int64)  # every device can send int64
     rows = _gather_rows(mesh, own)[:: mesh.num_local_devices()]
     return np.frombuffer(rows.astype(np.uint8).tobytes(), values.dtype).reshape(-1, *values.shape)
 
 
 def _gather_integers(numbers: NumpyArray | list[int]) -> NumpyArray:
-    """Return the integers of each device's process, one row per device. Raise if their number differs."""
+    """Gather integers from each device's process, one row per device. Raise if their number differs."""
     mesh = _make_device_mesh()
     mine = np.asarray(numbers, np.int64)
     sizes = _gather_rows(mesh, np.array([mine.size], np.int64))[:, 0]

@@ -1,4 +1,4 @@
-"""Run operations on a mesh that have operands of any kind, as DTensor's default mesh alone cannot (decisions/0220).
+"""Run operations with any operands on a mesh, which DTensor's default mesh supports only in part (decisions/0220).
 
 Variables on no mesh are written once (decisions/0273).
 """
@@ -18,7 +18,7 @@ import tensorflow as tf
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.patches import Attribute, Patches, temporarily
+from layoutmap.engines.patches import Attribute, Patches, set_temporarily
 from layoutmap.engines.tensorflow.arrays import (
     convert_layout,
     default_mesh_lock,
@@ -40,12 +40,12 @@ _current = threading.local()
 
 @contextmanager
 def run_on(mesh: Mesh) -> Generator[None]:
-    """Run operations on unsharded tensors on a mesh until the block ends, also by an exception.
+    """Run operations on unsharded tensors on a mesh until the block ends.
 
     DTensor has one such mesh for all threads, so a thread waits here for another one that is inside.
     """
     native_mesh = convert_layout(Layout.replicated(mesh, 0)).mesh
-    with default_mesh_lock, _PATCHES.activate(), temporarily(_current, "mesh", mesh):
+    with default_mesh_lock, _PATCHES.activate(), set_temporarily(_current, "mesh", mesh):
         default_mesh = dtensor.default_mesh(native_mesh)
         default_mesh.__enter__()
         try:
@@ -55,7 +55,7 @@ def run_on(mesh: Mesh) -> Generator[None]:
 
 
 def _execute_on_mesh(position: int, execute: Callable[..., Any], *args: Any) -> object:
-    """Execute an operation or a function, also where DTensor refuses it or would run it on each device.
+    """Execute an operation or a function, also if DTensor refuses it or would run it on each device.
 
     An operation that writes a variable on no mesh, or draws random numbers that DTensor cannot draw, runs on one
     device. Any other that DTensor refuses runs again with all operands replicated: DTensor takes no constants but
@@ -98,16 +98,16 @@ def _execute_on_mesh(position: int, execute: Callable[..., Any], *args: Any) -> 
 
 
 def _execute_on_one_device(position: int, execute: Callable[..., Any], args: Sequence[Any]) -> object:
-    """Execute an operation on no mesh with gathered operands."""
+    """Execute an operation on one device, with gathered operands."""
 
     def gather(value: Any) -> object:
         is_placed = isinstance(value, tf.Tensor) and get_layout(value) is not None
         return tf.constant(to_numpy(value)) if is_placed else value
 
-    with temporarily(_current, "mesh", None), tf.device(None):
+    with set_temporarily(_current, "mesh", None), tf.device(None):
         gathered = tf.nest.map_structure(gather, list(args))
         if position == _POSITIONS["TFE_Py_Execute"]:
-            gathered[1] = None  # the device of the enclosing tf.device block
+            gathered[1] = None  # None selects the device of the enclosing tf.device block
         return execute(*gathered)
 
 

@@ -1,4 +1,4 @@
-"""Whether DTensor computes right in this process.
+"""Check that DTensor computes correctly in this process.
 
 Two of its defaults give wrong numbers without a word. Its pass that combines all-reduces moves reads of variables
 before the writes that they come after, so that every optimizer with state trains wrongly. Its all-to-all mixes up the
@@ -34,7 +34,7 @@ _sound: dict[tuple[str, str], bool] = {}
 
 
 class Fault(NamedTuple):
-    """A fault of DTensor that a `setting` of the environment switches off with 0."""
+    """A fault of DTensor that an environment variable, `setting`, avoids when set to 0."""
 
     setting: str
     what: str  # the wrong computation
@@ -42,9 +42,9 @@ class Fault(NamedTuple):
     is_absent: Callable[[tf.experimental.dtensor.Mesh], bool]  # tries a small computation
 
 
-# An asynchronous error would stop DTensor's queue for good, so operations wait for their devices (decisions/0009).
+# An asynchronous error would block DTensor's queue forever, so operations wait for their devices (decisions/0009).
 def wait_for_devices() -> None:
-    """Make DTensor's operations wait for their devices, unless the process has used DTensor already.
+    """Make DTensor's operations wait for their devices, unless the process has already used DTensor.
 
     By default it does not, and one that fails on a device makes all later ones fail, such as reads of weights.
     """
@@ -53,9 +53,9 @@ def wait_for_devices() -> None:
             api.reset_dtensor_device(is_async=False)
 
 
-# Two of DTensor's default passes give wrong numbers, so a small test of each runs before training (decisions/0009).
+# Two of DTensor's default passes compute wrong numbers, so a small test of each runs before training (decisions/0009).
 def check_computing(native_mesh: tf.experimental.dtensor.Mesh) -> None:
-    """Refuse a process in which DTensor computes wrong values.
+    """Raise if DTensor computes wrong values in this process.
 
     One small computation is made for each of its faults, once for each kind of device. On a mesh of one device there is
     nothing to send.
@@ -79,7 +79,7 @@ def check_computing(native_mesh: tf.experimental.dtensor.Mesh) -> None:
 
 
 def _is_step_right(mesh: tf.experimental.dtensor.Mesh) -> bool:
-    """Return whether one step updates two variables correctly, each from its own sum over the mesh.
+    """Return whether a step updates two variables correctly, each with its own sum over the mesh.
 
     Its tensors are constants: in `run_on` the result of an operation is on the mesh, and DTensor does not pack it.
     """
@@ -111,7 +111,7 @@ def _is_step_right(mesh: tf.experimental.dtensor.Mesh) -> bool:
 
 
 def _is_relayout_right(mesh: tf.experimental.dtensor.Mesh) -> bool:
-    """Return whether moving the shards of a tensor from its second axis to its third keeps its values."""
+    """Return whether moving the shards of a tensor from its second axis to its third keeps the values."""
     dim = max(mesh.dim_names, key=mesh.dim_size)
     size = mesh.dim_size(dim)
     whole = dtensor.Layout.replicated(mesh, 4)
@@ -143,6 +143,6 @@ FAULTS = (
     ),
 )
 
-# DTensor is correct with these values. If the user set others, raise instead of overriding them.
+# DTensor is correct with these values. If the user set others, the check raises instead of overriding them.
 for _fault in FAULTS:
     os.environ.setdefault(_fault.setting, "0")

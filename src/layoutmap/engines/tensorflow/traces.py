@@ -1,4 +1,4 @@
-"""Find the variables on no mesh that a compiled function writes: each device would write them (decisions/0273)."""
+"""Find variables outside the mesh that a traced function writes, because each device would write them (0273)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REPLACED = "_layoutmap_replaced"
 
 
 def check_trace_at_end(what: str = "a tf.function") -> None:
-    """Raise a `ScopeError` when the current trace ends if the function writes a variable that is on no mesh.
+    """Raise a `ScopeError` at the end of the trace if the function writes a variable outside the mesh.
 
     Args:
         what: Function in the words of the message. The first call of a trace names it.
@@ -35,12 +35,12 @@ def check_trace_at_end(what: str = "a tf.function") -> None:
     if not isinstance(graph, FuncGraph) or hasattr(graph, _CHECKED):
         return
     setattr(graph, _CHECKED, True)
-    # If another error was raised before, raise that one.
+    # Do not hide an error that was raised before.
     graph._add_scope_exit_callback(lambda: sys.exc_info()[0] or _check_written_variables(graph, what))
 
 
 def place_captured_arrays(place: Callable[[tf.Tensor], tf.Tensor]) -> None:
-    """Replace the arrays on no mesh that the function being traced captures, which DTensor does not take as inputs.
+    """Move arrays that the traced function captures onto the mesh, because DTensor refuses others as inputs.
 
     Args:
         place: Function that returns an array on the mesh.
@@ -52,20 +52,20 @@ def place_captured_arrays(place: Callable[[tf.Tensor], tf.Tensor]) -> None:
             for array, placeholder in (graph.captures if isinstance(graph, FuncGraph) else ())
             if not tf.is_symbolic_tensor(array) and array.dtype not in (tf.variant, tf.string)
         ]
-        # One that captures nothing on the mesh may run on one device, as in a `tf.data` pipeline.
+        # A function that captures nothing on the mesh may run on one device, as in a `tf.data` pipeline.
         if not any(is_placed for _, _, is_placed in captures):
             return
         for array, placeholder, is_placed in captures:
             if not is_placed and array.dtype != tf.resource:
-                # The key is that of the old array, whose later uses in the trace then have the same placeholder. It is
-                # kept, since another array could get its id.
+                # Use the old array's key, so that its later uses in the trace get the same placeholder. Keep the old
+                # array, because another one could get its id.
                 placed = place(array)
                 graph.function_captures.add_or_replace(key=id(array), external=placed, internal=placeholder)
                 setattr(placed, _REPLACED, array)
 
 
 def _find_outer_graph() -> Any:
-    """Return the graph of the traced function. Each branch or loop in it takes its captures from there."""
+    """Return the graph of the traced function, from which branches and loops take their captures."""
     graph: Any = tf.compat.v1.get_default_graph()
     while isinstance(getattr(graph, "outer_graph", None), FuncGraph):
         graph = graph.outer_graph
@@ -101,7 +101,7 @@ def is_function(name: str) -> bool:
 
 
 def check_called_function(name: str, unplaced: Collection[int]) -> None:
-    """Raise a `ScopeError` if a traced function writes a variable that is on no mesh.
+    """Raise a `ScopeError` if a traced function writes a variable outside the mesh.
 
     Args:
         name: TensorFlow's name of the function.
@@ -113,7 +113,7 @@ def check_called_function(name: str, unplaced: Collection[int]) -> None:
 
 @functools.lru_cache(1024)
 def _find_written_inputs(name: str) -> frozenset[int]:
-    """Return the numbers of the variables among the inputs that a traced function writes."""
+    """Return the positions of the inputs, all variables, that a traced function writes."""
     definition = _context().get_function_def(name)
     numbers = {argument.name: i for i, argument in enumerate(definition.signature.input_arg)}
     written: set[int] = set()

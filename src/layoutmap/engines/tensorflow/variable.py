@@ -1,4 +1,4 @@
-"""`DVariable`: TensorFlow's variable in a layout, completed where TensorFlow's own is not.
+"""Define `DVariable`, a TensorFlow variable in a layout with the features that TensorFlow's lacks.
 
 TensorFlow's `DVariable` cannot be read when it is sharded (`numpy()` raises), nor be given a plain value. This
 subclass can, so what is written for a `tf.Variable` works: `get_weights`, saving to HDF5, callbacks, `repr`.
@@ -31,20 +31,20 @@ dtensor = tf.experimental.dtensor
 
 
 class DVariable(dtensor.DVariable):  # type: ignore[misc]
-    """`tf.Variable` with a layout.
+    """Store a `tf.Variable` in a layout. Copies and unpickled variables keep the layout.
 
-    Copies, and what comes out of a pickle, are in the same layout.
+    Copies and unpickled variables keep the layout.
 
     Args:
-        initial_value: The first value: a tensor in a layout, or with `layout` a plain one, a number or a numpy array;
-            or a function without arguments that returns one.
+        initial_value: The first value: a sharded tensor, or with `layout` an unsharded tensor, a number, or a numpy
+            array, or a function without arguments that returns one.
         *args: See `tf.Variable`.
         layout: The layout; may be left out if the first value has one.
         **kwargs: See `tf.Variable`.
 
     Attributes:
         layout: Its `Layout`.
-        read_layout: The layout in which a computation last read it, where that is another one and somebody noted it.
+        read_layout: The layout in which a computation last read it, if it differs and was recorded.
 
     Raises:
         LayoutError: There is no layout, it does not fit, or the first value has another one.
@@ -72,7 +72,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         if callable(initial_value) and not isinstance(initial_value, (tf.Tensor, tf.Variable)):
             with tf.init_scope():
                 initial_value = initial_value()
-                # Inside run_on the value is on the mesh.
+                # Inside run_on, a new value is already on the mesh.
                 if layout is not None and get_layout(initial_value) is not None:
                     initial_value = move_tensor(initial_value, convert_layout(layout))
         if tf.is_symbolic_tensor(initial_value):
@@ -127,7 +127,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
 
     @layout.setter
     def layout(self, native: object) -> None:
-        # TensorFlow's constructor sets its own layout object, which equals ours.
+        # TensorFlow's constructor sets an equal layout object, so ignore it.
         pass
 
     def numpy(self) -> NumpyArray:
@@ -156,7 +156,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         }
 
     def assign(self, value: object, *args: object, **kwargs: object) -> Any:
-        """Assign a value in any layout or none, without changing the variable's layout.
+        """Assign a sharded or unsharded value. The variable keeps its layout.
 
         Returns:
             The variable; inside a `tf.function` what `tf.Variable.assign` returns.
@@ -167,11 +167,11 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         return self._replace_result(super().assign(self._place_value(value), *args, **kwargs))
 
     def assign_add(self, delta: object, *args: object, **kwargs: object) -> Any:
-        """Add a value in any layout or none (see `assign`)."""
+        """Add a sharded or unsharded value (see `assign`)."""
         return self._replace_result(super().assign_add(self._place_value(delta), *args, **kwargs))
 
     def assign_sub(self, delta: object, *args: object, **kwargs: object) -> Any:
-        """Subtract a value in any layout or none (see `assign`)."""
+        """Subtract a sharded or unsharded value (see `assign`)."""
         return self._replace_result(super().assign_sub(self._place_value(delta), *args, **kwargs))
 
     # DTensor gathers rows of a variable only if axis 0 is not sharded, and those of a tensor in any layout.
@@ -184,19 +184,19 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         return tf.gather_nd(self.read_value(), indices, name=name)
 
     def _replace_result(self, result: object) -> Any:
-        """Return the variable in place of the unreadable value that TensorFlow returns for an update."""
+        """Return the variable instead of the unreadable result of TensorFlow's update."""
         return self if result is not None and tf.executing_eagerly() else result
 
     def _place_value(self, value: Any) -> object:
-        """Return a value in the variable's layout."""
+        """Move a value to the variable's layout."""
         if not tf.executing_eagerly():
             check_trace_at_end()
-            # DTensor cannot assign a replicated value to a sharded variable, so relayout it first.
+            # DTensor cannot assign a replicated value to a sharded variable, so relayout first.
             if self._layout.is_fully_replicated():
                 return value
             value = tf.convert_to_tensor(value, dtype=self.dtype)
             # First relayout to the layout in which the layer read the variable. Otherwise DTensor propagates the
-            # variable's layout backward into the layer, which cannot compute in it.
+            # variable's layout back into the layer, which cannot compute in it.
             for layout in filter(None, (self.read_layout, self._layout)):
                 value = relayout_in_trace(value, layout)
             return value

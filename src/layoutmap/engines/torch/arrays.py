@@ -1,4 +1,4 @@
-"""DTensors made from shards, taken apart into shards, and redistributed.
+"""Create DTensors from shards, read their shards, and redistribute them.
 
 Tensors are sharded and placed here, by the layout's own arithmetic: torch's `distribute_tensor` needs process groups,
 and is silently wrong for some layouts of simulated ranks.
@@ -58,21 +58,21 @@ T = TypeVar("T", bound=torch.Tensor)
 
 
 def convert_layout(layout: Layout) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return the `(DeviceMesh, placements)` of a layout."""
+    """Convert a layout to `(DeviceMesh, placements)`."""
     check_memory(layout)
     native = make_device_mesh(layout.mesh)
     return native, make_placements(layout, native)
 
 
 def check_memory(layout: Layout) -> None:
-    """Refuse a layout in host memory."""
+    """Raise for a layout in host memory."""
     check_device_memory(layout, "torch", "a DTensor has its shards on the devices of its mesh")
 
 
 def fit_layout(
     layout: Layout, shape: tuple[int, ...], name: str = "layout", *, pad: bool = False
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return the `(DeviceMesh, placements)` of a layout, or raise if it does not fit a shape.
+    """Convert a layout to `(DeviceMesh, placements)`, or raise if it does not fit a shape.
 
     Raises:
         LayoutError: It does not fit. With `pad`, axes need not divide.
@@ -114,7 +114,7 @@ def describe_placement(array: torch.Tensor, meshes: Sequence[Mesh] = ()) -> Layo
 
 
 def _describe_unsharded(array: torch.Tensor) -> Unplaced:
-    """Describe a tensor that is no DTensor. With several processes, each has its own."""
+    """Describe a tensor that is not a DTensor. Each process has its own."""
     if array.is_meta:
         return Unplaced("a tensor without values, on the meta device", is_copied=True)
     kind = _format_device_type(array.device)
@@ -125,7 +125,7 @@ def _describe_unsharded(array: torch.Tensor) -> Unplaced:
 
 
 def record_layout(tensor: T, layout: Layout) -> T:
-    """Record on a DTensor the layout in which it was created, because placements ignore dims of size 1."""
+    """Record the layout in which a DTensor was created, because placements ignore dims of size 1."""
     setattr(tensor, _LAYOUT, layout)
     return tensor
 
@@ -136,7 +136,7 @@ def record_layout(tensor: T, layout: Layout) -> T:
 def from_blocks(
     shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, read: Callable[[Index], torch.Tensor]
 ) -> DTensor:
-    """Return a DTensor from blocks. Each distinct block of this process is read once.
+    """Create a DTensor from blocks. Each distinct block of this process is read once.
 
     Args:
         shape: The global shape.
@@ -150,7 +150,7 @@ def from_blocks(
     pieces: dict[int, torch.Tensor] = {}
     for index, (first, *others) in find_distinct_shards(layout, shape, _find_local_places(ranks)).values():
         piece = pieces[ranks[first]] = read(index).to(device)
-        # Clone, because in-place updates must affect each rank once.
+        # An in-place update must affect each rank once, so replicas need their own memory.
         pieces |= {ranks[other]: piece.clone() for other in others}
     with simulation.simulate_mesh(native), torch.no_grad():
         local = simulation.join_pieces(dict(sorted(pieces.items())), dtype)
@@ -171,7 +171,7 @@ def iterate_shards(array: torch.Tensor, *, copy: bool = True) -> Iterator[tuple[
 
 
 def get_writable_memory(array: torch.Tensor) -> list[tuple[Index, NumpyArray]]:
-    """Return memory of this process's shards (see `Engine.get_writable_memory`). Simulated replicas have several."""
+    """Return the memory of this process's shards (see `Engine.get_writable_memory`), with each simulated replica."""
     pieces = [(index, _get_numpy_memory(piece)) for index, piece in _iterate_pieces(array)]
     has_all = not (simulation.is_simulated() and isinstance(array, DTensor)) or len(pieces) == len(
         simulation.list_ranks(array.device_mesh)
@@ -181,7 +181,7 @@ def get_writable_memory(array: torch.Tensor) -> list[tuple[Index, NumpyArray]]:
 
 
 def _share_memory(tensor: torch.Tensor) -> NumpyArray:
-    """Return a tensor's values in its own memory, or as a read-only copy if numpy cannot reach it."""
+    """View a tensor's memory as a numpy array, or make a read-only copy if that is impossible."""
     if (own := _get_numpy_memory(tensor)) is not None:
         return own
     values = to_numpy(tensor)
@@ -190,10 +190,10 @@ def _share_memory(tensor: torch.Tensor) -> NumpyArray:
 
 
 def _get_numpy_memory(tensor: torch.Tensor) -> NumpyArray | None:
-    """Return the memory of a local tensor, or None if numpy cannot reach it."""
+    """View a local tensor's memory as a numpy array, or return None if that is impossible."""
     plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     if tensor.device.type != "cpu" or not plain or tensor.numel() <= 1:
-        return None  # strides of one element are arbitrary
+        return None  # strides of a single element are arbitrary
     dtype = to_numpy(tensor.new_empty(0)).dtype
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tensor.shape)
 
@@ -240,7 +240,7 @@ def _format_device_type(device: torch.device) -> str:
 
 
 def shard_tensor(tensor: torch.Tensor, layout: Layout, *, pad: bool = False) -> DTensor:
-    """Return an unsharded tensor in a layout that fits it (see `fit_layout`). Gradients pass."""
+    """Shard an unsharded tensor (see `fit_layout`). Gradients pass."""
     fit_layout(layout, tuple(tensor.shape), pad=pad)
     if tensor.requires_grad and torch.is_grad_enabled():
         return record_layout(_ShardTensor.apply(tensor, layout), layout)
@@ -250,7 +250,7 @@ def shard_tensor(tensor: torch.Tensor, layout: Layout, *, pad: bool = False) -> 
 
 
 class _ShardTensor(AutogradFunction):
-    """Sharding a plain tensor: its gradient is gathered."""
+    """Shard an unsharded tensor. Backward gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Ctx, tensor: torch.Tensor, layout: Layout) -> DTensor:
@@ -262,7 +262,7 @@ class _ShardTensor(AutogradFunction):
 
 
 def gather_tensor(array: Any) -> torch.Tensor:
-    """Return all values of a tensor, unsharded and without autograd. All processes with shards must call it."""
+    """Gather all values of a tensor, without autograd. All processes with shards must call this."""
     if not isinstance(array, DTensor):
         return array.detach()
     refuse_outdated("values of a tensor", array)
@@ -286,7 +286,7 @@ def gather_tensor(array: Any) -> torch.Tensor:
 
 
 def move_tensor(array: DTensor, layout: Layout, *, pad: bool = False) -> torch.Tensor:
-    """Return a DTensor in another layout (see `fit_layout`). Gradients pass if the mesh stays the same."""
+    """Move a DTensor to another layout (see `fit_layout`). Gradients pass if the mesh is the same."""
     native, placements = fit_layout(layout, tuple(array.shape), pad=pad)
     refuse_outdated("values of a tensor", array)
     # Simulated collectives need rank 0 in the mesh.
@@ -295,7 +295,7 @@ def move_tensor(array: DTensor, layout: Layout, *, pad: bool = False) -> torch.T
     ):
         with simulation.simulate_mesh(native):
             moved = _redistribute_bits(array, placements)
-            # `moved` may be the same tensor with another recorded layout, so use a view.
+            # `moved` may be the same tensor with another recorded layout, so record it on a view.
             return record_layout(moved.view_as(moved) if moved is array else moved, layout)
     if get_layout(array) is None:
         # Its placements have no equivalent layout, so gather first.
@@ -303,7 +303,7 @@ def move_tensor(array: DTensor, layout: Layout, *, pad: bool = False) -> torch.T
     return _move_by_pieces(array, layout)
 
 
-# Unsupported dtype in collectives -> dtype of the same width.
+# Collectives do not support these dtypes, so send the bits in a dtype of the same width.
 _CARRIERS = {
     torch.bool: torch.uint8,
     torch.uint16: torch.int16,
@@ -328,7 +328,7 @@ def _redistribute_bits(array: DTensor, placements: tuple[Placement, ...]) -> DTe
 
 
 def _move_by_pieces(array: DTensor, layout: Layout) -> DTensor:
-    """Move a DTensor to any mesh: broadcast each distinct piece, and keep the needed parts in each process."""
+    """Move a DTensor to any mesh: broadcast each distinct piece, and keep the needed parts."""
     shape, dtype = tuple(array.shape), array.dtype
     wanted = list_local_indices(layout, shape)
     made: dict[Ends, torch.Tensor] = {}
@@ -337,7 +337,7 @@ def _move_by_pieces(array: DTensor, layout: Layout) -> DTensor:
         made[ends] = torch.empty([part.stop - part.start for part in index], dtype=dtype, device=device)
     for index, piece in _iterate_all_pieces(array):
         for ends, target in wanted.items():
-            both = intersect_blocks(index, target) if shape else ()  # a scalar has one block without axes
+            both = intersect_blocks(index, target) if shape else ()  # a scalar has one block, without axes
             if both is not None:
                 made[ends][make_relative_index(both, target)] = piece[make_relative_index(both, index)].to(
                     device
@@ -368,6 +368,6 @@ def _iterate_all_pieces(array: DTensor) -> Iterator[tuple[Index, torch.Tensor]]:
                 [part.stop - part.start for part in index], dtype=array.dtype, device=array.device
             )
         if piece.numel():
-            # Send bytes, because collectives do not support every dtype.
+            # Collectives do not support every dtype, so send bytes.
             dist.broadcast(piece.view(-1).view(torch.uint8), src=owner)
         yield index, piece

@@ -21,16 +21,16 @@ check_names("torch", (torch._C, "_current_autograd_node"), (_SAVING, "_top_saved
 check_names("torch", (checkpoint, "_checkpoint_hook _recomputation_hook"))
 
 get_backward_pass = _current_graph_task_id
-"""The number of the backward pass that runs on this thread; -1 outside of one."""
+"""Return the number of this thread's backward pass, or -1 outside a backward pass."""
 
 Ctx = Any
-"""The object on which the forward pass of a function leaves attributes of any name for its backward pass."""
+"""The context of an autograd function, on which forward stores attributes for backward."""
 
 
 if TYPE_CHECKING:
 
     class AutogradFunction(torch.autograd.Function):
-        """`torch.autograd.Function` with a typed `apply`."""
+        """Add a typed `apply` to `torch.autograd.Function`."""
 
         apply: Callable[..., Any]
 else:
@@ -38,7 +38,7 @@ else:
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function at the end of the running backward pass. Only a hook of that pass may use this."""
+    """Call a function at the end of the running backward pass. Only hooks of that pass may use this."""
     _ENGINE.queue_callback(function)  # torch drops the callback if the pass fails
 
 
@@ -50,10 +50,10 @@ def get_backward_node() -> str:
 
 def get_saving_hooks() -> Any:
     """Return the hooks that decide which tensors autograd saves: an object, a function, or None."""
-    hooks = _SAVING._top_saved_tensors_default_hooks(True)  # True: also during Dynamo tracing
+    hooks = _SAVING._top_saved_tensors_default_hooks(True)  # True: also while Dynamo traces
     return None if hooks is None else getattr(hooks[0], "__self__", hooks[0])
 
 
 def is_checkpoint(saver: object) -> bool:
-    """Return whether the hooks are those of an activation checkpoint, in its first pass or when it computes again."""
+    """Return whether the hooks belong to an activation checkpoint, in its first or its recomputing pass."""
     return getattr(saver, "__qualname__", "").startswith(("_checkpoint_hook.", "_recomputation_hook."))

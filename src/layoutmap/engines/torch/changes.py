@@ -1,4 +1,4 @@
-"""Changes of torch while there are tensors on a mesh, taken back when there are none.
+"""Patch torch while tensors on a mesh exist, and remove the patches when none is left.
 
 DTensors compute right by what is changed in `DTensor` and beside it, so it is changed as long as anything needs it: a
 tensor that this library has placed, one that was computed of it, or an open call. Python's garbage collector tells when
@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor
 from layoutmap.engines.patches import Patch
 
 meshes: set[DeviceMesh] = set()
-"""The meshes of this library's tensors."""
-_made: list[Patch] = []
-_ends = ExitStack()
-_kept: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The device meshes of this library's tensors."""
+_installed: list[Patch] = []
+_restore_callbacks = ExitStack()
+_keepers: weakref.WeakSet[Any] = weakref.WeakSet()
 _lock = threading.RLock()  # reentrant, because garbage collection may run while the lock is held
 
 
@@ -36,37 +36,37 @@ def change(*patches: Patch) -> None:
     """Install patches until no tensor on a mesh is left."""
     with _lock:
         for patch in patches:
-            if patch not in _made:  # already installed by another scope
-                _made.append(patch)
+            if patch not in _installed:  # another scope has not installed it
+                _installed.append(patch)
             patch.install()
         if _restore_if_unused not in gc.callbacks:
             gc.callbacks.append(_restore_if_unused)
 
 
 def call_on_restore(do: Callable[[], object]) -> None:
-    """Register a function to call when the patches are removed, the latest first."""
-    _ends.callback(do)
+    """Register a function to call when the patches are removed, the last one first."""
+    _restore_callbacks.callback(do)
 
 
 def keep_patches(what: object) -> None:
-    """Keep the patches while an object exists: a module in layouts, or an open context."""
-    _kept.add(what)
+    """Keep the patches while an object exists, such as a sharded module or an open context."""
+    _keepers.add(what)
 
 
-# Weak references cannot show when the last tensor is gone, so garbage collection triggers this (decisions/0150).
+# Weak references cannot tell when the last tensor is gone, so garbage collection triggers this (decisions/0150).
 def restore_torch() -> None:
     """Remove all patches of torch."""
     with _lock:
-        for patch in reversed(_made):  # reverse order, because patches may stack
+        for patch in reversed(_installed):  # patches may stack, so remove them in reverse order
             patch.remove()
-        _made.clear()
+        _installed.clear()
         meshes.clear()
         gc.callbacks.remove(_restore_if_unused)
-        _ends.close()  # last, because a failure must not prevent the removals above
+        _restore_callbacks.close()  # last, so that a failure does not prevent the removals above
 
 
 def _restore_if_unused(phase: str, info: Mapping[str, int]) -> None:
-    if phase == "stop" and info["generation"] == 2 and not _kept and not _is_needed():
+    if phase == "stop" and info["generation"] == 2 and not _keepers and not _is_needed():
         restore_torch()
 
 
@@ -81,10 +81,10 @@ def _is_inside(frame: types.FrameType | None) -> bool:
     """Return whether a thread runs a function that may be about to use torch."""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.startswith(_ROOMS) and name != __name__:
+        if name.startswith(_PATCHED_PACKAGES) and name != __name__:
             return True
         frame = frame.f_back
     return False
 
 
-_ROOMS = ("layoutmap.engines.torch", "layoutmap.adapters", "layoutmap.scope", "layoutmap.dtensor")
+_PATCHED_PACKAGES = ("layoutmap.engines.torch", "layoutmap.adapters", "layoutmap.scope", "layoutmap.dtensor")

@@ -1,4 +1,4 @@
-"""From meshes and layouts of names to torch's device meshes and placements, and back.
+"""Convert meshes and layouts to torch's device meshes and placements, and back.
 
 Devices are named `CPU:0`, `GPU:3`: the type, and the rank of the process that the device belongs to, or a simulated
 rank. A layout is `(DeviceMesh, placements)`, one placement for each mesh dim. An axis over several dims is split from
@@ -47,8 +47,8 @@ _TYPES = {"CPU": "cpu", "GPU": "cuda"}
 _NAME = re.compile(r"[A-Z]+:\d+$", re.IGNORECASE)
 _lock = threading.RLock()
 _device_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
-_known: dict[tuple[Mesh, Any], DeviceMesh] = {}  # cache for this process group
-# An abstract and a bound mesh map to one DeviceMesh. DTensors use the first one unless they record
+_mesh_cache: dict[tuple[Mesh, Any], DeviceMesh] = {}  # cached for the current process group
+# An abstract mesh and the same mesh with devices map to one DeviceMesh. DTensors use the first one unless they record
 # another (see `arrays.mark`).
 _mesh_of: weakref.WeakKeyDictionary[DeviceMesh, Mesh] = weakref.WeakKeyDictionary()
 
@@ -64,10 +64,10 @@ def list_device_names(device_type: str | None = None) -> tuple[str, ...]:
 
 
 def _list_device_types() -> list[str]:
-    """Return the device types that the process group supports, the default one first."""
+    """List the device types that the process group supports, the default one first."""
     if simulation.is_simulated():
         return ["CPU", "GPU"] if torch.cuda.is_available() else ["CPU"]
-    if not dist.is_initialized():  # let torch create the process group from the launcher's variables
+    if not dist.is_initialized():  # torch creates the process group from the launcher's environment variables
         return ["GPU", "CPU"] if torch.cuda.is_available() and dist.is_nccl_available() else ["CPU"]
     served = dist.get_backend_config()
     gpu = ["GPU"] if torch.cuda.is_available() and "cuda:" in served else []
@@ -75,7 +75,7 @@ def _list_device_types() -> list[str]:
 
 
 def bind_mesh(mesh: Mesh) -> Mesh:
-    """Return the mesh with devices of this machine: the first ones for an abstract mesh, or else its own."""
+    """Bind a mesh to this machine: an abstract mesh gets the first devices, and other meshes keep theirs."""
     check_auto_axes(mesh, "torch")
     names = resolve_device_names(mesh, list_device_names, "torch", _fix_too_few(mesh.size))
     here = set(simulation.filter_local_ranks(map(_rank, names)))
@@ -101,44 +101,44 @@ def _rank(name: str) -> int:
 
 
 def get_device(mesh: DeviceMesh) -> torch.device:
-    """Return the device on which this process stores its shards of tensors on a mesh."""
-    if mesh.device_type == "cpu":  # torch numbers GPUs but not the CPU
+    """Return the device for this process's shards of tensors on a mesh."""
+    if mesh.device_type == "cpu":  # the CPU has no device number in torch
         return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.cuda.current_device())  # the device that DeviceMesh selected
+    return torch.device(mesh.device_type, torch.cuda.current_device())  # DeviceMesh selected this device
 
 
 def make_device_mesh(mesh: Mesh) -> DeviceMesh:
-    """Return the `DeviceMesh` of a mesh. Equal meshes share one object and its process groups.
+    """Make the `DeviceMesh` of a mesh. Equal meshes share one object and its process groups.
 
     Raises:
         MeshError: The machine does not have the mesh's devices.
         EngineError: The devices do not come in an order that torch keeps.
     """
     simulation.start()
-    group = simulation.get_group()  # discard meshes of an ended group
-    known = _known.get((mesh, group))
+    group = simulation.get_group()  # discard the meshes of a group that has ended
+    known = _mesh_cache.get((mesh, group))
     if known is None:
-        known = _known[mesh, group] = _create_device_mesh(mesh)
-    if known not in meshes:  # skip the sweep for known meshes
+        known = _mesh_cache[mesh, group] = _create_device_mesh(mesh)
+    if known not in meshes:  # do not search for ended groups if the mesh is cached
         prepare_mesh(known)
     _mesh_of.setdefault(known, mesh)
     return known
 
 
 def forget_process_group(group: dist.ProcessGroup | None) -> None:
-    """Forget the device meshes of a process group that ends."""
+    """Discard the device meshes of a process group that ends."""
     with _lock:
-        for known in (_known, _device_meshes):
+        for known in (_mesh_cache, _device_meshes):
             for key in [key for key in known if key[-1] is group]:
                 del known[key]
 
 
 def _end_process_groups(native: DeviceMesh) -> None:
-    """End the process groups of simulated ranks that a mesh has, before their common one ends."""
-    # torch has no groups for a mesh without this rank.
+    """End the process groups of simulated ranks before the default group ends."""
+    # torch creates no groups for a mesh without this rank.
     is_here = simulation.get_rank() in simulation.list_ranks(native)
     for group in native.get_all_groups() if is_here else ():
-        if group is not simulation.get_group():  # torch destroys its own group
+        if group is not simulation.get_group():  # torch destroys the default group itself
             dist.destroy_process_group(group)
     forget_process_group(simulation.get_group())
 
@@ -160,13 +160,13 @@ def _create_device_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def check_device_order(mesh: Mesh) -> None:
-    """Refuse a mesh with devices in an order that torch does not keep. No device is accessed.
+    """Raise for a device order that torch cannot keep, without using a device.
 
     Raises:
         EngineError: It does.
     """
     if not all(map(_NAME.match, mesh.devices or ("",))):
-        return  # default devices in default order, or devices of another framework
+        return  # devices in default order, or of another framework
     ranks = np.array([_rank(name) for name in mesh.devices or ()]).reshape(mesh.shape)
     if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
         return
@@ -201,14 +201,14 @@ def _convert_mesh(native: DeviceMesh) -> Mesh:
 
 @functools.lru_cache(maxsize=4096)
 def make_placements(layout: Layout, native: DeviceMesh) -> tuple[Placement, ...]:
-    """Return the placements of a layout, one for each mesh dim."""
+    """Convert a layout to placements, one per mesh dim."""
     dims = layout.mesh.dim_names
     axes = [[dims.index(dim) for dim in layout.list_mesh_dims(axis)] for axis in range(layout.rank)]
     placements: list[Placement] = [Replicate() for _ in dims]
     for axis, numbers in enumerate(axes):
         for number in numbers:
             placements[number] = Shard(axis)
-    if all(numbers == sorted(numbers) for numbers in axes):  # the order that torch uses
+    if all(numbers == sorted(numbers) for numbers in axes):  # torch splits in this order
         return tuple(placements)
     order = tuple(
         ShardOrderEntry(tensor_dim=axis, mesh_dims=tuple(numbers))
@@ -220,7 +220,7 @@ def make_placements(layout: Layout, native: DeviceMesh) -> tuple[Placement, ...]
 
 # DTensor splits an axis by one mesh dim after another, so uneven shards may differ from the layout's (decisions/0235).
 def explain_no_padding(layout: Layout, shape: Sequence[int]) -> str:
-    """Return why DTensor's uneven shards of a shape differ from those of a layout, or an empty text if they agree."""
+    """Return why DTensor's uneven shards differ from those of a layout, or an empty text if they agree."""
     for axis in layout.find_uneven_axes(shape):
         sizes, dims = [shape[axis]], layout.list_mesh_dims(axis)
         for dim in dims:
@@ -238,7 +238,7 @@ def _split_size(size: int, number: int) -> list[int]:
 
 
 def convert_placements(native: DeviceMesh, placements: Sequence[Placement], rank: int) -> Layout | None:
-    """Return the layout of placements, or None for a partial sum and on a mesh without named dims.
+    """Convert placements to a layout, or return None for partial sums and meshes without dim names.
 
     The order of the dims on one axis is that of the mesh where torch does not say it: among dims of size 1.
     """
@@ -246,7 +246,7 @@ def convert_placements(native: DeviceMesh, placements: Sequence[Placement], rank
     if mesh is None or any(placement.is_partial() for placement in placements):
         return None
     order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(placements), native)  # pyright: ignore[reportPrivateUsage]
-    if order is None:  # no order of the dims gives these shards
+    if order is None:  # no order of the mesh dims gives these shards
         return None
     axes: list[tuple[str, ...]] = [()] * rank
     for entry in order:

@@ -33,7 +33,7 @@ from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.jax.ambient import leave_ambient_mesh
 from layoutmap.engines.jax.padded import PaddedArray, explain_no_padding, wrap
-from layoutmap.engines.patches import temporarily
+from layoutmap.engines.patches import set_temporarily
 
 
 class JaxBackend(Backend):
@@ -128,7 +128,7 @@ class JaxBackend(Backend):
         if session is None:
             yield
             return
-        with temporarily(session.on_thread, "has_all_rows", True):
+        with set_temporarily(session.on_thread, "has_all_rows", True):
             yield
 
     def gradients(

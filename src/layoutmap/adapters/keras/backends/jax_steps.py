@@ -30,7 +30,7 @@ from layoutmap.engines.agreement import CallSchedule, check_program
 from layoutmap.engines.jax.ambient import leave_ambient_mesh
 from layoutmap.engines.jax.padded import PaddedArray, find_padded_shape, pad, unpad, unwrap, wrap
 from layoutmap.engines.jax.trees import set_memory
-from layoutmap.engines.patches import temporarily
+from layoutmap.engines.patches import set_temporarily
 
 PRIVATE = ((keras.Model, ("_get_jax_state", "_purge_model_variables", "_make_function")),)
 State = Sequence[Sequence[Any]]
@@ -55,7 +55,7 @@ def make_training_wraps(model: keras.Model, session: KerasSession) -> WrappedMet
     def step(name: str, own: Callable[[], Method]) -> Method:
         # `compile` changes the loss, but jax.jit caches traces by function, so create a new function.
         kept = getattr(model, f"{name}_step")
-        with temporarily(model, f"{name}_step", functools.wraps(kept)(lambda *given: kept(*given))):
+        with set_temporarily(model, f"{name}_step", functools.wraps(kept)(lambda *given: kept(*given))):
             return _make_step(own(), session, name, schedule)
 
     wraps = make_step_wraps(model, session, schedule, step, wraps)

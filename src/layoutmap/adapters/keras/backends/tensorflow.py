@@ -50,7 +50,7 @@ from layoutmap.adapters.keras.training import (
 from layoutmap.adapters.keras.wraps import CALLS, get_session
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment
-from layoutmap.engines.patches import temporarily, wrap_in_context
+from layoutmap.engines.patches import set_temporarily, wrap_in_context
 from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 Found = tuple[dict[str, Any], list[Any]]
@@ -119,7 +119,7 @@ class TensorFlowBackend(Backend):
         # The saved kernel may be computed, as with LoRA.
         wraps["save_own_variables"] = compute_on_mesh(session)(layer.save_own_variables)
         if isinstance(layer, keras.Model):
-            as_one_device = functools.partial(temporarily, session.on_thread, "is_exporting", True)
+            as_one_device = functools.partial(set_temporarily, session.on_thread, "is_exporting", True)
             wraps["export"] = wrap_in_context(layer.export, as_one_device)
             if hasattr(layer, "make_generate_function"):  # a task model of keras-hub
                 wraps["make_generate_function"] = make_generate_refusal(layer)

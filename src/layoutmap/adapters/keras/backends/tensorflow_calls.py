@@ -28,7 +28,7 @@ from layoutmap.adapters.keras.wraps import get_call
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.engines.agreement import CallSchedule
-from layoutmap.engines.patches import temporarily
+from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.tensorflow.constraints import constrain_layout
 from layoutmap.engines.tensorflow.traces import place_captured_arrays
 
@@ -44,7 +44,7 @@ def wrap_call(layer: keras.Layer, session: KerasSession, name: str) -> Callable[
         here = session.on_thread
         if here.is_exporting or here.call_depth or in_stateless_scope():
             return plain(*args, **kwargs)
-        with temporarily(here, "call_depth", here.call_depth + 1), compute_on_mesh(session):
+        with set_temporarily(here, "call_depth", here.call_depth + 1), compute_on_mesh(session):
             if not tf.executing_eagerly():
                 results = plain(*args, **kwargs)
                 place_captured_arrays(functools.partial(replicate_tensor, session=session))
@@ -70,7 +70,7 @@ def _wrap_reading_call(layer: keras.Layer, session: KerasSession, name: str) -> 
 
     @functools.wraps(plain)
     def call(*args: object, **kwargs: object) -> object:
-        with temporarily(session.on_thread, "reading", get_reading_layout(layer)):
+        with set_temporarily(session.on_thread, "reading", get_reading_layout(layer)):
             if not session.on_thread.call_depth or not is_pinned(layer, session):
                 return plain(*args, **kwargs)
             args, kwargs = pin_layer_values((args, kwargs), session)

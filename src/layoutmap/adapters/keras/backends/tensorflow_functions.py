@@ -49,7 +49,7 @@ from tensorflow.python.ops import array_ops
 from layoutmap.adapters.keras.backends import tensorflow_windows
 from layoutmap.adapters.keras.backends.tensorflow_products import compute_einsum
 from layoutmap.adapters.keras.backends.tensorflow_windows import Plain
-from layoutmap.engines.patches import Attribute, Patches, temporarily
+from layoutmap.engines.patches import Attribute, Patches, set_temporarily
 
 Replicate = Callable[[object], Any]  # returns the tensor replicated
 _RANDOM = ("uniform", "normal", "truncated_normal", "randint")
@@ -76,7 +76,7 @@ _current = threading.local()
 @contextmanager
 def compute_for_mesh(replicate: Replicate) -> Generator[None]:
     """Make Keras on this thread compute with operations that DTensor supports until the block ends."""
-    with _PATCHES.activate(), temporarily(_current, "replicate", replicate):
+    with _PATCHES.activate(), set_temporarily(_current, "replicate", replicate):
         yield
 
 

@@ -23,7 +23,7 @@ from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.core.users_line import find_user_stacklevel
-from layoutmap.engines.patches import temporarily
+from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 
@@ -62,7 +62,7 @@ class RegatheredFunction:
             return self._at(self._session.gathering).get_concrete_function(*args)
 
     def _set_gathering(self) -> AbstractContextManager[None]:
-        return temporarily(self._session.on_thread, "gathering", self._session.gathering)
+        return set_temporarily(self._session.on_thread, "gathering", self._session.gathering)
 
     def __call__(self, *args: object) -> Any:
         """Call it, compiled as it must be."""

@@ -18,7 +18,7 @@ from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.training import place_batch
 from layoutmap.adapters.keras.wraps import get_call
 from layoutmap.core.layout import Layout
-from layoutmap.engines.patches import temporarily
+from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops import (
     SummingUp,
@@ -63,7 +63,12 @@ def run_outer_call(session: KerasSession, values: object) -> Generator[None]:
     here.sums_up = not all(map(is_batch_divisible, keras.tree.flatten(values)))
     sums = SummingUp() if here.sums_up else nullcontext()
     # The session's lock first, as where weights are made: two threads would else wait for each other.
-    with temporarily(here, "call_depth", here.call_depth + 1), session.lock, compute_on_mesh(session), sums:
+    with (
+        set_temporarily(here, "call_depth", here.call_depth + 1),
+        session.lock,
+        compute_on_mesh(session),
+        sums,
+    ):
         yield
 
 

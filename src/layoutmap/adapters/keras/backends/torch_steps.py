@@ -25,7 +25,7 @@ from layoutmap.adapters.keras.training import (
 )
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.agreement import CallSchedule
-from layoutmap.engines.patches import temporarily
+from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.torch.dtensor_ops import same_draws
 
 
@@ -56,7 +56,7 @@ class _MeshStep:
         if build_for_step(model, session, data[0]):
             materialize_for_training(model, session)
         session.refuse_in_a_plan(model.name)
-        with temporarily(session.on_thread, "model_in_step", model):
+        with set_temporarily(session.on_thread, "model_in_step", model):
             is_compared = check_same_batch(data, session, self._schedule)
             batches = [place_on_mesh(batch, session) for batch in data]
             native = session.engine.native(session.policy.replicated(0), 0)[0]

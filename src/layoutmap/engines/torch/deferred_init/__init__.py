@@ -1,4 +1,4 @@
-"""How tensors get their values: recorded without making them, then made again at some indices, bit for bit.
+"""Record how tensors are initialized, and replay that for some indices only, bit for bit.
 
 tape           records a program's operations; asks `calls` what a call says, and `interception` what else it must see
 steps          what is written down: views of memory that does not exist, and operations
@@ -8,7 +8,7 @@ readers, runs  elements from the first to the last, some at a time, in the order
 streams, tiles random numbers in pieces: of torch's one stream (`jump` moves ahead in it), or by tiles
 """
 
-from layoutmap.engines.torch.deferred_init.fake_tensors import UNFORESEEN as UNFORESEEN
+from layoutmap.engines.torch.deferred_init.fake_tensors import UNSUPPORTED_ERRORS as UNSUPPORTED_ERRORS
 from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensor as FakeTensor
 from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensorMode as FakeTensorMode
 from layoutmap.engines.torch.deferred_init.streams import free_scratch_buffer as free_scratch_buffer

@@ -24,7 +24,7 @@ def can_defer(tensor: torch.Tensor) -> bool:
 
 
 def count_elements(shape: Any) -> float:
-    """Return the number of elements of a shape, or infinity for any other value."""
+    """Count the elements of a shape, or return infinity for any other value."""
     is_shape = is_sequence(shape) and all(type(n) is int for n in shape)
     return math.prod(shape) if is_shape else math.inf
 
@@ -37,16 +37,16 @@ def find_generator(op: OpOverload, args: Args, kwargs: Kwargs) -> torch.Generato
     return given[0] if given else torch.default_generator
 
 
-_ASKING = ("torch.nn.init", "torch.nn.utils", "keras.src.initializers")
+_INITIALIZER_MODULES = ("torch.nn.init", "torch.nn.utils", "keras.src.initializers")
 
 
 def find_caller() -> str:
-    """Return the outermost torch.nn function or Keras initializer that runs the recorded operation."""
+    """Return the outermost torch.nn function or Keras initializer that called the recorded operation."""
     found = ""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(_ASKING):
+        if module.startswith(_INITIALIZER_MODULES):
             owner = frame.f_locals.get("self")
             name = frame.f_code.co_name if owner is None else type(owner).__name__
             module = "keras.initializers" if module.startswith("keras") else module.removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Histories that can be replayed in one pass: those in which each element depends on a few others at known places.
+"""Replay recorded operations in one pass, if each element depends on few others at known positions.
 
 A `History` turns the steps that a tensor depends on into readers. Where a step needs more than the elements at the same
 place, it says so, in the words of the plan.
@@ -45,7 +45,7 @@ from layoutmap.engines.torch.deferred_init.tiles import Tiled
 
 aten = torch.ops.aten
 _LONGEST_ROW = 64
-_MOST_APART = 16
+_MAX_GAP = 16
 _MOST_PLACES = 1 << 16
 _MOST_PATCHES = 64
 _SHORTEST_PERIOD = 1024
@@ -56,7 +56,7 @@ class NeedsAll(Exception):
 
 
 class IndexMap(NamedTuple):
-    """Map from element `t` of the requested tensor to the element to read: `scale * t + shift`, after `outer`.
+    """Map element `t` of the requested tensor to the element to read: `scale * t + shift`, after `outer`.
 
     Readers give each element once, so only consumers of the same elements, in the same frame, may share one.
     """
@@ -66,13 +66,13 @@ class IndexMap(NamedTuple):
     shift: int = 0
 
     def map_to_view(self, view: View) -> IndexMap:
-        """Return this map, from elements of a memory to elements of a view in it."""
+        """Convert this map from elements of a memory to elements of a view in it."""
         if view.is_dense:
             return self._replace(shift=self.shift - view.offset)
         return IndexMap((view.geometry, "within", self))
 
     def map_to_memory(self, view: View) -> IndexMap:
-        """Return this map, from elements of a view to elements of its memory."""
+        """Convert this map from elements of a view to elements of its memory."""
         if view.is_dense:
             return self._replace(shift=self.shift + view.offset)
         if self.outer and self[1:] == (1, 0) and self.outer[:2] == (view.geometry, "within"):
@@ -80,16 +80,16 @@ class IndexMap(NamedTuple):
         return IndexMap((view.geometry, "around", self))
 
     def map_to_rows(self, length: int) -> IndexMap:
-        """Return this map, from rows to elements of rows."""
+        """Convert this map from rows to elements of rows."""
         return self._replace(scale=self.scale * length, shift=self.shift * length)
 
 
 class History:
-    """The readers of one pass.
+    """Build the readers of one pass over recorded steps.
 
     Args:
         steps: The tape.
-        piece: The elements to draw at a time.
+        piece: The number of elements to draw at a time.
     """
 
     def __init__(self, steps: Sequence[Recorded], piece: int = PIECE) -> None:
@@ -98,42 +98,43 @@ class History:
         self._readers: dict[object, Reader] = {}
 
     def read_before(self, view: View, until: int) -> Reader:
-        """Return a reader of a tensor's elements, in memory order, as they are before a step.
+        """Return a reader of a tensor's elements, in memory order, with their values before a step.
 
         Raises:
             NeedsAll: It cannot be made in one pass.
         """
         reader = self._read_view(view, until, IndexMap())
         if reader is None:
-            raise NeedsAll("its elements are far apart in the memory that it is a part of")
+            raise NeedsAll("its elements are far apart in memory")
         return reader
 
     def _read_view(self, view: View, until: int, frame: IndexMap) -> Reader | None:
-        """Return a reader of a view's elements in memory order, or None if they have no order or are far apart."""
+        """Return a reader of a view's elements in memory order, or None if they are unordered or far apart."""
         if view.is_dense:
             reader = self._read_memory(view.memory, until, frame.map_to_memory(view))
             return Shifted(reader, view.offset) if view.offset else reader
-        # Reading all memory for a small view.
-        if not view.is_ordered or view.memory.numel > _MOST_APART * view.numel:
+        # Do not read all memory for a small view.
+        if not view.is_ordered or view.memory.numel > _MAX_GAP * view.numel:
             return None
         reader = self._read_memory(view.memory, until, frame.map_to_memory(view))
         return _count_consumer(Picked(reader, view.geometry))
 
     def _read_memory(self, memory: Memory, until: int, frame: IndexMap) -> Reader:
         place = bisect.bisect_left(memory.writes, until) - 1
-        key = (memory, place, frame)  # include the frame, because a reader yields each element once
+        key = (memory, place, frame)  # a reader yields each element once, so the key includes the frame
         if key not in self._readers:
             self._readers[key] = self._read_version(memory, place, frame)
         return _count_consumer(self._readers[key])
 
     def _read_version(self, memory: Memory, place: int, frame: IndexMap) -> Reader:
-        """Return a reader of a memory as it is after write number `place`."""
+        """Return a reader of a memory after write number `place`."""
         patches: list[tuple[Recorded, View]] = []
         while True:
             step = self._steps[memory.writes[place]]
             made = step.find_created_view(memory)
             written = [made] if made is not None else [each for each in step.writes if each.memory is memory]
-            if len(written) != 1 or len(patches) > _MOST_PATCHES:  # every run reads all patches
+            # every run reads all patches, so limit their number
+            if len(written) != 1 or len(patches) > _MOST_PATCHES:
                 raise self._make_error(step)
             [view] = written
             if view.is_all and step.op.overloadpacket is not aten.index_put_:
@@ -160,7 +161,7 @@ class History:
         return make_grid_patch(view.geometry, reader)
 
     def _make_index_patch(self, step: Recorded, view: View) -> Patch:
-        """Return a patch with the elements that `tensor[indices] = values` writes, if both exist already."""
+        """Return the patch of `tensor[indices] = values`, if both exist already."""
         indices, values = step.args[1:3]
         accumulates = _get_argument(step, 3, False)
         if accumulates or any(isinstance(each, View) for each in (*indices, values)):
@@ -175,7 +176,7 @@ class History:
                 [n if i == axis else 1 for i in range(len(view.shape))]
             )
             places += stride * along.expand(view.shape)[index]
-        # Torch does not define the result of duplicate indices.
+        # torch does not define the result of duplicate indices, so refuse them.
         if places.unique().numel() < places.numel():  # pyright: ignore[reportUnknownMemberType]
             raise self._make_error(step)
         return make_place_patch(places.reshape(-1), values.value.expand(shape).reshape(-1))
@@ -183,7 +184,7 @@ class History:
     # -- steps that write a whole tensor
 
     def _read_result(self, step: Recorded, view: View, frame: IndexMap) -> Reader:
-        """Return a reader of the elements that a step writes to a view, counted from the view's first one."""
+        """Return a reader of the elements that a step writes to a view."""
         packet = step.op.overloadpacket
         if step.state is not None:
             fill = find_random_fill(step, view)
@@ -229,7 +230,7 @@ class History:
         return Computed(compute, inputs, owns_first=bool(step.writes))
 
     def _read_operand(self, step: Recorded, arg: View | Constant, view: View, frame: IndexMap) -> Reader:
-        """Return a reader of an argument's elements at the places that a pointwise step writes."""
+        """Return a reader of an argument's elements at the positions that a pointwise step writes."""
         if isinstance(arg, Constant):
             return _count_consumer(Fixed(arg.value.expand(view.shape).permute(view.order)))
         reader = self._read_view(arg, step.number, frame) if arg.has_same_order(view) else None
@@ -295,7 +296,7 @@ class History:
         return Rows(compute, inputs)
 
     def _make_error(self, step: Recorded) -> NeedsAll:
-        """Return the error of a step that needs unsharded tensors, or that depends on such a step."""
+        """Return the error for a step that needs unsharded tensors, or depends on such a step."""
         before = (
             self._steps[n]
             for n in find_needed_steps(self._steps, {view.memory for view in step.list_inputs()}, step.number)

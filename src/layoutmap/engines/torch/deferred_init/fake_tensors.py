@@ -1,4 +1,4 @@
-"""Torch's tensors without values, which know their shapes only."""
+"""Import torch's fake tensors, which have shapes but no values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ with Needed("torch"):
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
-UNFORESEEN = (
+UNSUPPORTED_ERRORS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-"""Errors that a fake tensor raises if a result's shape depends on values, or nobody has said how to foresee it."""
+"""Errors of fake tensors if a result's shape depends on values or the operator has no shape rule."""

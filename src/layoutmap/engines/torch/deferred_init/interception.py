@@ -1,4 +1,4 @@
-"""Events that a tape must see beside operations: reads of values, deep copies, conversions of modules.
+"""Intercept events besides operations for a tape: value reads, deep copies, and module conversions.
 
 Each is an entrance that torch's dispatcher does not see. The modes are those of one thread; `torch.nn.Module._apply` is
 replaced while a tape records on some thread, and asks which tapes record on its own.
@@ -40,15 +40,15 @@ def intercept_operations(tape: Any, its_mode: Any) -> Generator[None]:
 
 
 class _Modes(Closing):
-    """Torch modes entered together. Closing them removes those that an interrupt left on torch's stacks."""
+    """Enter torch modes together. Closing removes those that an interrupt left on torch's stacks."""
 
     def __init__(self, *modes: Any, inner: Any) -> None:
         self._modes = modes
-        self._inner = inner  # modes that others entered inside of these
+        self._inner = inner  # modes entered inside these by other code
         self._thread = threading.get_ident()
 
     def open(self) -> None:
-        # A recording ended on another thread cannot leave its modes here, so remove them now.
+        # A recording that ended on another thread could not remove its modes here, so remove them now.
         for mode in (*list_function_modes(), *list_dispatch_modes()):
             if isinstance(mode, (_ReadInterception, _Operations)) and not mode.tape.is_recording:
                 _leave_mode(mode)
@@ -62,7 +62,7 @@ class _Modes(Closing):
 
 
 def _leave_mode(mode: Any) -> None:
-    """Leave exactly this mode on this thread. torch itself always leaves the innermost one."""
+    """Leave one mode on this thread, although torch itself always leaves the innermost one."""
     for modes in (list_function_modes(), list_dispatch_modes()):
         places = [place for place, each in enumerate(modes) if each is mode]
         for each in reversed(modes[places[-1] :] if places else []):
@@ -72,7 +72,7 @@ def _leave_mode(mode: Any) -> None:
 
 
 class _Operations(TorchDispatchMode):
-    """Sends each operation to a tape."""
+    """Send each operation to a tape."""
 
     def __init__(self, tape: Any) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
@@ -88,7 +88,7 @@ _READS = {getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__array__
 
 
 class _ReadInterception(TorchFunctionMode):
-    """Methods that take the values out of a tensor, which no operation sees."""
+    """Intercept methods that read a tensor's values without an operation."""
 
     def __init__(self, tape: Any) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
@@ -99,7 +99,7 @@ class _ReadInterception(TorchFunctionMode):
         if func in _COPIES and self.tape.is_deferred(args[0]):
             return _copy_tensor(*args)
         if func is torch.Tensor.data_ptr and self.tape.is_deferred(args[0]):
-            # Not a real address, but unique for each offset of each memory.
+            # A deferred tensor has no address, so return a number that is unique for each offset of each memory.
             return get_storage_key(args[0]) + args[0].storage_offset() * args[0].itemsize
         if func == _SET_DATA:
             return func(args[0], self._match_kind(*args))
@@ -108,7 +108,7 @@ class _ReadInterception(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _match_kind(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-        """Return new data for a tensor, deferred if the tensor is deferred and real if it is real."""
+        """Convert new data for a tensor: deferred for a deferred tensor, real for a real one."""
         if self.tape.is_deferred(tensor) == self.tape.is_deferred(data):
             return data
         return self.tape.defer(data) if self.tape.is_deferred(tensor) else self.tape.evaluate(data)
@@ -135,7 +135,7 @@ _open = threading.local()  # weak references to the tapes that record on this th
 
 
 def _list_recording_tapes() -> list[Any]:
-    # Dead references are interceptions that an interrupt ended.
+    # An interrupt may leave dead references.
     return [t for ref in getattr(_open, "tapes", ()) if (t := ref()) is not None and t.is_recording]
 
 

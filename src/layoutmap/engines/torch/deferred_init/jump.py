@@ -1,4 +1,4 @@
-"""Advance the state of torch's generator for the CPU without drawing.
+"""Advance torch's CPU generator without drawing.
 
 The generator is the Mersenne twister MT19937: its words follow a linear recurrence over bits, so the words n steps
 ahead are sums of words near by, and which ones is x^n modulo the polynomial of the recurrence. That costs about 10 ms
@@ -21,10 +21,10 @@ import torch
 _N, _M, _A = 624, 397, 0x9908B0DF  # MT19937: words per block, offset of the recurrence, mask
 _DEGREE = 19937
 _ROWS = 256
-_NEAR = 32  # below this number of blocks, stepping is faster than jumping
+_MIN_JUMP_BLOCKS = 32  # stepping is faster for fewer blocks
 
-# torch's state: seed, words left (32 bits), seeded flag (32 bits), next word, the block with 64 bits per word,
-# and the cached second number of a normal pair.
+# Offsets in torch's state: seed, words left (32 bits), seeded flag (32 bits), next word, the block with 64 bits per
+# word, and the cached second number of a normal pair.
 _LEFT, _NEXT, _WORDS = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _N)
 
 Block = npt.NDArray[np.uint32]
@@ -43,10 +43,10 @@ def jump_ahead(generator: torch.Generator, words: int) -> None:
     blocks, place = divmod(get_position(generator) + words - 1, _N)
     place += 1
     block: Block = state[_WORDS].view(np.uint64).astype(np.uint32)
-    # The first block after seeding is not part of the recurrence, so step once. The rest is a common distance,
-    # so that jumps share one polynomial.
+    # The first block after seeding is not part of the recurrence, so step once. The rest is a common distance, so that
+    # jumps share one polynomial.
     far = words // _N - 2
-    if far > _NEAR:
+    if far > _MIN_JUMP_BLOCKS:
         block = _compute_block_ahead(_compute_next_block(block), far)
         blocks -= far + 1
     for _ in range(blocks):
@@ -70,7 +70,7 @@ def is_exact() -> bool:
             jump_ahead(jumped, words)
             if not torch.equal(drawn.get_state(), jumped.get_state()):
                 return False
-    except (ValueError, RuntimeError):  # a state in another format
+    except (ValueError, RuntimeError):  # this torch version stores the state in another format
         return False
     return True
 
@@ -80,7 +80,7 @@ def _draw_words(generator: torch.Generator, words: int) -> None:
 
 
 def _compute_next_block(block: Block) -> Block:
-    """Return the next block of words."""
+    """Compute the next block of words."""
     made = np.empty_like(block)
     old = np.append(block, np.uint32(0))
     for start, stop in ((0, _N - _M), (_N - _M, 2 * (_N - _M)), (2 * (_N - _M), _N)):
@@ -97,7 +97,7 @@ def _compute_next_block(block: Block) -> Block:
 
 
 def _compute_block_ahead(block: Block, blocks: int) -> Block:
-    """Return the block that comes a number of blocks later."""
+    """Compute the block that follows after a number of blocks."""
     run = [block]
     for _ in range(_DEGREE // _N + 1):
         run.append(_compute_next_block(run[-1]))
@@ -114,7 +114,7 @@ def _compute_block_ahead(block: Block, blocks: int) -> Block:
 
 @functools.lru_cache(maxsize=256)
 def _compute_power(exponent: int) -> int:
-    """Return x^exponent modulo the polynomial of the recurrence."""
+    """Compute x^exponent modulo the polynomial of the recurrence."""
     made = 1
     for bit in bin(exponent)[2:]:
         made = _reduce_polynomial(_compute_square(made) << int(bit))
@@ -142,7 +142,7 @@ _SPREAD = np.array([sum((byte >> i & 1) << (2 * i) for i in range(8)) for byte i
 
 
 def _compute_square(polynomial: int) -> int:
-    """Return a polynomial's square. Over bits it is the sum of the squares of its terms."""
+    """Compute a polynomial's square, which over bits is the sum of the squares of its terms."""
     data = polynomial.to_bytes(polynomial.bit_length() // 8 + 1, "little")
     return int.from_bytes(_SPREAD[np.frombuffer(data, np.uint8)].astype("<u2").tobytes(), "little")
 

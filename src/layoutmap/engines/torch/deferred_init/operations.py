@@ -1,4 +1,4 @@
-"""Operations of torch that look at no other element than the one that they write.
+"""List torch operations that can be computed element by element or row by row.
 
 An operation is listed if the bits of an element do not depend on where in memory it is: torch has one program for
 vectors and one for what is left over at the end, and where these end depends on the number of threads. For `sigmoid`,
@@ -17,11 +17,11 @@ aten = torch.ops.aten
 FILLED: dict[object, int] = {
     **dict.fromkeys((aten.zeros, aten.zeros_like, aten.new_zeros, aten.zero_), 0),
     **dict.fromkeys((aten.ones, aten.ones_like, aten.new_ones), 1),
-    # Uninitialized memory, whose contents are arbitrary.
+    # Uninitialized memory has arbitrary content, so zeros are valid.
     **dict.fromkeys((aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted), 0),
     **dict.fromkeys((aten.new_empty, aten.new_empty_strided), 0),
 }
-"""Operations that put one value everywhere, with the value."""
+"""Operations that fill a tensor with a fixed value, and the value."""
 
 FILLED_WITH: dict[object, int] = {
     aten.full: 1,
@@ -30,13 +30,13 @@ FILLED_WITH: dict[object, int] = {
     aten.fill_: 1,
     aten.fill: 1,
 }
-"""The same, with the place of the value among the arguments."""
+"""Operations that fill a tensor with an argument, and its position among the arguments."""
 
 COPIES = {aten._to_copy, aten.clone, aten.copy_, aten.lift_fresh_copy}
-"""Operations that return the values of a tensor, perhaps in another element type."""
+"""Operations that copy a tensor's values, possibly to another dtype."""
 
 ROWS = {aten.max, aten.min, aten.any, aten.all, aten.argmax, aten.argmin}
-"""Operations that make one element of each row, the same whatever the other rows are."""
+"""Operations that compute one element from each row, independently of other rows."""
 
 _ON_ELEMENTS = """
     abs add div floor_divide fmod mul neg reciprocal remainder rsub sub
@@ -55,24 +55,24 @@ _EXPONENTS = (2, 3, 0.5, -1)
 
 _RANDOM = "uniform_ normal_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_"
 RANDOM_IN_PLACE = {getattr(aten, name) for name in _RANDOM.split()}
-"""Operations in place that fill a tensor with random numbers."""
+"""In-place operations that fill a tensor with random numbers."""
 
 OVERWRITING = {*RANDOM_IN_PLACE, aten.zero_, aten.fill_, aten.copy_}
-"""Operations in place that leave nothing of what was there before."""
+"""In-place operations that overwrite all previous values."""
 
 
 def is_pointwise(step: Recorded) -> bool:
-    """Return whether each element of a step's result depends only on its arguments' elements at the same place."""
+    """Return whether each result element depends only on the arguments' elements at the same position."""
     if step.op.overloadpacket not in _POINTWISE or get_overload_name(step.op).endswith("out"):
         return False
     if step.name == "pow":
         return step.args[1] in _EXPONENTS
-    # Other factors may round once in one program and twice in the other.
+    # With other factors, one program may round once and another twice.
     return step.kwargs.get("alpha", 1) in (1, -1)
 
 
 def is_local(step: Recorded) -> bool:
-    """Return whether a step needs only some elements at once, if its tensors have the same order in memory."""
+    """Return whether a step needs only some elements at once, if its tensors have the same memory order."""
     packet = step.op.overloadpacket
     known = packet in FILLED or packet in FILLED_WITH or packet in COPIES or packet in ROWS
     return (

@@ -1,4 +1,4 @@
-"""In which order the elements of some blocks are read, and where in the blocks they go."""
+"""Order the elements of blocks for one pass, and map them to their positions in the blocks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from layoutmap.engines.torch.deferred_init.tiles import choose_tile, count_colum
 
 
 class Slice(NamedTuple):
-    """Some of the values of a run that go to one block.
+    """Values of a run that belong to one block.
 
     Args:
         block: The number of the block.
-        target: Where in the block they go.
-        offset: Where in the run they begin.
-        shape: The shape of a piece of the run, from there on.
-        source: Which of that piece they are.
+        target: The position in the block.
+        offset: The offset of a piece in the run.
+        shape: The shape of this piece.
+        source: The position of the values in this piece.
     """
 
     block: int
@@ -34,7 +34,7 @@ class Slice(NamedTuple):
     source: Index
 
     def put(self, values: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
-        """Copy them."""
+        """Copy the values into the block."""
         piece = values[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
         blocks[self.block][self.target].copy_(piece[self.source])
 
@@ -42,7 +42,7 @@ class Slice(NamedTuple):
 def iterate_in_order(
     shape: Sequence[int], indices: Sequence[Index], piece: int
 ) -> Iterator[tuple[Run, list[Slice]]]:
-    """Yield the runs of one pass over a tensor and the block slices from them, without runs that no block uses."""
+    """Yield the runs of one pass over a tensor with their block slices. Skip runs that no block needs."""
     for start, stop in split_into_pieces(math.prod(shape), piece):
         parts: list[Slice] = []
         offset = 0
@@ -68,9 +68,9 @@ def iterate_in_order(
 def iterate_by_tiles(
     shape: Sequence[int], indices: Sequence[Index], piece: int
 ) -> Iterator[tuple[Run, list[Slice]]]:
-    """Yield the runs of each block and the slices from them, in full tiles, without columns outside the block."""
+    """Yield the runs of each block with their slices, in full tiles, without columns outside the block."""
     columns = count_columns(shape)
-    # First axis within a row.
+    # `along` is the first axis within a row.
     along = next(i for i in range(len(shape) + 1) if math.prod(shape[i:]) == columns)
     for number, index in enumerate(indices):
         for run, part in (
@@ -80,7 +80,7 @@ def iterate_by_tiles(
 
 
 def _iterate_block(shape: Sequence[int], index: Index, along: int, piece: int) -> Iterator[tuple[Run, Slice]]:
-    """Yield the runs of a block and the slices from them: bands of rows, and of columns if a row is one axis."""
+    """Yield the runs of a block with their slices: bands of rows, and of columns if a row is one axis."""
     columns = math.prod(shape[along:])
     height, width = choose_tile(shape)
     across = max(width, piece // height // width * width)
@@ -120,7 +120,7 @@ def _iterate_row_parts(
 
 
 def _split_range(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a range that is split at multiples of a size."""
+    """Split a range at multiples of a size."""
     while start < stop:
         end = min(stop, start - start % size + size)
         yield start, end

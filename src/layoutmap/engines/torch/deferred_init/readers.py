@@ -1,4 +1,4 @@
-"""Values in one pass: readers that give some elements at a time, from the first to the last.
+"""Read a tensor's values run by run, from the first element to the last.
 
 A reader stands for a one-dimensional tensor that never exists as one, in the order of its memory. `read` asks for
 elements further on each time, or again for some of those that it gave last. What it gives must not be changed, but by
@@ -17,9 +17,9 @@ from layoutmap.engines.torch.deferred_init.steps import Geometry
 
 
 class Reader:
-    """Source of a tensor's elements, run by run. Subclasses compute them."""
+    """Compute a tensor's elements run by run. Subclasses implement `_compute`."""
 
-    shares = False  # whether the result shares memory with another object
+    shares = False  # whether the result may share memory with another object
 
     def __init__(self) -> None:
         self.consumers = 0
@@ -32,13 +32,13 @@ class Reader:
         Raises:
             ApartError: They are apart in a way that this reader does not know, or before those that it gave last.
         """
-        if self.consumers < 2:  # no other consumer reads this run
+        if self.consumers < 2:  # with a single consumer, no other one reads this run
             return self._compute(run)
         if self._run == run:
             return self._values
         if self._run.start <= run.start and run.stop <= self._run.stop and self._run.rows == run.rows == 1:
             return self._values[run.start - self._run.start : run.stop - self._run.start]
-        self._values = self._compute(run)  # cache it, because other consumers read it next
+        self._values = self._compute(run)  # other consumers read the run next, so cache it
         self._run = run
         return self._values
 
@@ -52,7 +52,7 @@ class Reader:
 
 
 class Filled(Reader):
-    """One value everywhere."""
+    """Return one value for every element."""
 
     def __init__(self, value: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Filled(Reader):
 
 
 class Fixed(Reader):
-    """The values of a real tensor, which may be broadcast, or in another order in memory.
+    """Read a real tensor, which may be broadcast or have another memory order.
 
     Args:
         values: The tensor, with its axes in the order of the memory that is read.
@@ -92,7 +92,7 @@ class Fixed(Reader):
 
 
 class Shifted(Reader):
-    """Another reader, that counts its elements from elsewhere."""
+    """Read another reader with shifted element numbers."""
 
     def __init__(self, reader: Reader, offset: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Shifted(Reader):
 
 
 class Picked(Reader):
-    """Some elements of another reader that are apart, in order."""
+    """Read some separate elements of another reader, in order."""
 
     def __init__(self, reader: Reader, geometry: Geometry) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Picked(Reader):
 
 
 class Joined(Reader):
-    """Several runs, one after the other.
+    """Concatenate several readers.
 
     Args:
         parts: Readers and the numbers of their elements.
@@ -146,7 +146,7 @@ class Joined(Reader):
 
 
 class Interleaved(Reader):
-    """A stretch of each of several readers, one after the other, again and again.
+    """Interleave several readers: a stretch of each in turn, repeatedly.
 
     Args:
         parts: Readers and the numbers of the elements in their stretches.
@@ -171,12 +171,12 @@ class Interleaved(Reader):
 
 
 class Computed(Reader):
-    """An operation on each element.
+    """Apply an operation to each element.
 
     Args:
-        function: Takes the values of the inputs at the elements; those that it changes it owns.
-        inputs: What it reads.
-        owns_first: Whether it changes the first.
+        function: Computes the result from the inputs' values, and may modify the first if `owns_first`.
+        inputs: The readers of the inputs.
+        owns_first: Whether it modifies the first input.
     """
 
     def __init__(
@@ -195,11 +195,11 @@ class Computed(Reader):
 
 
 class Rows(Reader):
-    """An operation that makes one element of each row of a few elements.
+    """Apply an operation that computes one element from each short row.
 
     Args:
-        function: Takes the rows of each input, and gives one element for each.
-        inputs: What it reads, and how long its rows are.
+        function: Computes one element per row from the rows of each input.
+        inputs: The readers of the inputs, with the lengths of their rows.
     """
 
     def __init__(self, function: Callable[..., torch.Tensor], inputs: Sequence[tuple[Reader, int]]) -> None:
@@ -213,7 +213,7 @@ class Rows(Reader):
 
 
 Patch = Callable[[torch.Tensor, Run], None]
-"""Puts new values for some elements into the values of a run of them."""
+"""Writes new values for some elements into the values of a run."""
 
 
 def make_run_patch(offset: int, numel: int, reader: Reader) -> Patch:
@@ -228,7 +228,7 @@ def make_run_patch(offset: int, numel: int, reader: Reader) -> Patch:
 
 
 def make_grid_patch(geometry: Geometry, reader: Reader) -> Patch:
-    """Return a patch with new values for the elements of a view with gaps, in their order."""
+    """Return a patch with new values for the elements of a strided view, in their order."""
 
     def write_values(values: torch.Tensor, run: Run) -> None:
         low, high = geometry.count_elements_before(run.start), geometry.count_elements_before(run.stop)
@@ -241,7 +241,7 @@ def make_grid_patch(geometry: Geometry, reader: Reader) -> Patch:
 
 
 def make_place_patch(places: torch.Tensor, values: torch.Tensor) -> Patch:
-    """Return a patch with new values for elements at any places.
+    """Return a patch with new values for elements at arbitrary positions.
 
     Args:
         places: Which elements, in any order, each once.
@@ -264,7 +264,7 @@ def make_place_patch(places: torch.Tensor, values: torch.Tensor) -> Patch:
 
 
 class Patched(Reader):
-    """Values of which some are replaced, one patch after the other."""
+    """Apply patches to the values of another reader, in order."""
 
     def __init__(self, reader: Reader, patches: Sequence[Patch]) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class Patched(Reader):
 
 
 def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Yield blocks that together cover a run of elements, in row-major order.
+    """Split a run of elements into blocks, in row-major order.
 
     Example:
         >>> list(split_into_boxes((4, 3), 2, 9))

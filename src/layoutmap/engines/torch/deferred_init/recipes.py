@@ -17,17 +17,17 @@ from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Record
 from layoutmap.engines.torch.deferred_init.streams import PIECE
 from layoutmap.engines.torch.trees import tree_map
 
-_SAMPLE = 1024  # number of file elements that processes compare, to avoid reading the whole tensor
+_NUM_COMPARED = 1024  # processes compare only this number of file elements, to avoid reading the whole tensor
 
 
 class Recipe:
-    """Description of how to compute the values of one tensor, bit for bit as in the unsharded program.
+    """Describe how to compute the values of one tensor, with the bits of the unsharded program.
 
     Args:
-        steps: The tape that it was recorded on.
+        steps: The recorded steps.
         view: The tensor.
-        until: The number of the first step that is not its past.
-        piece: The elements to make at a time, a multiple of 16.
+        until: The number of the first step that does not affect it.
+        piece: The number of elements to compute at a time, a multiple of 16.
 
     Attributes:
         shape: The global shape.
@@ -51,9 +51,9 @@ class Recipe:
         except NeedsAll as reason:
             self.why_global = str(reason)
 
-    # Bits must equal the unsharded program's, so all operations are replayed if pieces fail (decisions/0006).
+    # The bits must equal the unsharded program's, so replay all operations if pieces do not suffice (decisions/0006).
     def global_value(self) -> torch.Tensor:
-        """Return the unsharded tensor, with the strides that the unsharded program gives it."""
+        """Compute the unsharded tensor, with the strides of the unsharded program."""
         if not self.why_global:
             tensor = torch.empty_strided(self.shape, self._view.strides, dtype=self.dtype, device="cpu")
             if self._fill([(make_full_index(self.shape), tensor)]):
@@ -64,7 +64,7 @@ class Recipe:
         return replay(self._steps, [self._view], self._until)[0]
 
     def text(self) -> str:
-        """Return the recipe as text, one line per operation. Equal texts mean equal values in any process."""
+        """Format the recipe as text, one line per operation. Equal texts mean equal values in any process."""
         names: dict[Memory, str] = {}
 
         def format_leaf(leaf: object) -> Any:
@@ -74,9 +74,10 @@ class Recipe:
                 name = names.setdefault(leaf.memory, f"#{len(names)}")
                 return f"{name} {leaf.dtype}{list(leaf.shape)}{where}"
             if isinstance(leaf, Constant):
-                few = leaf.value[-1:].reshape(-1)[-_SAMPLE:] if leaf.is_of_file else leaf.value
+                few = leaf.value[-1:].reshape(-1)[-_NUM_COMPARED:] if leaf.is_of_file else leaf.value
                 return f"{leaf.value.dtype}{list(leaf.value.shape)} {_format_checksum(few)}"
-            return leaf.type if isinstance(leaf, torch.device) else leaf  # without the device index
+            # omit the device index, which differs between processes
+            return leaf.type if isinstance(leaf, torch.device) else leaf
 
         lines = [format_leaf(self._view)]
         for number in find_needed_steps(self._steps, {self._view.memory}, self._until):
@@ -92,7 +93,7 @@ class Recipe:
         return "\n".join(lines)
 
     def blocks(self, indices: Sequence[Index]) -> list[torch.Tensor]:
-        """Return the values at some indices, each contiguous and in its own memory.
+        """Compute the values at some indices, each contiguous and in its own memory.
 
         The random numbers are drawn in one pass, in pieces of about 1 MiB, unless `why_global` says otherwise.
         """
@@ -114,14 +115,14 @@ class Recipe:
         return Recipe([step], view, 1)
 
     def _compute_any_or_all(self) -> torch.Tensor | None:
-        """Return the result of a recipe that ends in `any` or `all`, read in one pass, or None."""
+        """Compute a recipe that ends in `any` or `all` in one pass, or return None for other recipes."""
         step = self._steps[self._view.memory.writes[0]]
         if step.op not in (torch.ops.aten.any.default, torch.ops.aten.all.default):
             return None
         [source] = step.args
         if not isinstance(source, View) or self._until <= self._view.memory.writes[-1]:
             return None
-        decisive = step.name == "any"  # stop at the first decisive element
+        decisive = step.name == "any"  # the value that decides the result, after which the pass stops
         try:
             reader = History(self._steps, self._piece).read_before(source, self._view.memory.writes[0])
             shape = source.geometry.shape
@@ -134,7 +135,7 @@ class Recipe:
 
     def _fill(self, blocks: Sequence[tuple[Index, torch.Tensor]]) -> bool:
         """Fill blocks with values in one pass. Return False if one pass is not enough."""
-        # Elements come in memory order, so permute indices and blocks to that order.
+        # Elements arrive in memory order, so permute indices and blocks to it.
         order = self._view.order
         indices = [tuple(index[axis] for axis in order) for index, _ in blocks]
         turned = [block.permute(order) for _, block in blocks]

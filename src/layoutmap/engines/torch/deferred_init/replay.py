@@ -1,4 +1,4 @@
-"""Compute deferred values by running the recorded operations again.
+"""Compute deferred values by replaying the recorded operations.
 
 `replay` makes global tensors: it picks the steps that they depend on, and does them in order on real memory, which it
 frees as soon as no later step needs it.
@@ -22,14 +22,14 @@ from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 
 def _is_overwritten(step: Recorded, memory: Memory) -> bool:
-    """Return whether a step replaces all values of a memory without reading them."""
+    """Return whether a step overwrites all values of a memory without reading them."""
     if step.op.overloadpacket not in OVERWRITING or not step.writes[0].is_all:
         return False
     return sum(view.memory is memory for view in step.list_inputs()) == 1
 
 
 def replay(steps: Sequence[Recorded], wanted: Sequence[View], until: int) -> list[torch.Tensor]:
-    """Return unsharded tensors with the values that they had before a step.
+    """Replay steps, and return unsharded tensors with their values before a step.
 
     Args:
         steps: The tape.
@@ -45,7 +45,7 @@ def replay(steps: Sequence[Recorded], wanted: Sequence[View], until: int) -> lis
             _run_step(steps[number], storages)
             for memory in {view.memory for view in _list_views(steps[number])}:
                 if last_use[memory] == number and memory not in kept:
-                    storages.pop(memory, None)  # free memory that no later step reads
+                    storages.pop(memory, None)  # no later step reads this memory, so free it
         return [view.make_tensor(_get_storage(view.memory, storages)) for view in wanted]
 
 
@@ -54,7 +54,7 @@ def _list_views(step: Recorded) -> list[View]:
 
 
 def find_needed_steps(steps: Sequence[Recorded], memories: set[Memory], until: int) -> list[int]:
-    """Return the numbers of the steps that some memories depend on, in order."""
+    """Return the numbers of the steps on which some memories depend, in order."""
     found: set[int] = set()
     seen: set[tuple[Memory, int]] = set()
     todo = [(memory, until) for memory in memories]
@@ -75,7 +75,7 @@ def find_needed_steps(steps: Sequence[Recorded], memories: set[Memory], until: i
 
 
 def _get_storage(memory: Memory, storages: dict[Memory, torch.UntypedStorage]) -> torch.UntypedStorage:
-    """Return a memory's real storage. It starts with zeros if no step has written it."""
+    """Return a memory's real storage, which starts with zeros."""
     if memory not in storages:
         storages[memory] = torch.zeros(memory.num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
     return storages[memory]
@@ -104,7 +104,7 @@ def _run_step(step: Recorded, storages: dict[Memory, torch.UntypedStorage]) -> N
         if view is None or view.memory in storages:
             continue
         if tensor.stride() != view.strides or tensor.storage_offset() or view.offset:
-            # Copy into the predicted strides, which later steps use.
+            # Later steps use the predicted strides, so copy the result into them.
             view.make_tensor(_get_storage(view.memory, storages)).copy_(tensor)
         else:
             storages[view.memory] = tensor.untyped_storage()
@@ -125,5 +125,5 @@ def call(step: Recorded, args: Args, kwargs: Kwargs, generator: torch.Generator 
         generator = torch.Generator("cpu")
         generator.set_state(step.state)
     drawn_by = find_generator_overload(step.op)
-    assert drawn_by is not None  # only steps with a generator store a state
+    assert drawn_by is not None  # only random steps store a generator state
     return drawn_by(*args, **kwargs, generator=generator)

@@ -1,4 +1,4 @@
-"""Which elements of a one-dimensional tensor are read at a time: some that follow each other, or rows of such."""
+"""Describe the elements of a one-dimensional tensor that are read at a time: a run, or rows of runs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 
 class ApartError(Exception):
-    """Raised if a run of elements cannot be computed by itself, so that the unsharded tensor is needed."""
+    """Raised if a run cannot be computed separately, so that the unsharded tensor is needed."""
 
 
 class Run(NamedTuple):
-    """Some elements.
+    """Consecutive elements, or several rows of them.
 
     Args:
         start: The first.
         length: Number of consecutive elements of a run.
         rows: Number of runs.
-        stride: How far apart the rows begin.
+        stride: The distance between the starts of rows.
     """
 
     start: int
@@ -26,7 +26,7 @@ class Run(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """One more than the last element."""
+        """The number after the last element."""
         return self.start + (self.rows - 1) * self.stride + self.length
 
     @property
@@ -39,11 +39,11 @@ class Run(NamedTuple):
         return self._replace(start=self.start + offset)
 
     def multiply(self, number: int) -> Run:
-        """Return the run of `number` elements for each element of this one."""
+        """Return the run with `number` elements for each element of this one."""
         return Run(self.start * number, self.length * number, self.rows, self.stride * number)
 
     def clip_to(self, low: int, high: int) -> tuple[Run, slice] | None:
-        """Return the runs between two elements and their slice of this run, or None if there are none.
+        """Return the part between two elements and its slice of this run, or None if it is empty.
 
         Raises:
             ApartError: They are not full rows.

@@ -1,4 +1,4 @@
-"""Steps of a tape: views of memory that is not allocated, and the operations that fill it.
+"""Describe recorded steps: operations, and views of memory that is not allocated.
 
 A deferred tensor is a `View` of a `Memory`. Views need no step: torch says which memory an operation's result is in.
 So a step is an operation that makes memory or changes some, and the history of a tensor is the list of such steps.
@@ -22,9 +22,9 @@ class Memory:
     """The memory of deferred tensors that share it.
 
     Args:
-        storage: The fake storage, which keeps its identity from being used again.
+        storage: The fake storage, kept so that its id is not reused.
         dtype: The element type of the tensor that it was made for.
-        writes: The numbers of the steps that made it and changed it, in order.
+        writes: The numbers of the steps that created or changed it, in order.
     """
 
     storage: torch.UntypedStorage
@@ -44,14 +44,14 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Elements of a memory, in order: `shape` of them along each axis, `strides` apart, the slowest axis first."""
+    """Strided elements of a memory: shape, strides, and offset, the slowest axis first."""
 
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
     def find_place(self, element: int) -> int:
-        """Return the place of an element in memory."""
+        """Return the offset of an element in memory."""
         place = self.offset
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             element, along = divmod(element, n)
@@ -59,7 +59,7 @@ class Geometry:
         return place
 
     def list_places(self, start: int, stop: int) -> torch.Tensor:
-        """Return the places of a range of elements in memory."""
+        """Return the offsets of a range of elements in memory."""
         left = torch.arange(start, stop, device="cpu")
         place = torch.full_like(left, self.offset)
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
@@ -68,13 +68,13 @@ class Geometry:
         return place
 
     def count_elements_before(self, place: int) -> int:
-        """Return the number of elements before a place in memory."""
+        """Count the elements before an offset in memory."""
         return bisect.bisect_left(range(math.prod(self.shape)), place, key=self.find_place)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """A tensor without values: where its elements are in a memory."""
+    """A tensor without values: shape, strides, and offset in a memory."""
 
     memory: Memory
     shape: tuple[int, ...]
@@ -91,12 +91,12 @@ class View:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Return the axes in memory order, the slowest first. Axes of size 1 come before all others."""
+        """Return the axes in memory order, the slowest first. Axes of size 1 come first."""
         return tuple(sorted(range(len(self.shape)), key=lambda i: (self.shape[i] != 1, -self.strides[i], i)))
 
     @property
     def is_dense(self) -> bool:
-        """Whether its elements are an unbroken run of memory, each once, in the memory's own type."""
+        """Whether its elements are contiguous in memory, each once, in the memory's own dtype."""
         if self.dtype != self.memory.dtype or self.conj or self.neg:
             return False
         expected = 1
@@ -113,14 +113,14 @@ class View:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether torch calls it contiguous."""
+        """Whether torch would call it contiguous."""
         return self.is_dense and [i for i in self.order if self.shape[i] != 1] == [
             i for i, n in enumerate(self.shape) if n != 1
         ]
 
     @property
     def is_ordered(self) -> bool:
-        """Whether its elements are apart, and going through its axes in their order goes through memory in order."""
+        """Whether its elements do not overlap and its axes are in memory order."""
         if self.dtype != self.memory.dtype or self.conj or self.neg:
             return False
         reach = 0
@@ -153,11 +153,11 @@ class View:
 
 @dataclass(slots=True, eq=False)
 class Constant:
-    """A real tensor that a step reads, with the values that it had then.
+    """A real tensor that a step reads, with its values at that time.
 
     Args:
         value: The tensor.
-        is_of_file: Whether its memory is a file that is mapped, so that what is looked at is read.
+        is_of_file: Whether its memory is a mapped file, so that only accessed parts are read.
     """
 
     value: torch.Tensor
@@ -166,18 +166,18 @@ class Constant:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
-    """An operation.
+    """A recorded operation.
 
     Args:
-        number: Its place on the tape.
+        number: Its position on the tape.
         op: The operation of torch.
         args: Its arguments; tensors are a `View` or a `Constant`.
         kwargs: Its arguments by name, without the generator.
-        made: For each tensor that it returned, where it is; `None` if that is not deferred.
-        writes: What it changed in place.
-        state: The state of the generator before it, if it draws random numbers.
-        seed: The number by which tiles of it are drawn, if they are.
-        seen_in: The function of torch or of the model library that asked for it, for messages.
+        made: For each returned tensor, its view; `None` if it is not deferred.
+        writes: The views that it changed in place.
+        state: The generator's state before it, if it draws random numbers.
+        seed: The seed of its tiles, if it is drawn by tiles.
+        seen_in: The torch or library function that called it, for messages.
     """
 
     number: int
@@ -192,7 +192,7 @@ class Recorded:
 
     @property
     def name(self) -> str:
-        """The operation's name, without its overload."""
+        """The operation's name without its overload."""
         return self.op.overloadpacket.__name__.rstrip("_")
 
     def list_inputs(self) -> Iterator[View]:
@@ -200,7 +200,7 @@ class Recorded:
         return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, View))
 
     def find_created_view(self, memory: Memory) -> View | None:
-        """Return the view with which this step created a memory, or None if it did not create it."""
+        """Return the view with which this step created a memory, or None if another step did."""
         written = {view.memory for view in self.writes}
         for view in self.made:
             if view is not None and view.memory is memory and memory not in written:

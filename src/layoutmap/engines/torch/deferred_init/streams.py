@@ -1,4 +1,4 @@
-"""Random numbers in pieces: an operation that fills memory with random numbers, a bounded piece at a time.
+"""Fill memory with random numbers in pieces of bounded size.
 
 Torch's generator for the CPU gives one stream of numbers, and an operation that takes a fixed number of them for each
 element can be done piece by piece, if pieces are multiples of 16 and the last one has at least 16: torch fills
@@ -29,23 +29,23 @@ from layoutmap.engines.torch.operators import (
 )
 
 PIECE = 1 << 18
-"""Elements in a piece: 1 MiB of float32."""
+"""The number of elements in a piece: 1 MiB of float32."""
 
-_GROUP = 16  # torch fills groups of 16 elements and treats the remainder differently
-_FAR = 1 << 22
+_RNG_GROUP = 16  # torch fills groups of 16 elements and treats the remainder differently
+_MIN_JUMP_WORDS = 1 << 22
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class RandomFill:
-    """An operation in place, without generator, that fills any number of elements.
+    """An in-place random operation that can fill any number of elements.
 
     Args:
         op: The operation in place.
         args: Its arguments after the tensor.
         dtype: The element type.
-        strided: Whether torch sees memory that is not contiguous, for which it has other programs.
+        strided: Whether the memory is not contiguous, for which torch uses other kernels.
     """
 
     op: Function
@@ -54,9 +54,9 @@ class RandomFill:
     strided: bool
 
     def draw_next(self, numel: int, generator: torch.Generator) -> torch.Tensor:
-        """Return the next values of the stream."""
+        """Draw the next values of the stream."""
         if self.strided:
-            # For strided memory, torch consumes the stream in another order.
+            # torch consumes the stream in another order for strided memory.
             values = torch.empty(2 * numel, dtype=self.dtype, device="cpu")[::2]
         else:
             values = torch.empty(numel, dtype=self.dtype, device="cpu")
@@ -64,47 +64,50 @@ class RandomFill:
         return values.contiguous()
 
     def skip(self, numel: int, generator: torch.Generator) -> None:
-        """Leave the generator as after that many values."""
+        """Advance the generator by that many values."""
         words = _count_words(self)
-        # Draw the last group, because it may cache the second number of a normal pair.
-        ahead = (numel - _GROUP) // _GROUP * _GROUP
-        if ahead * words >= _FAR and jump.is_exact():  # below this distance, drawing is faster than jumping
+        # The last group may cache the second number of a normal pair, so draw it.
+        ahead = (numel - _RNG_GROUP) // _RNG_GROUP * _RNG_GROUP
+        if ahead * words >= _MIN_JUMP_WORDS and jump.is_exact():  # drawing is faster for shorter distances
             jump.jump_ahead(generator, ahead * words)
             numel -= ahead
-        room = _get_scratch_buffer((2 if self.strided else 1) * min(numel, PIECE + _GROUP), self.dtype)
+        room = _get_scratch_buffer((2 if self.strided else 1) * min(numel, PIECE + _RNG_GROUP), self.dtype)
         for start, stop in split_into_pieces(numel):
             values = room[: 2 * (stop - start) : 2] if self.strided else room[: stop - start]
             self.op(values, *self.args, generator=generator)
 
 
-_rooms = threading.local()
+_scratch_buffers = threading.local()
 
 
 def _get_scratch_buffer(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the same scratch buffer each time, because repeated allocations would fragment the heap."""
     num_bytes = numel * dtype.itemsize
-    room = getattr(_rooms, "bytes", None)
+    room = getattr(_scratch_buffers, "bytes", None)
     if room is None or room.numel() < num_bytes:
-        room = _rooms.bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        room = _scratch_buffers.bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     return room[:num_bytes].view(dtype)
 
 
 def free_scratch_buffer() -> None:
-    """Free the memory for discarded random numbers after a model is created."""
-    vars(_rooms).pop("bytes", None)
+    """Free the scratch buffer after a model is created."""
+    vars(_scratch_buffers).pop("bytes", None)
 
 
 @functools.lru_cache(maxsize=4096)
 def _can_split(fill: RandomFill) -> bool:
     """Return whether drawing in pieces gives the same bits and generator state as drawing at once."""
-    for numel in (_GROUP * 50 + 5, _GROUP * 50):  # with and without a remainder
+    for numel in (_RNG_GROUP * 50 + 5, _RNG_GROUP * 50):  # with and without a remainder
         at_once, in_parts = torch.Generator("cpu"), torch.Generator("cpu")
         for generator in (at_once, in_parts):
             generator.manual_seed(20)
-            # An odd count caches the second number of a normal pair.
+            # An odd count leaves the second number of a normal pair in the cache.
             torch.empty(5, device="cpu").normal_(generator=generator)
         expected = fill.draw_next(numel, at_once)
-        parts = [fill.draw_next(n, in_parts) for n in (_GROUP * 3, _GROUP * 30, _GROUP, numel - _GROUP * 34)]
+        parts = [
+            fill.draw_next(n, in_parts)
+            for n in (_RNG_GROUP * 3, _RNG_GROUP * 30, _RNG_GROUP, numel - _RNG_GROUP * 34)
+        ]
         same = torch.equal(expected.view(torch.uint8), torch.cat(parts).view(torch.uint8))
         if not same or not torch.equal(at_once.get_state(), in_parts.get_state()):
             return False
@@ -113,30 +116,30 @@ def _can_split(fill: RandomFill) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _count_words(fill: RandomFill) -> int:
-    """Return the generator's words per element, or 0 if that number varies or is unknown."""
+    """Return the number of generator words per element, or 0 if it varies or is unknown."""
     generator = torch.Generator("cpu")
     generator.manual_seed(20)
-    fill.draw_next(_GROUP, generator)
+    fill.draw_next(_RNG_GROUP, generator)
     begin = jump.get_position(generator)
-    fill.draw_next(_GROUP * 8, generator)
+    fill.draw_next(_RNG_GROUP * 8, generator)
     middle = jump.get_position(generator)
-    fill.draw_next(_GROUP * 4, generator)
-    each, rest = divmod(middle - begin, _GROUP * 8)
-    return each if not rest and jump.get_position(generator) - middle == _GROUP * 4 * each > 0 else 0
+    fill.draw_next(_RNG_GROUP * 4, generator)
+    each, rest = divmod(middle - begin, _RNG_GROUP * 8)
+    return each if not rest and jump.get_position(generator) - middle == _RNG_GROUP * 4 * each > 0 else 0
 
 
 def split_into_pieces(numel: int, size: int = PIECE) -> Iterator[tuple[int, int]]:
-    """Yield the start and stop of each piece of a run. The last has at least `_GROUP` elements, if the run has."""
+    """Yield the start and stop of each piece of a run. The last piece is not shorter than `_RNG_GROUP`."""
     start = 0
     while start < numel:
         stop = start + size
-        stop = numel if numel - stop < _GROUP else stop
+        stop = numel if numel - stop < _RNG_GROUP else stop
         yield start, stop
         start = stop
 
 
 def find_random_fill(step: Recorded, view: View) -> RandomFill | None:
-    """Return how to draw a step's values piece by piece in memory order, or None if that is impossible."""
+    """Return how to draw a step's values in pieces in memory order, or None if that is impossible."""
     packet, args = step.op.overloadpacket, step.args
     if not view.is_ordered or any(isinstance(arg, View) for arg in args[1:]):
         return None
@@ -162,7 +165,7 @@ def find_random_fill(step: Recorded, view: View) -> RandomFill | None:
 
 
 class Stream(Reader):
-    """The values of one fill, read from the first to the last."""
+    """Read the values of one fill, from the first to the last."""
 
     def __init__(self, fill: RandomFill, numel: int, state: torch.Tensor, piece: int = PIECE) -> None:
         super().__init__()
@@ -190,17 +193,17 @@ class Stream(Reader):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _draw_piece_with(self, element: int) -> None:
-        begin = min(element, max(self._numel - _GROUP, 0)) // self._size * self._size
+        begin = min(element, max(self._numel - _RNG_GROUP, 0)) // self._size * self._size
         if begin > self._stop:
             self._fill.skip(begin - self._stop, self._generator)
         end = begin + self._size
-        self._start, self._stop = begin, self._numel if self._numel - end < _GROUP else end
+        self._start, self._stop = begin, self._numel if self._numel - end < _RNG_GROUP else end
         self._piece = self._fill.draw_next(self._stop - begin, self._generator)
 
 
 @functools.cache
 def find_generator_overload(op: OpOverload) -> OpOverload | None:
-    """Return the overload of a random operation that takes a generator, or None, as for dropout."""
+    """Return the overload of a random operation with a generator, or None if there is none, as for dropout."""
     names = list_argument_names(op)
     if "generator" in names:
         return op

@@ -1,4 +1,4 @@
-"""Record how tensors get their values, without making them.
+"""Record how tensors get their values, without computing them.
 
 While a tape records, operations that would make large tensors give fake ones, which know all but their values: torch
 says what each operation would return, and the tape writes it down. Small tensors are made, so that values read from
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.patches import temporarily
+from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.torch.deferred_init.calls import (
     can_defer,
     count_elements,
@@ -29,7 +29,7 @@ from layoutmap.engines.torch.deferred_init.calls import (
     find_generator,
     list_changed_tensors,
 )
-from layoutmap.engines.torch.deferred_init.fake_tensors import UNFORESEEN, FakeTensor, FakeTensorMode
+from layoutmap.engines.torch.deferred_init.fake_tensors import UNSUPPORTED_ERRORS, FakeTensor, FakeTensorMode
 from layoutmap.engines.torch.deferred_init.interception import intercept_operations
 from layoutmap.engines.torch.deferred_init.operations import OVERWRITING
 from layoutmap.engines.torch.deferred_init.recipes import Recipe
@@ -48,16 +48,16 @@ from layoutmap.engines.torch.storages import get_storage_key
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 SMALLEST = 4096
-_SNAPSHOT = 1 << 12  # larger constants are stored by reference until something changes them
+_MAX_COPIED = 1 << 12  # larger constants are copied only when something changes them
 
 
-# No device may store a full weight, so operations are recorded and replayed in pieces (decisions/0006).
+# No device may store a full weight, so record operations and replay them in pieces (decisions/0006).
 class Tape:
-    """Record of the operations that compute deferred tensors.
+    """Record the operations that compute deferred tensors.
 
     Args:
-        smallest: Tensors with fewer elements are made at once, unless they follow from deferred ones.
-        piece: The elements to make at a time, a multiple of 16.
+        smallest: Tensors with fewer elements are computed at once, unless they depend on deferred ones.
+        piece: The number of elements to compute at a time, a multiple of 16.
         dry: Whether nobody will ask for values, only for shapes: random operations then leave the generator as it is,
             which takes no time however large the tensors are. What is read while recording is random, too; whether any
             element is true is taken to be false, and whether all are, true.
@@ -101,7 +101,7 @@ class Tape:
 
     @contextmanager
     def record_operations(self) -> Generator[Tape]:
-        """Record this thread's operations on large tensors while open. The context may be entered again."""
+        """Record this thread's operations on large tensors while open. The context may be reentered."""
         if self._depth:
             yield self
             return
@@ -127,24 +127,24 @@ class Tape:
         )
 
     def recipe(self, tensor: torch.Tensor) -> Recipe:
-        """Return the recipe for the current values of a deferred tensor.
+        """Return the recipe of the current values of a deferred tensor.
 
         Raises:
             EngineError: The tensor is not deferred here.
         """
         if not self.is_deferred(tensor):
             raise EngineError(
-                "the tape holds no such tensor",
+                "the tape did not record this tensor",
                 facts={"tensor": f"{type(tensor).__name__} {tuple(tensor.shape)}"},
-                why="it was made outside of record_operations(), or is small enough to be made at once",
-                fix="ask tape.is_deferred(tensor) first",
+                why="it was created outside record_operations(), or is small and was computed at once",
+                fix="check tape.is_deferred(tensor) first",
             )
         return Recipe(self._steps, self._make_view(tensor), len(self._steps), self._piece)
 
     # -- called by the modes
 
     def dispatch(self, op: OpOverload, args: Args, kwargs: Kwargs) -> object:
-        """Do an operation, or write it down."""
+        """Run an operation, or record it."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self._paused or op.namespace == "prim" or not self._is_here():
             return op(*args, **kwargs)
@@ -154,15 +154,15 @@ class Tape:
         if not all(map(self.is_deferred, written)):
             if any(map(self.is_deferred, written)):
                 raise EngineError(
-                    f"{op} changes deferred tensors and real ones at once",
-                    why="a tape either does an operation or defers it",
-                    fix="make all tensors inside of record_operations(), or all before it",
+                    f"{op} changes deferred and real tensors together",
+                    why="a tape either runs or records an operation",
+                    fix="create all tensors inside record_operations(), or all before it",
                 )
             return self._run_evaluated(op, args, kwargs, written)
         try:
             foreseen = self._infer_result(op, args, kwargs)
-        except UNFORESEEN:
-            if written:  # executing it now would change a temporary copy
+        except UNSUPPORTED_ERRORS:
+            if written:  # running it now would change a temporary copy
                 raise
             return self._run_evaluated(op, args, kwargs, written)
         is_drawn = find_generator(op, args, kwargs) is not None
@@ -180,7 +180,7 @@ class Tape:
             return self._write_down(copy, (tensor,), {}, [], self._infer_result(copy, (tensor,), {}))
 
     def read_later(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return a deferred tensor with a file's values. Of a memory-mapped file only the needed parts are read.
+        """Return a deferred tensor with a file's values. Of a mapped file, only the needed parts are read.
 
         Args:
             read: Gives the tensor, which nobody else changes.
@@ -194,7 +194,7 @@ class Tape:
             return self._write_down(copy, (constant,), {}, [], self._infer_result(copy, (tensor,), {}))
 
     def evaluate(self, values: object) -> Any:
-        """Return arguments with real tensors in place of deferred ones."""
+        """Replace deferred tensors in arguments by real ones."""
         held = [
             leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and self.is_deferred(leaf)
         ]
@@ -213,16 +213,16 @@ class Tape:
         for leaf in written:
             self._copy_constant(leaf)
         known = sum(tensor.numel() for tensor in tensors if not tensor.is_meta)
-        # Defer only results much larger than existing tensors, because others save little memory.
+        # Deferring results that are not much larger than existing tensors saves little memory.
         bound = max(self._smallest, 2 * known + 1 if known else 0)
         if written or can_return_view(op) or (not tensors and args and count_elements(args[0]) < bound):
             return op(*args, **kwargs)
-        # Tensor subclasses may have side effects, so they are not deferred.
+        # Tensor subclasses may have side effects, so do not defer them.
         if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
             return op(*args, **kwargs)
         try:
             foreseen = self._infer_result(op, args, kwargs)
-        except (*UNFORESEEN, NotImplementedError):
+        except (*UNSUPPORTED_ERRORS, NotImplementedError):
             return op(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(foreseen) if isinstance(leaf, torch.Tensor)]
         if not made or not all(can_defer(tensor) and tensor.numel() >= bound for tensor in made):
@@ -236,9 +236,9 @@ class Tape:
         return op(*args, **kwargs)
 
     def _infer_result(self, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Return the result of an operation as fake tensors."""
+        """Return an operation's result as fake tensors."""
         if op.overloadpacket in OVERWRITING and not any(isinstance(arg, torch.Tensor) for arg in args[1:]):
-            return args[0]  # a fill changes only values, so its result is known
+            return args[0]  # a fill changes only values, so the result is its first argument
         args, kwargs = tree_map(self._detach_leaf, (args, kwargs))
         with self._fake:
             return op(*args, **kwargs)
@@ -246,7 +246,7 @@ class Tape:
     def _detach_leaf(self, leaf: object) -> object:
         if isinstance(leaf, torch.Generator):
             return None
-        # Detach, because a fake mode caches each real tensor that it sees.
+        # A fake mode caches each real tensor that it sees, so detach it.
         return leaf.detach() if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) else leaf
 
     def _write_down(
@@ -255,7 +255,7 @@ class Tape:
         made_tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
         fresh = [each for each in made_tensors if isinstance(each, FakeTensor) and not self.is_deferred(each)]
         if not fresh and (not written or torch.Tag.inplace_view in op.tags):
-            return made  # results that are views
+            return made  # the results are views, so nothing is recorded
         number = len(self._steps)
         for tensor in fresh:
             memory = Memory(tensor.untyped_storage(), tensor.dtype, [number])
@@ -263,7 +263,7 @@ class Tape:
         if "dtype" in list_argument_names(op) and not any(
             isinstance(x, torch.Tensor) for x in tree_leaves(args)
         ):
-            # Store the dtype, because the default may change before replay.
+            # The default dtype may change before the replay, so store it.
             kwargs = {**kwargs, "dtype": made_tensors[0].dtype}
         generator = find_generator(op, args, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
@@ -286,7 +286,7 @@ class Tape:
         return made
 
     def _advance_generator(self, step: Recorded, generator: torch.Generator) -> Recorded:
-        """Advance a generator past a random operation, and return the operation's record."""
+        """Advance a generator past a random operation, and return the step with the generator's state."""
         view = step.writes[0] if step.writes else step.made[0]
         fill = None if view is None else find_random_fill(step, view)
         with self._pause():
@@ -332,7 +332,7 @@ class Tape:
         )
 
     def _record_argument(self, leaf: object) -> object:
-        """Return an argument in the form that the tape stores."""
+        """Convert an argument to the form that the tape stores."""
         if isinstance(leaf, torch.Generator):
             return None
         if not isinstance(leaf, torch.Tensor):
@@ -340,7 +340,7 @@ class Tape:
         if self.is_deferred(leaf):
             return self._make_view(leaf)
         with self._pause():
-            if leaf.numel() <= _SNAPSHOT:
+            if leaf.numel() <= _MAX_COPIED:
                 return Constant(leaf.detach().clone())
             constant = Constant(leaf.detach())
             self._lent.setdefault(get_storage_key(leaf), []).append(constant)
@@ -354,7 +354,7 @@ class Tape:
 
     @contextmanager
     def _pause(self) -> Generator[None]:
-        with temporarily(self, "_paused", True), torch.no_grad():
+        with set_temporarily(self, "_paused", True), torch.no_grad():
             yield
 
 
@@ -380,7 +380,7 @@ def trace(function: Function, *args: object, tiles: bool = False) -> Recipe:
         raise EngineError(
             f"{getattr(function, '__name__', function)} returns no tensor",
             facts={"returned": type(made).__name__},
-            why="a recipe is for one tensor",
-            fix="return the tensor alone",
+            why="a recipe describes one tensor",
+            fix="return only the tensor",
         )
     return tape.recipe(made) if tape.is_deferred(made) else Recipe.from_values(made)

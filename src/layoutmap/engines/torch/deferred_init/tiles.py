@@ -18,11 +18,11 @@ from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
 from layoutmap.engines.torch.deferred_init.streams import RandomFill
 
 TILE = 256
-_NARROW = 64
+_MIN_ROW_LENGTH = 64
 
 
 def count_columns(shape: Sequence[int]) -> int:
-    """Return the number of elements in a row, which spans as few last axes as give it a minimum width.
+    """Count the elements of a row, which spans the fewest last axes with a minimum length.
 
     Example:
         >>> count_columns((1000, 500)), count_columns((128, 64, 3, 3))
@@ -30,14 +30,14 @@ def count_columns(shape: Sequence[int]) -> int:
     """
     columns = 1
     for n in reversed(shape):
-        if columns >= _NARROW:
+        if columns >= _MIN_ROW_LENGTH:
             break
         columns *= n
     return columns
 
 
 def choose_tile(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the rows and columns of a tile.
+    """Choose the rows and columns of a tile.
 
     Example:
         >>> choose_tile((1000, 500)), choose_tile((8, 50000))
@@ -48,12 +48,12 @@ def choose_tile(shape: Sequence[int]) -> tuple[int, int]:
 
 
 class Tiled(Reader):
-    """The values of one fill, by tiles.
+    """Read the values of one fill by tiles.
 
     Args:
-        fill: What is drawn.
+        fill: The random operation.
         shape: The tensor's shape, in the order of memory.
-        seed: Its number.
+        seed: The seed of the fill.
     """
 
     def __init__(self, fill: RandomFill, shape: Sequence[int], seed: int) -> None:
