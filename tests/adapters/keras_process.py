@@ -7,9 +7,12 @@ import warnings
 import zlib
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import jax
 import keras
 import numpy as np
+from cases import EVERYTHING
 
 import layoutmap as lm
 from layoutmap.core.errors import LayoutMapError
@@ -217,7 +220,8 @@ def main():
     }
     shared, _ = seeded(laid_out, "model=2,batch=4")
     told["shared"] = fitted(shared)
-    told["both"] = of_both(names, number)
+    if EVERYTHING:
+        told["both"] = of_both(names, number)
     told["saved"] = saved(cut, folder, number)
     told["refused"] = refused(cut, shared, names, number)
     if number:

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 import layoutmap as lm
 
 WORKER = Path(__file__).with_name("hugging_face_process.py")
-TRAINED = ("adamw", "sgd", "loop")
-TRAINED_LONG = ("bf16", "lora", "module", "resumed", "lightning", "lightning lora")
+TRAINED = ("adamw", "loop")
+TRAINED_LONG = ("sgd", "bf16", "lora", "module", "resumed", "lightning", "lightning lora")
 OWN_ROWS = ("own rows", "own rows loop", "own rows sgd")
 # PEFT asks transformers for a name that it has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

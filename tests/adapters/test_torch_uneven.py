@@ -35,7 +35,7 @@ def test_arrays(mesh):
 @pytest.mark.parametrize("mesh", few(MESHES, MESHES[0]))
 @pytest.mark.parametrize("name", few(MODELS, "by batch", "tied by batch", "images"))
 def test_models(name, mesh):
-    """Initial values have the bits of one device, and three steps its losses, norms and weights."""
+    """Initial values have the bits of one device, and some steps its losses, norms and weights."""
     assert is_near(compare_training(name, mesh))
 
 

@@ -6,7 +6,7 @@ import warnings
 
 import numpy as np
 import torch
-from cases import some
+from cases import EVERYTHING, some
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,6 +18,7 @@ from layoutmap.engines.torch.engine import engine
 from layoutmap.engines.torch.placing import full_tensor
 
 ROWS, TOKENS, VOCABULARY = 8, 6, 57
+STEPS = 3 if EVERYTHING else 2
 
 
 class Perceptron(nn.Module):
@@ -169,7 +170,7 @@ def whole(value):
     return full_tensor(value.detach())
 
 
-def train(model, make_optimizer, steps=3, call=None):
+def train(model, make_optimizer, steps=STEPS, call=None):
     """The losses and the gradients' norms of some steps."""
     optimizer, told = make_optimizer(model.parameters()), []
     for _ in range(steps):
@@ -183,7 +184,7 @@ def train(model, make_optimizer, steps=3, call=None):
 
 
 def compare_training(name, mesh, optimizer="sgd", compiled=(), **options):
-    """How far uneven shards are from one device: initial values, losses and norms, weights after three steps.
+    """How far uneven shards are from one device: initial values, losses and norms, weights after some steps.
 
     The modules at the paths `compiled` are compiled.
     """
