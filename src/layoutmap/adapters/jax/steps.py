@@ -93,7 +93,8 @@ def jit_step(
         static_argnums: The positional arguments that are constants of the compiled step, as for `jax.jit`.
         static_argnames: The same, by name.
         batch_dim: The mesh dim over which the first axis of batches is sharded, or a tuple of several, as in
-            `("replica", "fsdp")`; `None`: they are replicated.
+            `("replica", "fsdp")`; `None`: they are replicated. Rows that do not divide are padded before the program,
+            and the function gets them without padding.
         batch_argnums: The positional arguments that are batches; `None`: every numpy array is one, and so are random
             keys of which there is one for each row. Of several processes each passes its own rows.
         layout_map: Rules for arrays that appear after the model was built, as a KV cache. An argument without a layout
@@ -107,8 +108,8 @@ def jit_step(
         `jax.jit` does.
 
     Raises:
-        LayoutError: An argument is no array, none has a layout, a batch cannot be split evenly, or a donated argument
-            is returned with another shape, or passed again. From the call, as all that follow.
+        LayoutError: An argument is no array, none has a layout, rows do not divide under explicit axes, or a donated
+            argument is returned with another shape, or passed again. From the call, as all that follow.
         MeshError: Arguments are on different meshes.
         ScopeError: There is no such dim or argument, an object of nnx is inside of another argument or is returned, the
             step changes more of it than arrays, or several processes would run different steps.

@@ -80,7 +80,8 @@ def place_on_mesh(batch: object, session: KerasSession, *, pad_rows: bool = Fals
     """Return a batch on the mesh: arrays are sharded along the first axis, or replicated if it does not divide.
 
     With `pad_rows`, arrays of numpy whose rows do not divide are padded, and a step takes their own rows
-    (decisions/0295). All arrays are placed at once. Sparse arrays are replicated: theirs is one list of elements for all rows.
+    (decisions/0295). All arrays are placed at once. Sparse arrays are replicated: theirs is one list of elements for
+    all rows.
     """
     policy, engine = session.policy, session.engine
     arrays: list[Any] = []
