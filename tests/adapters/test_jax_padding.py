@@ -240,3 +240,26 @@ def test_a_failing_step_changes_nothing():
         fail(params, *BATCHES[0])
 
     assert_equal_bits(make_model(), params)
+
+
+def test_rows_that_do_not_divide_are_shared_by_the_devices():
+    """Batches of any number of rows train as on one device, and each device has its share of the padded rows."""
+    step = make_step(OPTIMIZERS["sgd"])
+    shapes = []
+
+    def spy(params, state, tokens, targets):
+        jax.debug.inspect_array_sharding(tokens, callback=lambda s: shapes.append((tokens.shape, s.spec)))
+        return step(params, state, tokens, targets)
+
+    sharded, one = lm.jit_step(spy, batch_dim="data"), jax.jit(step)
+    params, plain = make_map().build(make_model), make_model()
+    state, plain_state = (OPTIMIZERS["sgd"].init(jax.tree.map(jnp.asarray, tree)) for tree in (params, plain))
+    for rows in (8, 5, 5, 1):
+        tokens, targets = (each[:rows] for each in BATCHES[0])
+        params, state, loss = sharded(params, state, tokens, targets)
+        plain, plain_state, expected = one(plain, plain_state, tokens, targets)
+        np.testing.assert_allclose(expected, loss, rtol=1e-6)
+    for name, value in plain.items():
+        np.testing.assert_allclose(value, np.asarray(params[name]), rtol=1e-5, atol=1e-6, err_msg=name)
+    assert {((5, 5), jax.P("data"))} <= {*shapes}
+    assert 3 == sharded.num_programs

@@ -240,8 +240,11 @@ def test_accumulation_remat_and_scan(layout_map, kind):
 
 
 def test_what_is_refused(layout_map):
-    """Arguments without a layout or on two meshes, an uneven batch, another shape: what, why and the fix are said."""
+    """Arguments without a layout or on two meshes, rows under explicit axes, another shape: each says why and a fix."""
     params = laid_out(plain_params(), layout_map.mesh)
+    explicit = laid_out(
+        plain_params(), lm.create_mesh(str(layout_map.mesh), axis_types={"batch": "explicit"})
+    )
     elsewhere = lm.dtensor.relayout(np.ones(8, np.float32), lm.Layout(["data"], lm.create_mesh("data=8")))
 
     def step(params, *rest):
@@ -254,7 +257,7 @@ def test_what_is_refused(layout_map):
     for compiled, arguments in (
         (lm.jit_step(step), (plain_params(),)),
         (lm.jit_step(step), (params, elsewhere)),
-        (lm.jit_step(step, batch_dim="batch"), (params, batch(0, 5))),
+        (lm.jit_step(step, batch_dim="batch"), (explicit, batch(0, 5))),
         (lm.jit_step(step, batch_dim="data"), (params,)),
         (lm.jit_step(step, donate_argnums=1), (params,)),
         (lm.jit_step(step), (params, jax.nn.relu)),

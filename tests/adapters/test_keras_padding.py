@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -142,3 +143,49 @@ def test_a_failing_step_changes_nothing():
 
     assert_close(expected, model)
     model.fit(X, Y, **options)
+
+
+def test_rows_that_do_not_divide_are_sharded():
+    """Devices share the 5 rows of a last batch, and fit, evaluate, and predict agree with one device."""
+    found = {}
+
+    class Spy(keras.layers.Layer):
+        def call(self, x):
+            if isinstance(x, jax.core.Tracer):
+                jax.debug.inspect_array_sharding(
+                    x, callback=lambda s: found.setdefault(x.shape, []).append(s)
+                )
+            return x
+
+    def make_normalized():
+        keras.utils.set_random_seed(0)
+        layers = [
+            keras.layers.Dense(16, name="d1"),
+            keras.layers.LayerNormalization(),
+            Spy(),
+            keras.layers.Dense(4),
+        ]
+        model = keras.Sequential([keras.Input((8,)), *layers])
+        model.compile("sgd", "mse", weighted_metrics=["mae"])
+        return model
+
+    rng = np.random.default_rng(0)
+    x, y, weights = (rng.normal(size=(13, *shape)).astype("float32") for shape in ((8,), (4,), ()))
+    one, layout_map = (
+        make_normalized(),
+        lm.LayoutMap("batch=4,model=2", {"d1.kernel": (None, "model")}, rest="replicated"),
+    )
+    with layout_map.scope(batch_dim="batch"):
+        sharded = make_normalized()
+    results = []
+    for model in (one, sharded):
+        found.clear()
+        logs = model.fit(x, y, sample_weight=weights, batch_size=8, shuffle=False, verbose=0).history
+        results.append([*logs.values(), model.evaluate(x, y, batch_size=8, verbose=0)])
+        results[-1].append(model.predict(x, batch_size=8, verbose=0))
+
+    assert {((5, 16), ("batch", "model"))} <= {
+        (shape, tuple(getattr(s, "spec", ()))) for shape in found for s in found[shape]
+    }
+    for expected, actual in zip(*results, strict=True):
+        np.testing.assert_allclose(expected, actual, rtol=1e-5, atol=1e-6)

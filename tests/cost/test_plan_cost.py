@@ -4,12 +4,15 @@ import random
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import keras
+import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import layoutmap as lm
+from layoutmap.adapters.jax import train_with
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning
 from layoutmap.cost.jax.memory import estimate_upper_bound
 from layoutmap.cost.machines import machine_named
@@ -262,3 +265,25 @@ def test_a_compiler_that_is_installed_and_fails_leaves_an_estimate(monkeypatch, 
         plan = plan_of(rules, on="h100", verify=None)
     assert "an estimate by XLA's partitioner" == plan.cost.known_by
     assert plan.cost == plan_of(rules, on="h100").cost
+
+
+def test_a_padded_axis_costs_the_collectives_of_an_even_one():
+    """A padded vocabulary is counted sharded: kinds, dims, and causes of its collectives are those of an even one."""
+
+    def count(rows, uneven):
+        def make():
+            params = {"table": jnp.zeros((rows, 64)), "head": jnp.zeros((64, rows), jnp.bfloat16)}
+            return train_with(
+                params,
+                forward=lambda p, x: p["table"][x] @ p["head"],
+                loss=lambda o, t: optax.softmax_cross_entropy_with_integer_labels(o, t).mean(),
+                optimizer=optax.adamw(1e-3),
+            )
+
+        rules = {"table": ("model", None), "head": (None, "model")}
+        layout_map = lm.LayoutMap("batch=2,model=4", rules, uneven=uneven)
+        given = (np.zeros((8, 16), "int32"),) * 2
+        cost = lm.plan(make, layout_map, inputs=given, library="jax", on="h100:8", batch_dim="batch").cost
+        return [(each.kind, each.dims, each.calls, each.cause) for each in cost.step.collectives]
+
+    assert count(520, "error") == count(517, "pad")

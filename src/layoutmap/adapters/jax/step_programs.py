@@ -205,6 +205,7 @@ class Programs:
         num_rows = {np.shape(leaf)[0] for leaf in call.leaves if isinstance(leaf, np.ndarray) and leaf.ndim}
         by_rule = self._find_rule_shardings(call, names, owners, native)
         off_mesh, places, shapes = dict[int, bool](), dict[int, bool](), list[jax.ShapeDtypeStruct]()
+        short = dict[int, Shape]()  # batches with rows that do not divide
         shardings: list[Any] = [getattr(leaf, "sharding", None) for leaf in call.leaves]
         for n, (leaf, sharding) in enumerate(zip(call.leaves, shardings, strict=True)):
             if not isinstance(leaf, kinds + NUMBERS):
@@ -221,15 +222,18 @@ class Programs:
                     )
                     or self._is_batch(call.variant.keys[owners[n]], leaf, names[n], mesh)
                 )
-                if is_batch:
-                    self._check_rows(mesh, native, np.shape(leaf), names[n])
+                if is_batch and self._is_short(mesh, native, np.shape(leaf), names[n]):
+                    short[n] = np.shape(leaf)
                 dims = [self._options.batch_dim if is_batch else None] * min(rank, 1) + [None] * (rank - 1)
                 shardings[n], off_mesh[n] = NamedSharding(native, PartitionSpec(*dims)), is_batch
-                if native.is_multi_process or isinstance(leaf, jax.Array) or is_of_object:
+                if native.is_multi_process or isinstance(leaf, jax.Array) or is_of_object or n in short:
                     places[n] = is_batch
             # jax.jit places these leaves, so they have no sharding on the mesh during tracing.
             is_placed_by_jit = n in off_mesh and n not in places
             shapes.append(describe_shape(leaf, None if is_placed_by_jit else shardings[n]))
+        if short:
+            padded = (*call.variant.padded, *short.items())
+            call = Call(call.variant._replace(padded=padded), call.leaves, call.objects)
         avals, by_jit = tuple(map(jax.typeof, shapes)), frozenset(off_mesh.keys() - places)
         signature = call.variant, avals, tuple(shardings), by_jit
         if signature not in self.by_signature:
@@ -485,23 +489,29 @@ class Programs:
             warnings.warn(warning, stacklevel=find_user_stacklevel())
         return False
 
-    def _check_rows(self, mesh: Mesh, native: jax.sharding.Mesh, shape: tuple[int, ...], name: str) -> None:
-        """Raise for a batch with uneven shards. With several processes, JAX checks each one's rows."""
+    # A step slices rows from a padded array, which JAX refuses along explicit axes (decisions/0295).
+    def _is_short(self, mesh: Mesh, native: jax.sharding.Mesh, shape: tuple[int, ...], name: str) -> bool:
+        """Return whether a batch has uneven shards. With several processes, JAX checks the rows of each.
+
+        Raises:
+            LayoutError: The shards are uneven, and the mesh has explicit axes.
+        """
         if not shape or self._options.batch_dim is None or native.is_multi_process:
-            return
+            return False
         layout = Layout.batch_sharded(mesh, self._options.batch_dim, len(shape))
         size = count_batch_shards(self._options.batch_dim, mesh)
-        if layout.find_uneven_axes(shape):
-            error, rows = (
-                layout.make_uneven_error(shape, 0, f"{self._options.name}: {name}"),
-                shape[0] - shape[0] % size,
-            )
-            raise LayoutError(
-                error.what,
-                facts=error.facts,
-                why=f"{error.why}, the devices of {format_batch_dim(self._options.batch_dim)}",
-                fix=f"use a batch of {rows} rows, pad it to {rows + size}, or leave batch_dim out",
-            )
+        if not layout.find_uneven_axes(shape):
+            return False
+        if not mesh.explicit_dims and shape[0]:
+            return True
+        error = layout.make_uneven_error(shape, 0, f"{self._options.name}: {name}")
+        rows = shape[0] - shape[0] % size
+        raise LayoutError(
+            error.what,
+            facts=error.facts,
+            why=f"{error.why}, the devices of {format_batch_dim(self._options.batch_dim)}",
+            fix=f"use a batch of {rows} rows, pad it to {rows + size}, or leave batch_dim out",
+        )
 
     def _warn_of_idle_dims(
         self,
@@ -557,14 +567,23 @@ def _has_key_per_row(leaf: Any, num_rows: Set[int]) -> bool:
 
 
 def describe_shape(leaf: object, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
-    """Return the type of a leaf with a sharding."""
+    """Return the type of a leaf with a sharding, with rows that divide."""
     aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
+    shape = aval.shape if sharding is None else find_padded_shape(aval.shape, sharding)
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
 
 
 def place_leaf(leaf: object, sharding: NamedSharding, is_batch: bool) -> jax.Array:
-    """Subtree a leaf on the mesh. A number becomes a weakly typed array, as in JAX."""
+    """Place a leaf on the mesh. A number becomes a weakly typed array, as in JAX."""
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else jnp.asarray(leaf)
+    shape = (
+        find_padded_shape(array.shape, sharding)
+        if is_batch and sharding.is_fully_addressable
+        else array.shape
+    )
+    if shape != array.shape:
+        numpy = jnp if isinstance(array, jax.Array) else np
+        array = numpy.concatenate([array, numpy.zeros((shape[0] - len(array), *shape[1:]), array.dtype)])
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding, may_alias=False)
     if is_batch and isinstance(array, np.ndarray):

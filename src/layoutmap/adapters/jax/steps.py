@@ -95,7 +95,8 @@ def jit_step(
         static_argnums: Positional arguments that are constants of the compiled step, as for `jax.jit`.
         static_argnames: Static arguments by name.
         batch_dim: Mesh dim over which the first axis of batches is sharded, or a tuple of several, as in `("replica",
-            "fsdp")`. `None`: batches are replicated.
+            "fsdp")`. `None`: batches are replicated. Rows that do not divide are padded before the program, and the
+            function gets them without padding.
         batch_argnums: Positional arguments that are batches. `None`: all numpy arrays, and arrays with one random key
             per row. Each of several processes passes its own rows.
         layout_map: Rules for arrays that appear after the model was built, such as a KV cache. An argument without a
@@ -109,8 +110,8 @@ def jit_step(
         object as `lower` of `jax.jit`.
 
     Raises:
-        LayoutError: An argument is not an array, none has a layout, a batch does not split evenly, or a donated
-            argument is returned with another shape or passed again. The call raises this and the following.
+        LayoutError: An argument is not an array, none has a layout, rows do not divide under explicit axes, or a
+            donated argument is returned with another shape or passed again. The call raises this and the following.
         MeshError: Arguments are on different meshes.
         ScopeError: A dim or argument does not exist, an nnx object is inside another argument or is returned, the step
             changes more than arrays of an nnx object, or several processes would run different steps.

@@ -120,6 +120,7 @@ def place(
         _ir.Operation.create("sdy.mesh", attributes=named, ip=_ir.InsertionPoint.at_block_begin(block))
         copy.attributes["mhlo.num_partitions"] = _ir.Attribute.parse(f"{mesh.size} : i32")
         main = next(f for f in functions if f.attributes["sym_name"].value == "main")
+        _pad_boundary(main, arguments, results)
         donated = {n: f"{n} : i32" for n, layout in enumerate(results) if layout is not None}
         for name, layouts, types, aliases in (
             ("arg_attrs", arguments, main.type.inputs, donated),
@@ -129,6 +130,60 @@ def place(
         for op in list_marks(copy):
             _replace(op, outputs(getattr(op.location, "name_str", ""), tuple(op.results[0].type.shape)))
         return copy
+
+
+# Shardy drops the shardings of arguments and results with uneven shards, so they are padded as in steps (0230).
+def _pad_boundary(main: Any, arguments: Sequence[Layout | None], results: Sequence[Layout | None]) -> None:
+    """Give a function padded arguments, which it slices first, and padded results."""
+    inputs, outputs = list(main.type.inputs), list(main.type.results)
+    block = main.regions[0].blocks[0]
+    last = block.operations[len(block.operations) - 1]
+    for n, layout in enumerate(arguments):
+        if layout is not None and (padded := _pad_type(inputs[n], layout)) != inputs[n]:
+            argument, uses = block.arguments[n], list(block.arguments[n].uses)
+            bounds = {
+                "start_indices": [0] * layout.rank,
+                "limit_indices": inputs[n].shape,
+                "strides": [1] * layout.rank,
+            }
+            argument.set_type(padded)
+            rows = _create(
+                "stablehlo.slice", inputs[n], [argument], bounds, _ir.InsertionPoint.at_block_begin(block)
+            )
+            for use in uses:
+                use.owner.operands[use.operand_number] = rows
+            inputs[n] = padded
+    for n, layout in enumerate(results):
+        if layout is not None and (padded := _pad_type(outputs[n], layout)) != outputs[n]:
+            element, place = padded.element_type, _ir.InsertionPoint(last)
+            scalar = _ir.RankedTensorType.get([], element)
+            number = "0.0" if isinstance(element, _ir.FloatType) else "false" if str(element) == "i1" else "0"
+            value = _ir.Attribute.parse(f"dense<{number}> : {scalar}")
+            zero = _ir.Operation.create("stablehlo.constant", [scalar], attributes={"value": value}, ip=place)
+            added = [new - old for new, old in zip(padded.shape, outputs[n].shape, strict=True)]
+            none = [0] * layout.rank
+            amounts = {"edge_padding_low": none, "edge_padding_high": added, "interior_padding": none}
+            last.operands[n] = _create(
+                "stablehlo.pad", padded, [last.operands[n], zero.results[0]], amounts, place
+            )
+            outputs[n] = padded
+    main.attributes["function_type"] = _ir.TypeAttr.get(_ir.FunctionType.get(inputs, outputs))
+
+
+def _pad_type(kind: Any, layout: Layout) -> Any:
+    if layout.rank != len(kind.shape):  # random keys have one more axis in a module, and are not padded
+        return kind
+    return _ir.RankedTensorType.get(layout.pad_shape(kind.shape), kind.element_type)
+
+
+def _create(
+    name: str, result: Any, operands: Sequence[Any], numbers: Mapping[str, Sequence[int]], place: Any
+) -> Any:
+    attributes: dict[str, Any] = {key: _ir.DenseI64ArrayAttr.get(list(each)) for key, each in numbers.items()}
+    made = _ir.Operation.create(
+        name, results=[result], operands=list(operands), attributes=attributes, ip=place
+    )
+    return made.results[0]
 
 
 def propagate(placed: _ir.Operation) -> None:

@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from layoutmap.adapters.fingerprints import hash_lowered
 from layoutmap.adapters.keras.backends.jax_processes import Rows, wrap_failure_report
 from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import check_same_batch, make_step_wraps
+from layoutmap.core.layout import Layout
 from layoutmap.engines.agreement import CallSchedule, check_program
 from layoutmap.engines.jax.ambient import leave_ambient_mesh
 from layoutmap.engines.jax.padded import PaddedArray, find_padded_shape, pad, unpad, unwrap, wrap
@@ -65,17 +67,30 @@ def make_training_wraps(model: keras.Model, session: KerasSession) -> WrappedMet
     return wraps
 
 
-def place_on_mesh(batch: object, session: KerasSession) -> Any:
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["rows"])
+@dataclass(frozen=True)
+class _PaddedRows:
+    """Array of a batch with rows of zeros after its own, so that they divide."""
+
+    array: jax.Array
+    rows: int
+
+
+def place_on_mesh(batch: object, session: KerasSession, *, pad_rows: bool = False) -> Any:
     """Return a batch on the mesh: arrays are sharded along the first axis, or replicated if it does not divide.
 
-    All arrays are placed at once. Sparse arrays are replicated: theirs is one list of elements for all rows.
+    With `pad_rows`, arrays of numpy whose rows do not divide are padded, and a step takes their own rows
+    (decisions/0295). All arrays are placed at once. Sparse arrays are replicated: theirs is one list of elements for
+    all rows.
     """
     policy, engine = session.policy, session.engine
     arrays: list[Any] = []
+    padded: list[int | None] = []
     shardings: list[jax.sharding.Sharding] = []
     for leaf in keras.tree.flatten(batch):
         if not hasattr(leaf, "shape"):
             continue
+        padded.append(None)
         if isinstance(leaf, JAXSparse):
             shardings.append(engine.native(policy.replicated(0), 0))
         else:
@@ -83,6 +98,10 @@ def place_on_mesh(batch: object, session: KerasSession) -> Any:
             if not isinstance(leaf, jax.Array):
                 # Copy, because JAX on CPUs shares the memory of numpy arrays, which the program may change.
                 leaf = engine.canonicalize(np.array(leaf))
+                if pad_rows and (shape := _pad_shape(leaf.shape, session)) != leaf.shape:
+                    padded[-1] = len(leaf)
+                    leaf = np.concatenate([leaf, np.zeros((shape[0] - len(leaf), *shape[1:]), leaf.dtype)])
+                    layout = policy.derive_batch_layout(shape)
             # Reading may need collectives, which must not overlap on CPUs.
             elif len(leaf.sharding.device_set) > 1:
                 leaf = engine.relayout(leaf, layout)
@@ -94,9 +113,18 @@ def place_on_mesh(batch: object, session: KerasSession) -> Any:
     else:
         with leave_ambient_mesh():
             placed = iter(_compile_placement(tuple(shardings))(*arrays))
+    placed = (x if rows is None else _PaddedRows(x, rows) for x, rows in zip(placed, padded, strict=True))
     return keras.tree.map_structure(
         lambda leaf: next(placed) if hasattr(leaf, "shape") else leaf, batch, none_is_leaf=True
     )
+
+
+def _pad_shape(shape: tuple[int, ...], session: KerasSession) -> tuple[int, ...]:
+    """Return the shape of a batch with rows that divide. JAX slices no rows along explicit axes."""
+    policy = session.policy
+    if policy.batch_dim is None or not shape or policy.mesh.explicit_dims:
+        return shape
+    return Layout.batch_sharded(policy.mesh, policy.batch_dim, len(shape)).pad_shape(shape)
 
 
 @functools.lru_cache(maxsize=64)
@@ -285,7 +313,7 @@ def _wrap_entry(plain: Method, last_values: _LastValues) -> Method:
 def _make_step(step: Method, session: KerasSession, name: str, schedule: CallSchedule) -> Method:
     if session.context.across:
         return _make_multiprocess_step(step, Rows(session, name, schedule), name, session)
-    place = _copy_numpy if session.policy.mesh.size == 1 else place_on_mesh
+    place = _copy_numpy if session.policy.mesh.size == 1 else functools.partial(place_on_mesh, pad_rows=True)
     return lambda state, data: step(state, (place(batch, session) for batch in data))
 
 
@@ -338,8 +366,11 @@ def _wrap_step(model: keras.Model, plain: Method, session: KerasSession) -> Meth
     @functools.wraps(plain)
     def step(state: State, data: object) -> object:
         groups = _list_variable_groups(model, len(state))
-        result, new = plain(tuple(map(_take_logical, state, groups)), data)
-        if session.context.across:  # place rows and scalars on the process's own devices
+        batch = jax.tree.map(_take_rows, data, is_leaf=_has_padded_rows)
+        result, new = plain(tuple(map(_take_logical, state, groups)), batch)
+        # Programs return only even shards.
+        has_padded_rows = any(map(_has_padded_rows, jax.tree.leaves(data, is_leaf=_has_padded_rows)))
+        if session.context.across or has_padded_rows:  # place rows and scalars on the process's own devices
             by_rows = plain.__name__ == "predict_step"
             result = keras.tree.map_structure(
                 lambda array: _make_addressable(array, session, by_rows), result
@@ -349,6 +380,14 @@ def _wrap_step(model: keras.Model, plain: Method, session: KerasSession) -> Meth
         return result, tuple(map(_pin_values, new, _list_variable_groups(model, len(new))))
 
     return step
+
+
+def _has_padded_rows(leaf: object) -> bool:
+    return isinstance(leaf, _PaddedRows)
+
+
+def _take_rows(leaf: Any) -> Any:
+    return leaf.array[: leaf.rows] if isinstance(leaf, _PaddedRows) else leaf
 
 
 def _make_addressable(array: object, session: KerasSession, by_rows: bool) -> object:
