@@ -56,7 +56,8 @@ class SearchResult:
         plan: Its plan, with `plan.cost`.
         verdict: How it compares with the best map of an expert that fits, in a sentence.
         rows: What was found and experts' maps: name, mesh, time of a step, memory, and why one cannot be used.
-        num_tried: For how many maps the cost was counted.
+        num_tried: For how many different maps the cost was counted. One that is counted again with recomputing, or
+            compiled, is the same map.
         is_complete: Whether the search came to its end; `False`: it was interrupted.
         recompute: Whose activations must be recomputed in the backward pass for it to fit or to be as fast, why, and
             how to have the model's library do that; empty: nothing is needed beyond the model's own code.
@@ -449,4 +450,4 @@ class _Progress(ProgressLine):
             f"{format_duration(figures.seconds)}, {format_bytes(figures.peak_bytes)}" if figures else "none"
         )
         lacks = f", lacks {format_bytes(best.missing_bytes)}" if figures and best.missing_bytes else ""
-        self._show(f"layoutmap: {number} maps tried, best {said} on {best.layout_map.mesh}{lacks}")
+        self._show(f"layoutmap: {number} maps tried so far, best {said} on {best.layout_map.mesh}{lacks}")
