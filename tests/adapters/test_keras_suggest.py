@@ -42,6 +42,25 @@ def test_a_preset_whose_heads_do_not_divide_leaves_them_replicated():
     assert {"shrink"} == {rule.uneven for rule in queries}
 
 
+def make_attention(width: int = 1024):
+    inputs = keras.Input((8, width))
+    attention = keras.layers.MultiHeadAttention(8, width // 8, name="attention")
+    return keras.Model(inputs, attention(inputs, inputs))
+
+
+def test_biases_of_heads_are_sharded_as_their_kernels_are():
+    """The biases of queries, keys, and values have an axis of heads and few bytes."""
+    suggested = lm.suggest(make_attention, MESH)
+    plan = lm.plan(make_attention, suggested)
+    specs = {path: plan[path].layout.sharding_specs for path in plan if path.endswith("bias")}
+
+    assert {
+        **{f"attention.{name}_dense.bias": ("model", "unsharded") for name in ("query", "key", "value")},
+        "attention.output_dense.bias": ("unsharded",),
+    } == specs
+    assert () == (*plan.problems, *plan.lint())
+
+
 def make_lazily():
     return keras.Sequential([keras.layers.Dense(64), keras.layers.Dense(8)])
 

@@ -50,7 +50,7 @@ def lines_of(err: str) -> list[str]:
     return [
         line
         for line in err.splitlines()
-        if not line.startswith("import time:") and " maps tried, " not in line
+        if not line.startswith("import time:") and " maps tried so far, " not in line
     ]
 
 

@@ -56,7 +56,8 @@ class SearchResult:
         plan: Plan of the map, with `plan.cost`.
         verdict: Comparison with the best expert map that fits, in a sentence.
         rows: The result and the expert maps: name, mesh, time of a step, memory, and why one cannot be used.
-        num_tried: Number of maps whose cost was counted.
+        num_tried: Number of different maps whose cost was counted. A map that is counted again with recomputed
+            activations, or compiled, counts once.
         is_complete: Whether the search finished; `False`: it was interrupted.
         recompute: Layers whose activations must be recomputed in the backward pass so that the map fits or is as fast,
             why, and how the model's library does that. Empty: the model's code suffices.
@@ -450,4 +451,4 @@ class _Progress(ProgressLine):
             f"{format_duration(figures.seconds)}, {format_bytes(figures.peak_bytes)}" if figures else "none"
         )
         lacks = f", lacks {format_bytes(best.missing_bytes)}" if figures and best.missing_bytes else ""
-        self._show(f"layoutmap: {number} maps tried, best {said} on {best.layout_map.mesh}{lacks}")
+        self._show(f"layoutmap: {number} maps tried so far, best {said} on {best.layout_map.mesh}{lacks}")

@@ -116,11 +116,18 @@ def _choose_layouts(plan: PlanTable, batch_dims: tuple[str, ...]) -> PlanTable:
 
 
 def _is_small(group: Group, plan: PlanTable) -> bool:
-    """Return whether a group has too few bytes to be sharded, except along with its layers' kernels."""
-    if len(group[0].variable.shape) == 1:
+    """Return whether a group has too few bytes to be sharded, and no kernel to follow."""
+    if _is_bias(group[0].variable):
         return group[0].variable.use is None
     total = sum(a.variable.global_bytes for a in plan.assignments)
     return sum(a.variable.global_bytes for a in group) < _MIN_SHARE * total
+
+
+def _is_bias(variable: VariableSpec) -> bool:
+    """Return whether a variable is a vector, or is added to the output of its kernel."""
+    use = variable.use
+    sums = use is None or any(role.startswith(("in", "rows")) for role in use.roles)
+    return len(variable.shape) == 1 or not sums
 
 
 def _write_rules(plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> RuleSet:
@@ -136,7 +143,9 @@ def _write_rules(plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> Rule
         usual = layout if 2 * count > len(group) else None
         for layout in counts:
             members = [a for a in group if a.layout == layout]
-            is_small = layout.is_fully_replicated() and (layout.rank == 1 or _is_small(members, plan))
+            is_small = layout.is_fully_replicated() and (
+                _is_bias(members[0].variable) or _is_small(members, plan)
+            )
             if is_small and usual in (None, layout):
                 continue
             # The pattern of the usual layout also matches the exceptions, so their rules come first.

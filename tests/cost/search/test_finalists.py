@@ -21,7 +21,7 @@ def outcome(*counted):
         Candidate(f"map {n}", RuleSet(f"data={n}"), Figures(n, size * GIB), LIMIT)
         for n, size in enumerate(counted, 1)
     ]
-    return Outcome(tried[0], tuple(tried), len(tried), True, tuple(tried[1:]))
+    return Outcome(tried[0], tuple(tried), frozenset(each.name for each in tried), True, tuple(tried[1:]))
 
 
 def compiler(*found):
@@ -112,7 +112,7 @@ def searched_near(found):
             if isinstance(found, BaseException):
                 raise found
             best = Candidate("near", RuleSet("data=2", {"up": ("data",)}), Figures(found, 9 * GIB), LIMIT)
-            return Outcome(best, (), 5, True)
+            return Outcome(best, (), frozenset({"map 1", *"abcde"}), True)
 
         counted = outcome(10, 11, 12)
         return extend_search(counted, choose_compiled(counted, compiled(*seconds_and_sizes)), near), asked

@@ -153,8 +153,28 @@ def test_ties_go_to_less_memory_and_then_to_fewer_rules():
     assert slow is choose_candidate([slow, large])
     assert large is choose_candidate([large])
     assert "and this one takes 22 % less memory" in compare_with_best_expert(
-        Outcome(plain, (fast, slow), 2, True)
+        Outcome(plain, (fast, slow), frozenset("ab"), True)
     )
+
+
+def test_a_map_that_is_counted_again_with_recomputing_is_one_map():
+    """The result has the number of different maps, as the last line of progress has."""
+    of, asked, shown = model(), [], []
+    formula = costs(of)
+
+    def count(layout_map):
+        asked.append(layout_map.to_yaml())
+        return replace(formula(layout_map), peak_bytes=LIMIT + 1)
+
+    def count_again(layout_map):
+        asked.append(layout_map.to_yaml())
+        return formula(layout_map)
+
+    found = run(
+        of, count, recomputing=count_again, most=20, on_tried=lambda number, best: shown.append(number)
+    )
+
+    assert len({*asked}) == found.num_tried == shown[-1] < len(asked)
 
 
 def test_activations_are_recomputed_only_where_that_helps():

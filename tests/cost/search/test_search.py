@@ -317,7 +317,7 @@ def test_a_search_says_how_far_it_is_where_there_is_no_terminal(capsys, monkeypa
     lines = capsys.readouterr().err.splitlines()
 
     assert found.num_tried == len(lines)
-    assert all(f"layoutmap: {n} maps tried, best " in line for n, line in enumerate(lines, 1))
+    assert all(f"layoutmap: {n} maps tried so far, best " in line for n, line in enumerate(lines, 1))
 
 
 def test_an_interrupt_after_the_last_map_loses_nothing(monkeypatch, capsys):

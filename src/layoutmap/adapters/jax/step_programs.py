@@ -64,7 +64,7 @@ ARRAYS = (jax.Array, np.ndarray, np.generic)
 Signature = tuple[Variant, tuple[jax.core.ShapedArray, ...], tuple[Any, ...], frozenset[int]]
 """The key of a program: the static part, the types and shardings of arrays, and the arrays that JAX places."""
 
-_SMALL = 1024  # arrays with more elements outside the mesh may be batches
+_MAX_NON_BATCH = 1024  # larger arrays outside the mesh may be batches
 _MAY_TRACE = ContextVar("_MAY_TRACE", default=False)
 
 

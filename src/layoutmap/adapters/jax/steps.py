@@ -188,7 +188,7 @@ class JitStep:
         call = find_variant(given)
         known = KnownCall(given, call, *self._programs.find(call, ARRAYS))
         self._direct = known if known.is_direct and not self._known else None
-        self._known = [known, *self._known[: _MAX_KNOWN - 1]]
+        self._known = [known, *self._known[: _MAX_KNOWN_CALLS - 1]]
         return self._run(known, given, call.leaves, True)
 
     @property

@@ -80,9 +80,7 @@ def extend_search(counted: Outcome, compiled: Outcome, near: Callable[[Candidate
         further = near(first)
     except KeyboardInterrupt:
         return replace(compiled, is_complete=False)
-    found = replace(
-        compiled, num_tried=compiled.num_tried + further.num_tried, is_complete=further.is_complete
-    )
+    found = replace(compiled, maps=compiled.maps | further.maps, is_complete=further.is_complete)
     assert further.best.figures is not None
     best = replace(further.best, compiled_bytes=further.best.figures.peak_bytes, recomputes=first.recomputes)
     return replace(found, best=best, others=(first, *found.others)) if is_better(best, first) else found

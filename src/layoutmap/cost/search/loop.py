@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from layoutmap.core.errors import LayoutMapError, PlanError
@@ -79,10 +79,17 @@ class Outcome:
 
     best: Candidate
     experts: tuple[Candidate, ...]  # best first
-    num_tried: int
+    maps: frozenset[
+        str
+    ]  # YAML of each map that was tried, so that one that is counted in two ways is one map
     is_complete: bool  # False after an interrupt
     others: tuple[Candidate, ...] = ()  # next best that fit, in case the compiler needs more memory
     without: Candidate | None = None  # best map without recomputing, if the best one recomputes
+
+    @property
+    def num_tried(self) -> int:
+        """Number of maps that were tried."""
+        return len(self.maps)
 
 
 class _Search:
@@ -97,9 +104,9 @@ class _Search:
         self.experts: list[Candidate] = []
 
     @property
-    def num_tried(self) -> int:
-        """Number of maps that were counted."""
-        return len(self._known)
+    def maps(self) -> Set[str]:
+        """YAML of the maps that were counted."""
+        return self._known.keys()
 
     @property
     def num_left(self) -> int:
@@ -121,7 +128,7 @@ class _Search:
             self._known[key] = made
             if self._fastest is None or made.score < self._fastest.score:
                 self._fastest = made
-            self._on_tried(self.num_tried, self._fastest)
+            self._on_tried(len(self._known), self._fastest)
         return self._known[key]
 
     def choose_best(self) -> Candidate | None:
@@ -242,7 +249,11 @@ def search_maps(
     """
     experts, is_complete = tuple(experts), True
     plain = _Search(evaluate, limit, most, on_tried)
-    again = _Search(recomputing or evaluate, limit, most, lambda n, t: on_tried(plain.num_tried + n, t), True)
+
+    def show_again(_: int, best: Candidate) -> None:
+        on_tried(len(plain.maps | again.maps), best)
+
+    again = _Search(recomputing or evaluate, limit, most, show_again, True)
     try:
         with contextlib.suppress(BudgetSpent):
             plain.run(
@@ -255,19 +266,19 @@ def search_maps(
         if plain.choose_best() is None:
             raise
         is_complete = False
-    runs, num_tried = (plain, again), plain.num_tried + again.num_tried
+    runs, maps = (plain, again), frozenset(plain.maps | again.maps)
     best, without = plain.choose_best(), None
     if _is_remat_better(plain, again):
         best, without = again.choose_best(), best
     if best is None or best.missing_bytes:
-        raise _make_no_fit_error(best, limit, num_tried)
+        raise _make_no_fit_error(best, limit, len(maps))
     rows: dict[object, Candidate] = {}  # better of both variants of each expert map
     for tried in sorted((t for run in runs for t in run.experts), key=lambda tried: tried.score):
         rows.setdefault((tried.name, tried.layout_map.mesh), tried)
     every = (t for run in runs for t in reversed(run.candidates))
     fitting = {t.cost: t for t in every if not t.missing_bytes and t.cost != best.cost}
     others = sorted(fitting.values(), key=lambda tried: tried.score)
-    return Outcome(best, tuple(rows.values()), num_tried, is_complete, tuple(others[:_OTHERS]), without)
+    return Outcome(best, tuple(rows.values()), maps, is_complete, tuple(others[:_OTHERS]), without)
 
 
 def _is_far(best: Candidate | None, limit: int) -> bool:

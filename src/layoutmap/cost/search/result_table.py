@@ -18,7 +18,7 @@ def compare_with_best_expert(outcome: Outcome) -> str:
         >>> from layoutmap.cost.search.loop import Figures
         >>> seconds = {"found": 0.8, "dp": 1.0}
         >>> tried = [Candidate(name, RuleSet("data=8"), Figures(t, 10), 99) for name, t in seconds.items()]
-        >>> compare_with_best_expert(Outcome(tried[0], (tried[1],), 2, True))
+        >>> compare_with_best_expert(Outcome(tried[0], (tried[1],), frozenset(seconds), True))
         '20 % faster than the best built-in map that fits, dp on data=8'
     """
     best, fitting = outcome.best, [tried for tried in outcome.experts if not tried.missing_bytes]

@@ -76,10 +76,27 @@ def _find_swapped_axes(linted: Linted) -> Iterator[Finding]:
             for out, into in zip(first.axes("out"), then.axes("in"), strict=True):
                 ours, theirs = first.dims(out), then.dims(into)
                 if ours and theirs and ours != theirs:
-                    yield _make_mismatch(linted, first, out, then, into)
+                    yield _include_equal_parts(
+                        linted.parts(block), _make_mismatch(linted, first, out, then, into)
+                    )
                     break
             else:
-                yield from _find_outer_sharding(linted, first, then)
+                for finding in _find_outer_sharding(linted, first, then):
+                    yield _include_equal_parts(linted.parts(block), finding)
+
+
+def _include_equal_parts(parts: Mapping[str, Weight], finding: Finding) -> Finding:
+    """Return a finding about a query kernel with the same change for the key and value kernels that are laid out alike.
+
+    Their rule is often the same, and with fewer heads they are in no pair of kernels.
+    """
+    query = parts.get("query")
+    if query is None or [query.assignment] != [a for a, _ in finding.changes]:
+        return finding
+    ((_, layout),) = finding.changes
+    shards = layout.num_shards(query.axes("out")[0])
+    equal = [w for w in parts.values() if w.layout == query.layout and w.count_heads("out") % shards == 0]
+    return replace(finding, changes=tuple((w.assignment, layout) for w in equal))
 
 
 def _find_outer_sharding(linted: Linted, first: Weight, then: Weight) -> Iterator[Finding]:
