@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
+import jax.core
 
 from layoutmap.adapters.jax.hidden_arrays import has_hidden_tracer
 from layoutmap.adapters.jax.objects import is_nnx, is_object, is_variable
@@ -24,11 +25,12 @@ def check_immutable(model: object) -> None:
     Raises:
         ScopeError: It has one.
     """
-    for path, leaf in _list_leaves(model):
-        if (is_variable(leaf) and leaf.hijax) or isinstance(leaf, jax.Ref):
+    is_module = is_nnx(model)
+    for keys, leaf in _list_leaves(model, is_module):
+        if isinstance(leaf, jax.Ref) or (is_variable(leaf) and leaf.hijax):
             what = "a Variable of flax.nnx with hijax=True" if is_variable(leaf) else "a Ref of JAX"
             raise ScopeError(
-                f"{path or 'the model'}: a mutable array",
+                f"{_format_path(keys)}: a mutable array",
                 facts={"value": what},
                 why="JAX keeps it on the devices where it was created, and a compiled function cannot "
                 "return it",
@@ -37,9 +39,9 @@ def check_immutable(model: object) -> None:
                 else "return its value, jax.freeze(ref), and create the Ref where it is used",
             )
         # For modules, `check_all_found` reports the attribute.
-        if not is_nnx(model) and has_hidden_tracer(leaf, _is_of_flax):
+        if not is_module and has_hidden_tracer(leaf, _is_of_flax):
             raise ScopeError(
-                f"{path or 'the model'}: an array is hidden in an object",
+                f"{_format_path(keys)}: an array is hidden in an object",
                 facts={"value": describe_type(leaf)},
                 why="JAX finds arrays only in pytrees, and this is not one, so the array would be lost",
                 fix="make the object a pytree: jax.tree_util.register_dataclass(..); or move its arrays "
@@ -47,17 +49,23 @@ def check_immutable(model: object) -> None:
             )
 
 
-def _list_leaves(model: object) -> Iterator[tuple[str, object]]:
+def _list_leaves(model: object, is_module: bool) -> Iterator[tuple[Sequence[object], object]]:
     """List the leaves of a model, and the values of its Variables."""
-    if is_nnx(model):
-        found = sys.modules["flax.nnx"].iter_graph(model)
+    if is_module:
+        nnx = sys.modules["flax.nnx"]
+        found = ((keys, node) for keys, node in nnx.iter_graph(model) if not isinstance(node, nnx.Pytree))
     else:
         found = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_variable)[0]
     for keys, leaf in found:
-        path = ".".join(map(format_key, keys))
-        yield path, leaf
+        yield keys, leaf
         if is_variable(leaf) and not leaf.hijax:
-            yield from ((path, value) for value in jax.tree.leaves(leaf.get_raw_value()))
+            value = leaf.get_raw_value()
+            for each in (value,) if isinstance(value, jax.core.Tracer) else jax.tree.leaves(value):
+                yield keys, each
+
+
+def _format_path(keys: Sequence[object]) -> str:
+    return ".".join(map(format_key, keys)) or "the model"
 
 
 def _is_of_flax(value: object) -> bool:

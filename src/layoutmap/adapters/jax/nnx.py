@@ -41,7 +41,9 @@ def take_apart(model: nnx.Module) -> Parts:
     graph, state = nnx.split(model)
     check_all_found(nodes, state)
     variables = {_format_keys(path): each for path, each in nnx.to_flat_state(state)}
-    shared = _SharedPaths(model)
+    # Flax takes longer to look for shared objects than to split a module, which refers to them by number.
+    is_shared = any(isinstance(node, nnx.graph.NodeRef) for node in graph.nodes)
+    shared = _SharedPaths(nnx.find_duplicates(model) if is_shared else ())
     modules = [(path, node) for path, node in nodes if isinstance(node, nnx.Module)]
     used = find_uses(modules)
     paths: list[Sequence[str]] = []
@@ -128,8 +130,8 @@ def _read_annotation(variable: nnx.Variable[object]) -> str:
 class _SharedPaths:
     """Paths of modules and variables that occur more than once in a model."""
 
-    def __init__(self, model: nnx.Module) -> None:
-        self._groups = [[_format_keys(path) for path in paths] for paths in nnx.find_duplicates(model)]
+    def __init__(self, groups: Iterable[Iterable[Sequence[object]]]) -> None:
+        self._groups = [[_format_keys(path) for path in paths] for paths in groups]
         self._numbers: dict[tuple[str, ...], dict[int, None]] = {}
         for number, paths in enumerate(self._groups):
             for path in paths:
@@ -156,7 +158,7 @@ def _iterate_layers(
 
 
 def _list_layers_with_paths(model: nnx.Module) -> list[tuple[list[str], nnx.Module]]:
-    return [*_iterate_layers([*nnx.iter_modules(model)], _SharedPaths(model))]
+    return [*_iterate_layers([*nnx.iter_modules(model)], _SharedPaths(nnx.find_duplicates(model)))]
 
 
 def constrain_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
