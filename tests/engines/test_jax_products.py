@@ -196,6 +196,15 @@ def test_updates_of_a_part_of_an_axis(seed):
     assert is_right(*case)
 
 
+@pytest.mark.parametrize("seed", few((11, 14, 17, 25, 39, 68, 91), 11))
+def test_slices_that_begin_outside(seed):
+    """Slices and updates are moved inside of the array, as on one device, and not in each shard."""
+    correct()
+    _, *case = drawn_slice(seed)
+
+    assert is_right(*case)
+
+
 def test_a_scatter_on_some_of_the_devices():
     """What divides them is what divides the devices of the program, which can be fewer than there are."""
     correct()
@@ -473,6 +482,21 @@ def drawn_update(seed):
     return name, function, operands, mesh, specs[:3], result_spec
 
 
+def drawn_slice(seed):
+    """The same, of a slice or an update that may begin outside of the array, along an axis in shards of any size."""
+    rng = random.Random(seed)
+    mesh = mesh_of(rng.choice(MESHES))
+    shape = [rng.choice([3, 5, 8, 12]) for _ in range(rng.choice([1, 2, 3]))]
+    sizes = [rng.choice([1, 1, 2, size - 1, size]) for size in shape]
+    values = np.random.default_rng(seed)
+    starts = np.array([rng.choice([0, 1, size - 1, size, size + 9]) for size in shape], "int32")
+    specs = [uneven_spec_of(rng, each, mesh) for each in (shape, sizes, shape)]
+    how = rng.choice(["slice", "update", "gradient of a slice", "gradient of an update"])
+    operands = [*whole_numbers(values, shape, sizes), starts]
+    one, function = (functools.partial(sliced, how, sizes, each, mesh) for each in (None, specs))
+    return f"{how} {sizes} at {starts} of {shape} in {specs}", function, operands, mesh, [P()] * 3, None, one
+
+
 def drawn_calls(seed):
     """The same, of two calls of one function, each in layouts of its own."""
     name, function, operands, mesh, specs, result_spec = drawn_gather(seed)
@@ -511,6 +535,27 @@ def updated(how, axis, first, out, operand, updates, start):
     )
 
 
+def sliced(how, sizes, specs, mesh, operand, updates, starts):
+    """A slice or an update in layouts, or its gradients."""
+    if how.startswith("gradient"):
+        inner = functools.partial(sliced, how.rpartition(" ")[2], sizes, specs, mesh)
+
+        def loss(operand, updates):
+            return (inner(operand, updates, starts) ** 2).sum()
+
+        gradients = jax.grad(loss, (0, 1))(operand, updates)
+        return jax.numpy.concatenate([each.ravel() for each in gradients])
+
+    def constrain(value, spec):
+        return value if spec is None else jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
+
+    specs = specs or [None] * 3
+    operand, updates = constrain(operand, specs[0]) + 5, constrain(updates, specs[1])
+    if how == "slice":
+        return constrain(jax.lax.dynamic_slice(operand, starts, sizes), specs[1])
+    return constrain(jax.lax.dynamic_update_slice(operand, updates, starts), specs[2])
+
+
 def added(updates, indices, rows):
     """The gradient of a table whose rows were read."""
     table = jax.numpy.zeros((rows, *updates.shape[indices.ndim :]), updates.dtype)
@@ -542,12 +587,22 @@ def spec_of(rng, term, sizes, mesh, given):
     return PartitionSpec(*(axes[letter] or None for letter in term))
 
 
+def uneven_spec_of(rng, shape, mesh):
+    """A spec with most dims of a mesh, which need not divide the axes."""
+    axes = [() for _ in shape]
+    for dim in rng.sample(mesh.axis_names, len(mesh.axis_names)):
+        if rng.random() < 0.8:
+            axes[rng.randrange(len(shape))] += (dim,)
+    return PartitionSpec(*(dims or None for dims in axes))
+
+
 KINDS = {
     "products": drawn_product,
     "convolutions": drawn_convolution,
     "gathers": drawn_gather,
     "scatters": drawn_scatter,
     "updates": drawn_update,
+    "slices": drawn_slice,
     "calls": drawn_calls,
 }
 
