@@ -73,7 +73,7 @@ def use_tools(folder):
 
     with pytest.raises(ScopeError, match="is in a layout of several processes"):
         safetensors.torch.save_file(model.state_dict(), folder / f"{dist.get_rank()}.safetensors")
-    with pytest.raises(ScopeError, match="DistributedDataParallel: LlamaForCausalLM is in layouts"):
+    with pytest.raises(ScopeError, match="DistributedDataParallel: LlamaForCausalLM is sharded already"):
         torch.nn.parallel.DistributedDataParallel(model)
     assert 6 == len(train(model))
     small, _ = load(folder / "small")

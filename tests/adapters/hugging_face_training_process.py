@@ -98,6 +98,43 @@ def train_by_trainer(folder, make=make_llama, resume=None, lora=False, rows="glo
     return [*logged, *(found[f"eval_{name}"] for name in ("loss", "right", "order"))], model
 
 
+def train_by_sft_trainer(folder):
+    """Train on rows of unequal lengths, which trl pads to the longest one of a batch."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from trl import SFTConfig, SFTTrainer
+
+    words = {str(number): number for number in range(64)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0")), pad_token="0", eos_token="1"
+    )
+    data = [
+        Dataset.from_list(
+            [{"input_ids": each["input_ids"][: 4 + number % 5].tolist()} for number, each in part]
+        )
+        for part in (enumerate(draw_data(16, 1)), enumerate(draw_data(8, 2)))
+    ]
+    settings = {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "eval_strategy": "epoch"}
+    settings |= {
+        "per_device_train_batch_size": 4,
+        "adam_epsilon": 1e-3,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+    }
+    settings |= {"dataset_kwargs": {"skip_prepare_dataset": True}}  # the rows are tokens
+    model = make_model(make_llama)
+    arguments = SFTConfig(
+        folder, report_to=[], use_cpu=True, disable_tqdm=True, bf16=False, max_grad_norm=0.5, **settings
+    )
+    trainer = SFTTrainer(
+        model, arguments, train_dataset=data[0], eval_dataset=data[1], processing_class=tokenizer
+    )
+    trainer.train()
+    trainer.save_model(folder / "end")
+    names = ("loss", "eval_loss", "mean_token_accuracy", "eval_mean_token_accuracy", "num_tokens")
+    return [each[name] for each in trainer.state.log_history for name in names if name in each], model
+
+
 def train_by_accelerate(folder, rows="global"):
     model = make_model(Net, rows)
     data = torch.stack([each["input_ids"] for each in draw_data(22 if rows == "global" else 20, 1)])
@@ -188,6 +225,7 @@ CASES = {
     "module": lambda folder, _: train_by_trainer(folder, Net),
     "resumed": lambda folder, resume: train_by_trainer(folder, resume=resume),
     "loop": lambda folder, _: train_by_accelerate(folder),
+    "sft": lambda folder, _: train_by_sft_trainer(folder),
     "own rows": lambda folder, _: train_by_trainer(folder, rows="own"),
     "own rows sgd": lambda folder, _: train_by_trainer(folder, Net, optim="sgd", rows="own"),
     "own rows loop": lambda folder, _: train_by_accelerate(folder, rows="own"),

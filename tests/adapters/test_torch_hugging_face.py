@@ -4,6 +4,9 @@ import io
 import json
 import pickle
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import forked
@@ -332,6 +335,38 @@ def test_any_trainer_in_several_processes(tmp_path, size):
         work = ("trained", tmp_path / str(each), resume, *TRAINED_LONG, *OWN_ROWS)
         assert_well(in_processes(each, work), "trained")
     assert_trained_as_one_process(tmp_path, size, (*TRAINED_LONG, *OWN_ROWS))
+
+
+# trl is not among the packages of the tests, since it takes 280 MB with pyarrow and pandas, which it imports.
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed, see: pip install trl")
+def test_sft_trainer_in_two_processes(tmp_path):
+    """SFTTrainer computes its loss outside of the model, from rows of unequal lengths."""
+    for size in (1, 2):
+        (tmp_path / str(size)).mkdir()
+        assert_well(in_processes(size, ("trained", tmp_path / str(size), "", "sft")), "trained")
+    assert_trained_as_one_process(tmp_path, 2, ["sft"])
+
+
+@pytest.mark.long
+def test_accelerate_launch_starts_two_processes(tmp_path):
+    """They train as one process does, like those of torchrun."""
+    for size in ("1", "2"):
+        (tmp_path / size).mkdir()
+    assert_well(in_processes(1, ("trained", tmp_path / "1", "", "loop")), "trained")
+    (port,) = several_processes.free_ports(1)
+    options = [
+        "--multi_gpu",
+        "--num_processes=2",
+        "--num_machines=1",
+        "--mixed_precision=no",
+        "--dynamo_backend=no",
+    ]
+    options += [f"--main_process_port={port}", str(WORKER)]
+    work = json.dumps([("trained", str(tmp_path / "2"), "", "loop")])
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options, work]
+    assert_well([subprocess.run(command, capture_output=True, text=True, timeout=500)], "trained")
+    assert_trained_as_one_process(tmp_path, 2, ["loop"])
 
 
 def assert_well(ended, work):

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -120,12 +120,14 @@ class TestTools:
         for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
             assert_close(expected.grad, parameter.grad)
 
-    @pytest.mark.parametrize("wrap", [fully_shard, nn.parallel.DistributedDataParallel])
+    @pytest.mark.parametrize(
+        "wrap", [fully_shard, nn.parallel.DistributedDataParallel, FullyShardedDataParallel]
+    )
     def test_wrappers_for_several_processes(self, wrap):
         """Each is refused by one error, and the model stays as it is."""
         plain, model = pair()
         for module in (model, model.body):
-            with pytest.raises(lm.ScopeError, match="is in layouts"):
+            with pytest.raises(lm.ScopeError, match="is sharded already"):
                 wrap(module)
 
         assert_close(plain(X), model(X))

@@ -169,6 +169,23 @@ def test_gradients_of_gradients(name):
     torch.testing.assert_close(whole(actual), expected)
 
 
+def test_attention_with_dropout_uses_no_fused_kernel():
+    """Where only a fused kernel is allowed, sharded attention with dropout draws the mask of the unfused one."""
+    x = torch.randn(8, 4, 6, 2, generator=torch.Generator().manual_seed(0))
+
+    def attend(x, backend):
+        torch.manual_seed(1)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=0.3)
+
+    with pytest.raises(RuntimeError, match="No available kernel"):
+        attend(x, SDPBackend.FLASH_ATTENTION)  # drops nothing on CPUs
+    with run_on():
+        actual = attend(place(x, "batch", "model", None, None), SDPBackend.FLASH_ATTENTION)
+
+    torch.testing.assert_close(whole(actual), attend(x, SDPBackend.MATH))
+
+
 # -- what it costs
 
 

@@ -6,6 +6,7 @@ replaced, and the versions on which that was tested:
 peft 0.21           tuners.lora.LoraLayer._get_in_out_features(module): the sizes of a layer. It gives factors the size
                     of a shard, as transformers' own tensor parallelism wants them; a layer here has all of its outputs
 accelerate 1.15     Accelerator.get_state_dict(model), AcceleratedOptimizer.state_dict(): what is saved has to be plain;
+                    accelerator.prepare_data_loader, gather, gather_object, reduce: of own rows;
                     prepare(...), prepare_model(model): several processes of a sharded model count as one, and
                     PartialState.wait_for_everyone() waits for them all the same
 safetensors 0.8     torch._remove_duplicate_names(state_dict), _flatten_as_ptr(tensors): they read memory, which a
@@ -17,7 +18,8 @@ transformers 5.23   PreTrainedModel.save_pretrained, and that of peft.PeftModel:
                     processes gather, and the first writes; create_accelerator_and_postprocess(): knows the model
 lightning 2.6       SingleDeviceStrategy.save_checkpoint, remove_checkpoint, barrier, broadcast,
                     reduce_boolean_decision: the first process writes what all gather, and decides
-torch               nn.parallel.DistributedDataParallel(module): for a model that each process has for itself;
+torch               nn.parallel.DistributedDataParallel(module), distributed.fsdp.FullyShardedDataParallel(module): for
+                    a model that each process has for itself;
                     distributed.fsdp._fully_shard._fully_shard._validate_module(module, name): the first that
                     fully_shard does
 """
@@ -208,15 +210,17 @@ def _patch_safetensors() -> Iterator[Attribute]:
     yield from patch_if_present(functions, "_flatten_as_ptr", wrap_flatten)
 
 
-def _patch_data_parallel() -> Iterator[Attribute]:
+def _patch_wrapper(module_name: str, name: str) -> Iterator[Attribute]:
+    """Yield the patch of a class that wraps a module."""
+
     def wrap_init(own: Function) -> Function:
         def __init__(self: object, module: torch.nn.Module, *args: object, **options: object) -> None:
-            _refuse_wrapping("DistributedDataParallel", module)
+            _refuse_wrapping(name, module)
             own(self, module, *args, **options)
 
         return __init__
 
-    yield from patch_if_present(torch.nn.parallel.DistributedDataParallel, "__init__", wrap_init)
+    yield from patch_if_present(getattr(sys.modules[module_name], name), "__init__", wrap_init)
 
 
 def _patch_fully_shard() -> Iterator[Attribute]:
@@ -236,16 +240,22 @@ def _patch_fully_shard() -> Iterator[Attribute]:
 def _refuse_wrapping(what: str, module: torch.nn.Module) -> None:
     if any(find_forward(each) is not None for each in module.modules()):
         raise ScopeError(
-            f"{what}: {type(module).__name__} is in layouts",
-            why="it expects a separate model and batch in each process; a model in layouts spans all processes, takes "
-            "the global batch, and gathers its weights and reduces its gradients itself",
+            f"{what}: {type(module).__name__} is sharded already",
+            why="it expects a whole model in each process, and a sharded model gathers its weights and reduces its "
+            "gradients over all processes itself",
             fix="leave it out: a loop of your own, Trainer of transformers, accelerate, and Lightning with devices=1 "
             'do without. A rule such as ("batch", None) with batch_dim="batch" shards weights as fully_shard does',
         )
 
 
 _TOOLS: dict[str, Callable[[], Iterator[Attribute]]] = {
-    "torch": _patch_data_parallel,
+    **{
+        name: functools.partial(_patch_wrapper, name, kind)
+        for name, kind in (
+            ("torch.nn.parallel.distributed", "DistributedDataParallel"),
+            ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
+        )
+    },
     "torch.distributed.fsdp._fully_shard._fully_shard": _patch_fully_shard,
     "transformers.modeling_utils": _patch_transformers,
     "transformers.trainer": patch_trainer,
