@@ -29,6 +29,7 @@ with Needed("tensorflow"):
 check_names("tensorflow", (api, "_dtensor_singleton _dtensor_singleton_lock reset_dtensor_device"))
 dtensor = tf.experimental.dtensor
 
+COMBINED_BYTES_SETTING = "DTENSOR_ALLREDUCE_COMBINE_OPTIMIZATION_GROUP_SIZE"
 _lock = threading.Lock()
 _sound: dict[tuple[str, str], bool] = {}
 
@@ -128,7 +129,7 @@ def _is_relayout_right(mesh: tf.experimental.dtensor.Mesh) -> bool:
 
 FAULTS = (
     Fault(
-        "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION",
+        COMBINED_BYTES_SETTING,
         "training steps",
         "its pass that combines all-reduces reads variables before they are written, and was on when the process "
         "first used DTensor; a step that should give 8 gave another number",
@@ -145,4 +146,4 @@ FAULTS = (
 
 # DTensor is correct with these values. If the user set others, raise instead of overriding them.
 for _fault in FAULTS:
-    os.environ.setdefault(_fault.setting, "0")
+    os.environ.setdefault(_fault.setting, "1" if "GROUP" in _fault.setting else "0")
