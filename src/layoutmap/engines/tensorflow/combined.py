@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
 
 from layoutmap.engines.patches import temporarily
-from layoutmap.engines.tensorflow.selfcheck import COMBINED_BYTES_SETTING
+from layoutmap.engines.tensorflow.arrays import default_mesh_lock
+from layoutmap.engines.tensorflow.selfcheck import GROUP_SIZE_SETTING
 from layoutmap.engines.tested import Needed, check_names
 
 with Needed("tensorflow"):
@@ -25,7 +26,6 @@ with Needed("tensorflow"):
 check_names("tensorflow", (record, "could_possibly_record"))
 
 _current = threading.local()
-_lock = threading.RLock()
 
 
 class WriteOrderError(Exception):
@@ -45,13 +45,14 @@ class _Writes:
         """Write the variables, and raise if another operation of the step could read or write one of them."""
         for variable, value in self.values.values():
             variable.write_now(value)
+        written = 0
         for operation in self.graph.get_operations():
             is_variable = any(each.dtype == tf.resource for each in operation.inputs)
             if is_variable and operation.type not in ("ReadVariableOp", "AssignVariableOp"):
                 raise WriteOrderError(operation.name)
-        written = [each.inputs[0].ref() for each in self.graph.get_operations() if each.type == "AssignVariableOp"]
-        if len(set(written)) < len(written) or len(written) > len(self.values):
-            raise WriteOrderError("two writes of a variable")
+            written += operation.type == "AssignVariableOp"
+        if written != len(self.values):
+            raise WriteOrderError("a variable is written without DVariable.assign")
 
 
 def postpone_write(variable: Any, compute: Callable[[], Any]) -> bool:
@@ -84,7 +85,7 @@ def read_postponed(variable: Any) -> tf.Tensor | None:
 
 
 class CombinedFunction:
-    """`tf.function` of a step that writes variables at its end, or of the plain step where that could differ."""
+    """`tf.function` of a step that writes its variables at its end, or of the plain step where that could differ."""
 
     def __init__(self, step: Callable[..., Any], **options: Any):
         @functools.wraps(step)
@@ -96,6 +97,12 @@ class CombinedFunction:
 
         self._plain = tf.function(step, **options)
         self._combined: Any = tf.function(write_at_end, **options)
+        self._compiled: set[Hashable] = set()
+
+    @property
+    def is_combined(self) -> bool:
+        """Whether the step writes its variables at its end."""
+        return self._combined is not None
 
     def get_concrete_function(self, *args: object) -> Any:
         """Return the function traced for some arguments."""
@@ -103,25 +110,31 @@ class CombinedFunction:
 
     def __call__(self, *args: object) -> Any:
         """Run the step."""
-        return self._call("__call__", *args)
+        leaves = tf.nest.flatten(args)
+        signature = tuple((tuple(each.shape), each.dtype) for each in leaves if isinstance(each, tf.Tensor))
+        if signature in self._compiled:
+            return (self._combined or self._plain)(*args)
+        result = self._call("__call__", *args)
+        self._compiled.add(signature)
+        return result
 
     def _call(self, name: str, *args: object) -> Any:
-        if self._combined is not None:
-            try:
-                with _combine_all_reduces():
-                    return getattr(self._combined, name)(*args)
-            except WriteOrderError:
-                self._combined = None
-        return getattr(self._plain, name)(*args)
+        with default_mesh_lock:
+            if self._combined is not None:
+                try:
+                    with _combine_all_reduces():
+                        return getattr(self._combined, name)(*args)
+                except WriteOrderError:
+                    self._combined = None
+            return getattr(self._plain, name)(*args)
 
 
 @contextmanager
 def _combine_all_reduces() -> Generator[None]:
-    """Let DTensor combine all-reduces of functions that are compiled until the block ends."""
-    with _lock:
-        before = os.environ.pop(COMBINED_BYTES_SETTING, None)
-        try:
-            yield
-        finally:
-            if before is not None:
-                os.environ[COMBINED_BYTES_SETTING] = before
+    """Let DTensor combine all-reduces of functions that it compiles until the block ends."""
+    before = os.environ.pop(GROUP_SIZE_SETTING, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[GROUP_SIZE_SETTING] = before

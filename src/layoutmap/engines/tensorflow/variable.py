@@ -185,7 +185,8 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         super().assign(value)
 
     def _convert_placed(self, value: object) -> tf.Tensor:
-        return tf.convert_to_tensor(self._place_value(value), dtype=self.dtype)
+        placed: Any = self._place_value(value)
+        return tf.convert_to_tensor(placed, dtype=self.dtype)
 
     def _read_variable_op(self, *args: Any, **kwargs: Any) -> tf.Tensor:
         postponed = read_postponed(self)
