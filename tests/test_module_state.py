@@ -34,6 +34,7 @@ STATE = {
     "engines.torch.deferred_init.jump.is_exact": "whether torch's generators jump as they should, by an experiment",
     # what is known of a framework's objects that cannot be told from the objects
     "engines.tensorflow.arrays._mesh_of_native": "our first mesh for one of DTensor's, which makes it anew",
+    "engines.tensorflow.combined._current": "of each thread: the values that the step being traced writes at its end",
     "engines.tensorflow.run_on._current": "of each thread: the mesh of the innermost run_on",
     "engines.torch.dtensor_ops.local_values._marks": "what was taken out of DTensors, weakly: an attribute is saved",
     "engines.torch.devices._mesh_of": "our first mesh for a DeviceMesh, for as long as that lives",

@@ -39,11 +39,10 @@ ENGINE_FIRST = "import layoutmap.engines.tensorflow.engine\n"
 VARIABLE_FIRST = "import layoutmap as lm\nlm.DVariable(0, layout=lm.Layout([], lm.Mesh(None, 'x=4')))\n"
 
 UNSET: dict[str, str | None] = {COMBINING: None, ALL_TO_ALL: None}
-BOTH_OFF = {COMBINING: "0", ALL_TO_ALL: "0"}
+BOTH_OFF = {COMBINING: "1", ALL_TO_ALL: "0"}
 WRONG = {
-    "DTensor is used first": (FIRST_USE + REFUSAL, {}, COMBINING, "0"),
-    "the setting is made for combining": (ENGINE_FIRST + REFUSAL, {COMBINING: "1"}, COMBINING, "1"),
-    "DTensor is used first, without combining": (FIRST_USE + REFUSAL, {COMBINING: "0"}, ALL_TO_ALL, "0"),
+    "DTensor is used first": (FIRST_USE + REFUSAL, {}, ALL_TO_ALL, "0"),
+    "the setting is made for combining": (ENGINE_FIRST + REFUSAL, {COMBINING: "64"}, COMBINING, "64"),
     "the setting is made for all-to-all": (ENGINE_FIRST + REFUSAL, {ALL_TO_ALL: "1"}, ALL_TO_ALL, "1"),
 }
 RIGHT = {
@@ -86,7 +85,7 @@ def test_a_process_that_would_compute_wrongly_is_refused(case, outputs):
 
     assert 3 == said.count(f"DTensor computes {fault.what} wrongly in this process")
     assert f"  {setting}  {value}\n" in said
-    assert f"start again with {setting}=0 in the environment" in said
+    assert f"start again with {setting}={fault.value} in the environment" in said
     assert said.endswith("0 made\n")
 
 

@@ -16,6 +16,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.dtensor import relayout, unpack
 from layoutmap.engines.tensorflow import selfcheck
+from layoutmap.engines.tensorflow.combined import CombinedFunction
 from layoutmap.engines.tensorflow.engine import engine
 from layoutmap.testing.engine_contract import assert_same_bits
 
@@ -435,3 +436,85 @@ def test_a_checkpoint_goes_between_one_device_and_many(tmp_path):
     for one, two, three in zip(plain.variables, cut.variables, again.variables, strict=True):
         assert_same_bits(one.numpy(), two.numpy())
         assert_same_bits(one.numpy(), three.numpy())
+
+
+# -- steps whose sums over the mesh are sent together
+
+
+def momentum(a, b, x):
+    """Each sum is written, read, and written to the other variable."""
+    for sign in (1, -1):
+        b.assign(b * 0.5 + sign * tf.reduce_sum(x * 2, 0))
+        a.assign_add(b)
+        a.assign_sub(tf.reduce_sum(x, 0) * 0.25)
+    return a + 0, tf.convert_to_tensor(b)
+
+
+def write_in_a_condition(a, b, x):
+    a.assign_add(tf.reduce_sum(x, 0))
+
+    def add(delta):
+        a.assign_add(delta)
+        return 0
+
+    tf.cond(tf.reduce_sum(b) > 4.0, lambda: add(b), lambda: add(-b))
+    b.assign(a * 2)
+    return a + b
+
+
+def read_in_a_condition(a, b, x):
+    a.assign_add(tf.reduce_sum(x, 0))
+    b.assign_add(tf.cond(tf.reduce_sum(a) > 4.0, lambda: a * 2, lambda: a - 1))
+    return a + b
+
+
+def write_in_a_function(a, b, x):
+    a.assign_add(tf.reduce_sum(x, 0))
+    tf.function(lambda: b.assign_add(a))()
+    return a * b
+
+
+def differentiate_behind_a_write(a, b, x):
+    b.assign(b + tf.reduce_sum(x, 0))
+    with tf.GradientTape() as tape:
+        a.assign(a * b)
+        loss = tf.reduce_sum(a * a * tf.reduce_sum(x, 0))
+    b.assign_add(tape.gradient(loss, a))
+    return a + b
+
+
+def read_statistics_behind_a_write(a, b, x):
+    with tf.GradientTape() as tape:
+        read = a * 2
+        b.assign(b + read)
+        loss = tf.reduce_sum(read * b * tf.reduce_sum(x, 0))
+    return tape.gradient(loss, a)
+
+
+@pytest.mark.parametrize(
+    ("step", "is_combined"),
+    [
+        (momentum, True),
+        (read_in_a_condition, True),
+        (read_statistics_behind_a_write, True),
+        (write_in_a_condition, False),
+        (write_in_a_function, False),
+        (differentiate_behind_a_write, False),
+    ],
+)
+def test_a_step_whose_sums_are_combined_reads_its_own_writes(step, is_combined):
+    """Two steps have the numbers of plain variables. A step that cannot write at its end is not combined."""
+    rows = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    plain = [tf.Variable(VALUES[1] / 8), tf.Variable(VALUES[2] / 8, trainable=False)]
+    held = [
+        lm.DVariable(each.numpy(), layout=Layout(["y"], GRID), trainable=each.trainable) for each in plain
+    ]
+    combined = CombinedFunction(lambda x: step(*held, x), autograph=False)
+    one_by_one = tf.function(lambda x: step(*plain, x), autograph=False)
+
+    for _ in range(2):
+        expected = tf.nest.flatten([one_by_one(tf.constant(rows)), plain])
+        actual = tf.nest.flatten([combined(on_grid(rows, "x", None)), held])
+        for e, a in zip(expected, actual, strict=True):
+            np.testing.assert_allclose(engine().to_numpy(a), e.numpy(), rtol=1e-5)
+    assert combined.is_combined == is_combined

@@ -3,8 +3,10 @@
 Two of its defaults give wrong numbers without a word. Its pass that combines all-reduces moves reads of variables
 before the writes that they come after, so that every optimizer with state trains wrongly. Its all-to-all mixes up the
 blocks of a tensor of four axes or more that goes from shards of one axis to shards of another, the first axis aside.
-The settings that switch both off are read once, at the process's first DTensor operation. They are made when this
-module is loaded; should something else have used DTensor before, that is too late, and only an experiment shows it.
+The settings that switch both off are made when this module is loaded. The first is the number of all-reduces that are
+combined. DTensor reads it for each function, so `combined` can change it for a step that it cannot make wrong. The
+second is read once, at the process's first DTensor operation. If something else has used DTensor before, that is too
+late, and only an experiment shows it.
 
 Private names of tensorflow.dtensor.python.api that are used, tested on TensorFlow 2.21: _dtensor_singleton,
 _dtensor_singleton_lock, reset_dtensor_device.
@@ -29,14 +31,16 @@ with Needed("tensorflow"):
 check_names("tensorflow", (api, "_dtensor_singleton _dtensor_singleton_lock reset_dtensor_device"))
 dtensor = tf.experimental.dtensor
 
+GROUP_SIZE_SETTING = "DTENSOR_ALLREDUCE_COMBINE_OPTIMIZATION_GROUP_SIZE"
 _lock = threading.Lock()
 _sound: dict[tuple[str, str], bool] = {}
 
 
 class Fault(NamedTuple):
-    """A fault of DTensor that an environment variable, `setting`, avoids when set to 0."""
+    """A fault of DTensor that an environment variable, `setting`, avoids when set to `value`."""
 
     setting: str
+    value: str
     what: str  # the wrong computation
     why: str  # the fault, and how it was found
     is_absent: Callable[[tf.experimental.dtensor.Mesh], bool]  # tries a small computation
@@ -73,8 +77,8 @@ def check_computing(native_mesh: tf.experimental.dtensor.Mesh) -> None:
             f"DTensor computes {fault.what} wrongly in this process",
             facts={fault.setting: os.environ.get(fault.setting, "not set")},
             why=fault.why,
-            fix=f"start again with {fault.setting}=0 in the environment, or import layoutmap and make its mesh before "
-            "anything else uses DTensor",
+            fix=f"start again with {fault.setting}={fault.value} in the environment, or import layoutmap and make its "
+            "mesh before anything else uses DTensor",
         )
 
 
@@ -128,14 +132,16 @@ def _is_relayout_right(mesh: tf.experimental.dtensor.Mesh) -> bool:
 
 FAULTS = (
     Fault(
-        "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION",
+        GROUP_SIZE_SETTING,
+        "1",
         "training steps",
-        "its pass that combines all-reduces reads variables before they are written, and was on when the process "
-        "first used DTensor; a step that should give 8 gave another number",
+        "its pass that combines all-reduces reads variables before they are written; a step that should give 8 gave "
+        "another number",
         _is_step_right,
     ),
     Fault(
         "DTENSOR_USE_ALL_TO_ALL_RELAYOUT",
+        "0",
         "relayouts of tensors with four axes",
         "its all-to-all mixes up their blocks, and was on when the process first used DTensor; a tensor that was "
         "sharded along another axis had its values in another order",
@@ -145,4 +151,4 @@ FAULTS = (
 
 # DTensor is correct with these values. If the user set others, the check raises instead of overriding them.
 for _fault in FAULTS:
-    os.environ.setdefault(_fault.setting, "0")
+    os.environ.setdefault(_fault.setting, _fault.value)

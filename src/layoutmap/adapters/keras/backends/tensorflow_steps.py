@@ -24,6 +24,7 @@ from layoutmap.adapters.keras.training import (
 )
 from layoutmap.engines.agreement import CallSchedule
 from layoutmap.engines.patches import Closing
+from layoutmap.engines.tensorflow.combined import CombinedFunction
 from layoutmap.engines.tensorflow.traces import check_trace_at_end
 
 dtensor = tf.experimental.dtensor
@@ -69,7 +70,9 @@ class _MeshStep:
         """Return the step as a `tf.function`."""
         # DTensor may refuse the step, so it can be compiled again with more gathered (decisions/0010).
         # Collectives that were joined made it no faster (decisions/0274).
-        return tf.function(self._step, autograph=False, jit_compile=bool(self._model.jit_compile) or None)
+        return CombinedFunction(
+            self._step, autograph=False, jit_compile=bool(self._model.jit_compile) or None
+        )
 
     def _step(self, batch: object) -> object:
         if not tf.executing_eagerly():
