@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from layoutmap.engines.patches import temporarily
+from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.tensorflow.arrays import default_mesh_lock
 from layoutmap.engines.tensorflow.selfcheck import GROUP_SIZE_SETTING
 from layoutmap.engines.tested import Needed, check_names
@@ -90,7 +90,7 @@ class CombinedFunction:
     def __init__(self, step: Callable[..., Any], **options: Any):
         @functools.wraps(step)
         def write_at_end(*args: object) -> object:
-            with temporarily(_current, "writes", _Writes()):
+            with set_temporarily(_current, "writes", _Writes()):
                 result = step(*args)
                 _current.writes.write_all()
             return result
