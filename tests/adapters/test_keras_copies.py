@@ -80,7 +80,7 @@ def test_a_pickle_has_no_layouts_and_says_so(model, layout_map):
 
 def test_a_clone_is_laid_out_in_a_scope_and_warned_of_outside(model, layout_map):
     """One warning at the user's line, whose fix gives the clone the same layouts."""
-    with pytest.warns(lm.LayoutMapWarning, match="a model in layouts is cloned outside of a scope") as caught:
+    with pytest.warns(lm.LayoutMapWarning, match="a sharded model is cloned outside a scope") as caught:
         plain = keras.models.clone_model(model)
     assert {(__file__, caught[0].lineno)} == {(w.filename, w.lineno) for w in caught}
     assert {} == layouts(plain)

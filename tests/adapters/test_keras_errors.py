@@ -111,8 +111,8 @@ def test_a_scope_inside_a_compiled_function():
     function = symbolic_function if ON_TORCH else compiled_function
     assert raised(lm.ScopeError, lambda: function(traced)()) == text("""
         a scope was opened inside a compiled function
-          why   variables are real arrays on real devices, and inside a trace there are none
-          fix   build the model outside, and call it inside
+          why   a scope creates arrays on devices, which is impossible inside a trace
+          fix   build the model outside the compiled function, and call it inside
         """)
 
 
@@ -327,7 +327,7 @@ def test_a_keras_that_makes_global_variables():
     """KERAS_NNX_ENABLED is refused by name: in that mode each global value is first made on one device."""
     assert said("keras.config.is_nnx_enabled = lambda: True") == text("""
         Keras runs with KERAS_NNX_ENABLED
-          why   in that mode the global value of each variable is first made on one device, which a layout map avoids
+          why   in this mode, one device creates the global value of each variable, which a layout map avoids
           fix   unset KERAS_NNX_ENABLED and start again
         """)
 

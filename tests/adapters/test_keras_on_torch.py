@@ -281,7 +281,7 @@ def test_modules_of_torch_are_refused():
         return keras.Sequential([keras.Input((8,)), *layers])
 
     layout_map = lm.LayoutMap(lm.create_mesh(MESH), {r"d1\.kernel": (None, "model")})
-    said = "module: a torch module inside a Keras layer is not laid out"
+    said = "module: a torch module inside a Keras layer cannot be sharded"
 
     assert [said] == [p.what for p in lm.plan(make_model, layout_map).problems if p.kind == "unsupported"]
     with pytest.raises(lm.PlanError, match=said):

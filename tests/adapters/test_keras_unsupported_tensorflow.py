@@ -135,7 +135,7 @@ def test_a_loop_over_time_is_unrolled(layer, shape, path):
 
     assert trains(make_model, layout_map, rows_of(shape))
     assert "note" == notes[path].severity
-    assert "each step in time" in notes[path].why
+    assert "each time step" in notes[path].why
 
 
 def test_a_long_loop_over_time_is_warned_of():

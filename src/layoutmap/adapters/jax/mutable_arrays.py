@@ -41,7 +41,7 @@ def check_immutable(model: object) -> None:
                 f"{path or 'the model'}: an array is hidden in an object",
                 facts={"value": describe_type(leaf)},
                 why="JAX finds arrays only in pytrees, and this object is not one, so the array would be lost",
-                fix="register the object as a pytree, jax.tree_util.register_dataclass(..), or store its arrays outside it",
+                fix="register it as a pytree, jax.tree_util.register_dataclass(..), or store its arrays elsewhere",
             )
 
 

@@ -510,7 +510,7 @@ def describe_shape(leaf: object, sharding: NamedSharding | None) -> jax.ShapeDty
 
 
 def place_leaf(leaf: object, sharding: NamedSharding, is_batch: bool) -> jax.Array:
-    """Subtree a leaf on the mesh. A number becomes a weakly typed array, as in JAX."""
+    """Place a leaf on the mesh. A number becomes a weakly typed array, as in JAX."""
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else jnp.asarray(leaf)
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding, may_alias=False)

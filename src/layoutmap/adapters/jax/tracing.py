@@ -81,7 +81,7 @@ def trace(
             "the model function reads the value of an array that it computes",
             facts={"jax": str(error).strip().partition("\n")[0]},
             why="the function is traced so that arrays are created in their layouts, and traced arrays have no values",
-            fix="compute the value with numpy, or build the model without a scope and shard it: layout_map.apply(model)",
+            fix="compute it with numpy, or build the model without a scope and shard it: layout_map.apply(model)",
         ) from error
     except Exception as error:
         if type(error).__name__ != "TraceContextError":  # compare the name, because flax may not be installed

@@ -1,4 +1,4 @@
-"""Layouts as a `keras.distribution.LayoutMap`."""
+"""Convert layouts to a `keras.distribution.LayoutMap`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _check_device_mesh(mesh: Mesh, device_mesh: Any) -> object:
         raise MeshError(
             "to_keras: the DeviceMesh is not the plan's mesh",
             facts={"plan's": str(mesh), "its": ", ".join(f"{name}={size}" for name, size in dims)},
-            why="layouts that fit one mesh need not fit another",
+            why="layouts of one mesh may not fit another",
             fix="pass a DeviceMesh of the plan's dims, or plan on its dims",
         )
     return device_mesh
@@ -48,7 +48,7 @@ def _make_device_mesh(mesh: Mesh) -> object:
         raise MeshError(
             f"to_keras: the plan's mesh has {mesh.size} devices, and Keras has {len(devices)}",
             facts={"mesh": str(mesh)},
-            why="the mesh is abstract, and a layout map of Keras is on real devices",
+            why="the plan's mesh is abstract, but a Keras layout map needs devices",
             fix="pass device_mesh=, or plan on a mesh of this machine's size",
         )
     return keras.distribution.DeviceMesh(mesh.shape, mesh.dim_names, devices)

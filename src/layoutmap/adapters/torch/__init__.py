@@ -74,8 +74,8 @@ class TorchAdapter(Adapter):
         if fake or torch.compiler.is_compiling():
             raise ScopeError(
                 "a scope was opened " + ("under a FakeTensorMode" if fake else "inside a compiled function"),
-                why="variables are real tensors on real devices, and here there are none",
-                fix="build the model outside, and call it inside",
+                why="a scope creates tensors on devices, which is impossible here",
+                fix="build the model outside the compiled function, and call it inside",
             )
 
     def owns_model(self, model: object) -> bool:
