@@ -264,9 +264,9 @@ class TestWhatElseRefersToATensor:
             step(model, old)
 
         assert (
-            "SGD was made before its weights were laid out\n"
+            "SGD was created before its weights were sharded\n"
             "  weight  weight\n"
-            "  why     the model holds another tensor now, in its layout, and this step would not train it\n"
+            "  why     a sharded tensor has replaced this weight, so this step would not train the model\n"
             "  fix     make the optimizer after apply, and take its state along: "
             "new = SGD(model.parameters(), ...); new.load_state_dict(old.state_dict())"
         ) == str(caught.value)

@@ -246,6 +246,6 @@ def test_the_error_names_optimizer_weight_and_both_kinds_of_state():
         "  weight      (16, 16)  (model, unsharded)",
         "  one device  Tensor of float16, (16, 16)",
         "  sharded     Tensor of float32, (16, 16)",
-        "  why         it chooses its state by the shard that it sees, so its steps would differ from one device's",
+        "  why         it chooses its state by the shape of the shard, so its steps would differ from one device's",
         "  fix         leave this weight unsharded; or " + FIX,
     ]

@@ -16,7 +16,7 @@ REPLACED = """\
 0.weight: the parameter was replaced by one that has no layout
   shape       (8, 4)
   layout was  (model, unsharded)
-  why         each device holds all of it, and an optimizer that was made before trains the former parameter
+  why         each device stores all of it, and an existing optimizer still trains the former parameter
   fix         assign values in place: module.weight.data.copy_(values); or lay it out: layout_map.apply(model)"""
 UNEVEN = """\
 Sequential: no batch was sharded over mesh dim 'batch'

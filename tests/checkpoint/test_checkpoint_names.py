@@ -65,5 +65,5 @@ def test_a_tensor_that_is_joined_from_variables_is_refused(monkeypatch, tmp_path
         return {"joined": torch.cat([*state.values()][:1] * 2)}
 
     monkeypatch.setattr(loading, "revert_weight_conversion", join)
-    with pytest.raises(CheckpointError, match="joined: which part of the model it is cannot be told"):
+    with pytest.raises(CheckpointError, match="joined: its source in the model cannot be determined"):
         lm.export(make("Llama"), tmp_path / "new", names="checkpoint")

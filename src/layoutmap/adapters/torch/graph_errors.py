@@ -1,4 +1,4 @@
-"""Refuse graphs of a module in layouts: those of torch.export, torch.jit and torch.func."""
+"""Raise for graphs of a sharded module by torch.export, torch.jit, and torch.func."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def make_graph_error(module: torch.nn.Module, exporter: str) -> NoGraphError:
     """Return the error for a sharded module that an exporter traces."""
     return NoGraphError(
         f"{type(module).__name__}: a module in layouts, in {exporter}",
-        why="its collectives are those of this mesh, and such a graph is for one device",
+        why="its collectives belong to this mesh, but such a graph is for one device",
         fix="build the model without a scope, give it the values, and use that: "
         "plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})",
     )
 
 
 def refuse_graphs(module: torch.nn.Module) -> None:
-    """Refuse a call of a module in layouts inside of a transform of torch.func or of torch.jit.trace.
+    """Raise if a sharded module is called inside torch.func or torch.jit.trace.
 
     Raises:
         EngineError: It is inside of a transform.

@@ -1,4 +1,4 @@
-"""Functions of DTensors that are computed on gathered tensors, and the warning of operators that are.
+"""Compute functions on gathered DTensors, and warn about it.
 
 Each process computes all of it, from tensors that were gathered for it; its result is replicated.
 """
@@ -122,14 +122,14 @@ def format_function(function: Function) -> str:
     return f"{module.removesuffix('._tensor')}.{function.__name__}"
 
 
-_warned: set[str] = set()
+_warned_functions: set[str] = set()
 
 
 def warn_of_gathering(name: str, why: str) -> None:
     """Warn that a function is computed on gathered tensors, once for each function."""
-    if name in _warned:  # warn once per function
+    if name in _warned_functions:  # warn once per function
         return
-    _warned.add(name)
+    _warned_functions.add(name)
     why = next(iter(why.strip().splitlines()), "")
     text = format_message(
         f"{name}: computed on gathered tensors, by each process",
