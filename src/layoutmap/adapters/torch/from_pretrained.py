@@ -43,9 +43,9 @@ class FromPretrainedPatches(Closing):
         """Apply the patches, and import transformers' model classes first so that all of them are patched."""
         if "transformers.models.auto.modeling_auto" in sys.modules:
             importlib.import_module("transformers.modeling_utils")
-        self.look()
+        self.update()
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Install the patches if transformers has been imported meanwhile."""
         if self._used is None and "transformers.modeling_utils" in sys.modules:
             self._used = _make_patches().activate()

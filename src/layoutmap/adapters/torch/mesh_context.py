@@ -99,7 +99,7 @@ def _bind_to_mesh(function: Function) -> Function:
         return function
 
     @functools.wraps(function)
-    def on_mesh(*args: object, **kwargs: object) -> object:
+    def run_on_mesh(*args: object, **kwargs: object) -> object:
         with ExitStack() as stack:
             if not is_running():
                 stack.enter_context(compute_on_mesh(context))
@@ -109,7 +109,7 @@ def _bind_to_mesh(function: Function) -> Function:
                     stack.enter_context(gather())
             return function(*args, **kwargs)
 
-    return on_mesh
+    return run_on_mesh
 
 
 def _wrap_generator(generator: Function) -> Function:

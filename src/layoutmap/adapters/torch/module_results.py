@@ -14,7 +14,7 @@ from layoutmap.engines.torch.modes import skip_function_modes
 
 
 class ModuleResults:
-    """The layouts of one module's output and buffers.
+    """Place one module's output and replaced buffers in their layouts.
 
     Args:
         module: The module.

@@ -175,7 +175,7 @@ class TorchSession:
                     fix='pass library="keras"',
                 )
             self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))
-            self.reading.look()  # the program may have imported transformers meanwhile, so patch it
+            self.reading.update()  # the program may have imported transformers meanwhile, so patch it
 
     def read_later(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return a deferred tensor that is read from a file (see `Tape.read_later`)."""

@@ -62,7 +62,7 @@ class JaxBackend(Backend):
 
     @contextmanager
     def leave_tracing(self) -> Generator[None]:
-        """Leave any tracing, and any mesh that `jax.set_mesh` set, in the block."""
+        """Run the block outside any trace and without the mesh of `jax.set_mesh`."""
         # ensure_compile_time_eval would fold global arrays into constants.
         with jax.core.eval_context(), leave_ambient_mesh():
             yield

@@ -80,7 +80,7 @@ class TensorFlowBackend(Backend):
 
     @contextmanager
     def leave_tracing(self) -> Generator[None]:
-        """Leave any tracing and the mesh in the block."""
+        """Run the block outside any trace and without the default mesh."""
         with tf.init_scope(), tf.device(None):
             yield
 

@@ -61,14 +61,14 @@ def compute_gathered(
     for each in changed:
         if isinstance(each, DTensor):
             write(each, plain[id(each)])
-    given = {id(plain[id(each)]): each for each in changed}  # the result may be an argument
+    given = {id(plain[id(each)]): each for each in changed}  # the result may be one of the changed arguments
 
-    def on_mesh(value: Any) -> Any:
+    def replicate_result(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         return given[id(value)] if id(value) in given else replicate_tensor(value, mesh)
 
-    return tree_map(on_mesh, result)
+    return tree_map(replicate_result, result)
 
 
 def find_changed(function: Function, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:

@@ -251,7 +251,7 @@ def _is_proven(op: OpOverload, name: str, args: Args, kwargs: Kwargs) -> bool:
         return (args[place] if place < len(args) else kwargs.get("reduction")) in REDUCTIONS[name]
     if name in ALONG and not _is_aligned(args[0], args[1], args):
         return False
-    # In backward passes; `lookups` handles forward passes.
+    # This decides about backward passes. `lookups` handles forward passes.
     if name == "gather" and is_axis_sharded(args[0], args[1]):
         return False
     changes_shape = torch.Tag.inplace_view in op.tags and name != "detach"

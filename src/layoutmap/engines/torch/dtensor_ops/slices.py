@@ -32,7 +32,7 @@ def keep_gradient(changed: torch.Tensor) -> None:
         mesh, placements = base.device_mesh, find_reachable_placements(base)
 
         def place(gradient: torch.Tensor) -> DTensor:
-            # torch may have created zeros that are no DTensor.
+            # torch may have created zeros that are not DTensors, so replicate them.
             return move_to_placements(reduce_partial(replicate_gradient(gradient, mesh)), placements)
 
         base.register_hook(place)  # pyright: ignore[reportUnknownMemberType]
