@@ -418,7 +418,7 @@ def test_a_later_stream_takes_the_place_of_one_that_nobody_received(tmp_path):
     )
     assert not errors
     assert_equal(make_module(2).state_dict(), other.state_dict())
-    with pytest.raises(CheckpointError, match="nothing has happened"):
+    with pytest.raises(CheckpointError, match="there was no progress"):
         lm.receive(other, tmp_path / "none", timeout_seconds=0.1)
 
 

@@ -380,7 +380,7 @@ class Session(KerasSession):
         """Raise if this is a dry run, in which nothing gets a value."""
         if self.context.plan_only:
             raise PlanError(
-                f"{name}: this model is it has no values",
+                f"{name}: this model is only a plan, so it has no values",
                 facts={"read by": describe_reader()},
                 why="plan() builds a model without computing values",
                 fix="leave calls with arrays, fit and predict out of the function that makes the model; to have its "
