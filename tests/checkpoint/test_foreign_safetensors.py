@@ -120,7 +120,7 @@ LIES: dict[str, tuple[Callable[[Path], object], str]] = {
     "shape": (lambda p: raw(p, {"a": entry(0, 8, (3,))}, bytes(8)), "its byte count contradicts its shape"),
     "huge shape": (
         lambda p: raw(p, {"a": entry(0, 8, (1 << 62, 1 << 62))}, bytes(8)),
-        "does not fit its shape",
+        "contradicts its shape",
     ),
     "negative": (lambda p: raw(p, {"a": entry(0, 8, (-2,))}, bytes(8)), "its entry cannot be read"),
     "bool": (lambda p: raw(p, {"a": entry(0, 8, (True, 2))}, bytes(8)), "its entry cannot be read"),
