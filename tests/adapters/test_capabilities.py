@@ -52,6 +52,6 @@ def test_nine_methods_are_enough_to_build():
 )
 def test_what_an_adapter_does_not_know_is_refused_by_name(capability, missing):
     """With the methods that are missing, and not by an error of Python's in the middle of the work."""
-    with pytest.raises(ScopeError, match="save: the adapter of least models cannot do it") as caught:
+    with pytest.raises(ScopeError, match="save: the adapter of least models does not support it") as caught:
         require_capability(Least(), capability, "save")
     assert missing == caught.value.facts["missing"]

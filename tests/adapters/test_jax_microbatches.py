@@ -109,5 +109,5 @@ def test_keys_of_rows_are_sharded_as_the_rows(kernel):
 def test_a_step_inside_of_a_transformation_is_refused(kernel, transform):
     step = lm.jit_step(lambda kernel, x: (kernel * x.mean()).sum(), batch_dim="batch")
     step(kernel, X)
-    with pytest.raises(lm.ScopeError, match=r"inside of another traced function(?s:.*)__wrapped__"):
+    with pytest.raises(lm.ScopeError, match=r"inside another traced function(?s:.*)__wrapped__"):
         transform(step)(kernel, X)

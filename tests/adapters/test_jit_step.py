@@ -300,7 +300,7 @@ def test_what_is_donated_cannot_be_passed_again(layout_map):
     result = step(params, laid_out(plain_params(1), layout_map.mesh))
     for again in ((params, result), (result, params)):
         with pytest.raises(
-            lm.LayoutError, match=r"(?s)was donated, and has no values.*fix .*what the step returned"
+            lm.LayoutError, match=r"(?s)was donated, and has no values.*fix .*use the step's result"
         ):
             step(*again)
     assert [] == misplaced(step(result, jax.tree.map(jnp.copy, result)))  # both fixes

@@ -260,7 +260,7 @@ def test_a_planned_model_has_no_values(use):
         return kept[0]
 
     lm.plan(make_and_keep, make_map({}))
-    with pytest.raises(lm.PlanError, match="this model is it has no values"):
+    with pytest.raises(lm.PlanError, match="this model is only a plan, so it has no values"):
         USES[use](kept[0])
 
 

@@ -159,8 +159,7 @@ def test_a_call_on_another_mesh_is_refused(name):
     assert f"{model.name}: called while jax.set_mesh is set to another mesh than that of its weights" == what
     assert "  mesh      batch=2, model=4" == mesh
     assert (
-        "  why       JAX computes with arrays of one mesh; those of a layout map are on axes of type Auto"
-        == why
+        "  why       JAX cannot combine arrays of two meshes, and a layout map uses axes of type Auto" == why
     )
     assert "  fix       with jax.set_mesh(None): model(x); fit, evaluate and predict do so themselves" == fix
 

@@ -244,7 +244,7 @@ def test_a_call_with_arrays_names_what_to_do():
         lm.plan(called, layout_map())
 
     if keras.backend.backend() == "jax":
-        assert "d1.kernel: this model is it has no values" == caught.value.what
+        assert "d1.kernel: this model is only a plan, so it has no values" == caught.value.what
         assert "Dense.call of layer 'd1'" == caught.value.facts["read by"]
 
 

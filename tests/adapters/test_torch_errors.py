@@ -114,7 +114,7 @@ class TestModelsWithoutValues:
                 call()
         variable = variables(kept[0])["1.weight"]
         for use in (variable.read, lambda: variable.write(torch.ones(4, 4))):
-            with pytest.raises(lm.PlanError, match=r"1\.weight: only a plan"):
+            with pytest.raises(lm.PlanError, match=r"1\.weight: it has no values"):
                 use()
 
     def test_a_model_whose_scope_failed(self):

@@ -70,7 +70,7 @@ class Laws:
             for each in stage:
                 assert 5 + number == each["common"]
                 assert np.random.RandomState(7).random_sample() == each["numpy"]
-                assert "data['own']: each of the processes that saved it had its own state" in each["refused"]
+                assert "data['own']: each process saved its own state" in each["refused"]
 
     def test_a_chunk_that_one_process_reads_fails_all(self, told):
         """A flipped bit in a chunk that only the last process needs is an error in all, for new models and old ones."""

@@ -139,7 +139,7 @@ def test_a_model_is_loaded_from_its_weight_file(tmp_path: Path, name: str) -> No
     kernel = np.asarray(model.layers[0].kernel.value).tolist()
     assert [kernel] * 2 == [np.asarray(each.layers[0].kernel.value).tolist() for each in (found, named)]
     assert ("unsharded", "model") == found.layers[0].kernel.layout.sharding_specs
-    with pytest.raises(CheckpointError, match=r"it is a weight file of Keras, and the model is not: dict"):
+    with pytest.raises(CheckpointError, match=r"this is a Keras weight file, but the model is a dict"):
         lm.load({"w": jnp.zeros(3)}, tmp_path / name)
 
 

@@ -108,7 +108,7 @@ def test_a_folder_of_several_files_is_one_source(tmp_path: Path) -> None:
 TWO = {"a": entry(0, 8), "b": entry(8, 16)}
 LIES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda p: p.write_bytes(b""), "not a file of safetensors, or a truncated one"),
-    "huge header": (lambda p: raw(p, TWO, bytes(16), 1 << 62), "its header has 4611686018427387904 bytes"),
+    "huge header": (lambda p: raw(p, TWO, bytes(16), 1 << 62), "the header has 4611686018427387904 bytes"),
     "no JSON": (lambda p: raw(p, b"{]"), "its header is not JSON"),
     "deep JSON": (lambda p: raw(p, b"[" * 100_000), "its header is not JSON"),
     "a list": (lambda p: raw(p, []), "its header is not a JSON object"),
@@ -120,7 +120,7 @@ LIES: dict[str, tuple[Callable[[Path], object], str]] = {
     "shape": (lambda p: raw(p, {"a": entry(0, 8, (3,))}, bytes(8)), "its byte count contradicts its shape"),
     "huge shape": (
         lambda p: raw(p, {"a": entry(0, 8, (1 << 62, 1 << 62))}, bytes(8)),
-        "does not fit its shape",
+        "contradicts its shape",
     ),
     "negative": (lambda p: raw(p, {"a": entry(0, 8, (-2,))}, bytes(8)), "its entry cannot be read"),
     "bool": (lambda p: raw(p, {"a": entry(0, 8, (True, 2))}, bytes(8)), "its entry cannot be read"),

@@ -116,7 +116,7 @@ def test_an_optimizer_that_a_load_left_out_is_named_and_restored_by_compile(tmp_
     lm.save(model, tmp_path)
     losses = trained(model)
     options = {"layout_map": rules, "batch_dim": "batch"} if is_sharded else {}
-    with pytest.warns(lm.LayoutMapWarning, match="variables of the optimizer were not read") as caught:
+    with pytest.warns(lm.LayoutMapWarning, match="optimizer variables were not read") as caught:
         found = lm.load(make_uncompiled, tmp_path, **options)
     (ours,) = (str(each.message) for each in caught if each.category is lm.LayoutMapWarning)
     found.compile(optimizer, "mse")
@@ -140,7 +140,7 @@ def test_another_optimizer_is_not_restored(tmp_path):
     with pytest.warns(lm.LayoutMapWarning, match="were not read"):
         found = lm.load(make_uncompiled, tmp_path)
     found.layers[0].kernel.assign(np.zeros((8, 16)))
-    with pytest.warns(lm.LayoutMapWarning, match="the state of the optimizer was not restored"):
+    with pytest.warns(lm.LayoutMapWarning, match="the optimizer state was not restored"):
         found.compile("sgd", "mse")
     assert 0.0 == float(np.abs(np.asarray(found.layers[0].kernel)).max())
     quiet = lm.load(make_uncompiled, tmp_path, extra="ignore")

@@ -482,7 +482,7 @@ def test_what_is_overridden_is_as_it_is_passed(tmp_path: Path) -> None:
     assert override == {name: fresh.param_groups[0][name] for name in override}
 
     for name, said in (
-        ("rate", "override={'rate': True}: there is no setting 'rate' of an optimizer that was saved"),
+        ("rate", "override={'rate': True}: the saved optimizer has no setting 'rate'"),
         ("amsgrad", "amsgrad: the checkpoint has no max_exp_avg_sq for it"),
     ):
         assert said == unchanged_by(

@@ -650,8 +650,8 @@ if __name__ == "__main__":
 def test_a_jaxlib_without_the_pass_says_which(monkeypatch):
     """A jaxlib that lacks the pass of Shardy's is refused by name, with the release that has it."""
     monkeypatch.setattr(shardy, "PASS", "builtin.module(sdy-renamed-pipeline)")
-    shardy.check.cache_clear()
+    shardy.check_passes.cache_clear()
     with pytest.raises(lm.EngineError, match="sdy-renamed-pipeline") as raised:
-        shardy.check()
-    shardy.check.cache_clear()
+        shardy.check_passes()
+    shardy.check_passes.cache_clear()
     assert f'pip install "jaxlib=={shardy.TESTED}.*"' == raised.value.fix

@@ -1,4 +1,4 @@
-"""Keras without its backend: which one it looked for, which are installed, and how to choose one of those."""
+"""Explain an import error of Keras without its backend: which backends are installed, and how to choose one."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ Rows = Literal["global", "own"]
 
 
 class OptionsByName(TypedDict, total=False):
-    """The options of a scope as they are passed, those of every library and torch's own, so that editors know them."""
+    """The options of a scope by name, of all libraries and of torch, for editors and type checkers."""
 
     strict: bool
     batch_dim: BatchDim | None
@@ -65,14 +65,14 @@ class OptionsByName(TypedDict, total=False):
     fully_shard: Mapping[str, Any]
 
 
-_CLOSE = 0.75
-"""Similarity from which a name is taken for a misspelled option. That of `gather` and `later` is 0.73."""
+_MIN_SIMILARITY = 0.75
+"""The minimum similarity of a misspelled option. `gather` and `later` have 0.73."""
 NEUTRAL = tuple(field.name for field in fields(ScopeOptions) if field.name != "own")
-"""The options that each library has."""
+"""The options of every library."""
 
 
 def check_names(given: Mapping[str, Any], library: str, own: Iterable[str] = ()) -> None:
-    """Refuse scope options that a model library does not have.
+    """Raise for scope options that a model library does not have.
 
     Args:
         given: Options by name.
@@ -85,10 +85,10 @@ def check_names(given: Mapping[str, Any], library: str, own: Iterable[str] = ())
     known = (*NEUTRAL, *own)
     for name, value in given.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1, _CLOSE)
+            near = difflib.get_close_matches(name, known, 1, _MIN_SIMILARITY)
             raise ScopeError(
                 f"{name}={value!r}: a scope for {library} models has no such option",
                 facts={"options": ", ".join(known)},
-                why="it is misspelled, or an option for models of another library",
+                why="it is misspelled, or belongs to another library",
                 fix=f"write {near[0]}=" if near else "leave it out",
             )

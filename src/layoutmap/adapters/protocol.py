@@ -54,7 +54,7 @@ class Saved:
 
 
 class RuleLookup(Protocol):
-    """Layout map as an adapter uses it, since adapters lie below `layoutmap.rules`."""
+    """The layout map as an adapter uses it, because adapters are below `layoutmap.rules`."""
 
     @property
     def mesh(self) -> Mesh | None:
@@ -66,9 +66,9 @@ class RuleLookup(Protocol):
         ...
 
 
-# A protocol, because `Scope` is in a higher package (decisions/0171).
+# `Scope` is in a higher package, so adapters use this protocol (decisions/0171).
 class ScopeContext(Protocol):
-    """Scope as an adapter uses it: the engine, the layout policy, and the checks that need the plan."""
+    """The scope as an adapter uses it: the engine, the layout policy, and the checks that need the plan."""
 
     plan_only: bool
     """Whether this is a dry run: no variable may get a value, and there is no engine."""
@@ -142,7 +142,7 @@ class ScopeContext(Protocol):
 
 
 class Session(Protocol):
-    """Work of one scope in one model library."""
+    """Build or shard the models of one scope in one library."""
 
     library: str
     """The name of the library's adapter."""
@@ -177,9 +177,10 @@ class Session(Protocol):
 
 
 @runtime_checkable
-# An adapter knows no rules and devices, so that a small one supports plan, build, scope, apply (decisions/0171).
+# An adapter needs no knowledge of rules and devices, so a small one supports plan, build, scope,
+# and apply (decisions/0171).
 class Building(Protocol):
-    """Adapter that can plan, build, and shard the models of one library.
+    """Plan, build, and shard the models of one library.
 
     Nine methods are to be written; four have a default, which is for a library whose models cannot be built unseen,
     cannot be padded, that has no options of its own, and that plans no arrays beside a model. `Training`, `Keeping` and
@@ -233,7 +234,7 @@ class Building(Protocol):
         """Describe the arrays of functions by name, which are made after a model. Computes nothing."""
         raise ScopeError(
             f"later={shorten_repr(dict(later))} is for models of JAX",
-            why=f"arrays beside a model of {self.name} are made without shapes that can be read first",
+            why=f"shapes of arrays outside {self.name} models cannot be determined before they are created",
             fix="leave it out",
         )
 
@@ -273,7 +274,7 @@ class Building(Protocol):
 
 @runtime_checkable
 class Training(Building, Protocol):
-    """Adapter that can train and compare models, for `check_parity` and plans with an optimizer."""
+    """Train and compare models, for `check_parity` and plans with an optimizer."""
 
     def set_optimizer(self, model: Any, optimizer: Any) -> Any:
         """Set the optimizer of a model, if models of the library contain one, and return the model.
@@ -305,7 +306,7 @@ class Training(Building, Protocol):
 
 @runtime_checkable
 class Keeping(Building, Protocol):
-    """Adapter that can save, load, and export models."""
+    """Save, load, and export models."""
 
     def list_stored_variables(
         self, model: Any, optimizer: Any = None, saved: Saved | None = None
@@ -339,7 +340,7 @@ class Keeping(Building, Protocol):
         )
 
     def make_host_array(self, values: NumpyArray) -> Any:
-        """Return a numpy array, or its memory in the array type that the library has on the host."""
+        """Convert a numpy array to the library's host array type, with the same memory."""
         return values
 
     def restore_variables(
@@ -373,7 +374,7 @@ class Keeping(Building, Protocol):
 
 @runtime_checkable
 class Inspecting(Building, Protocol):
-    """Adapter that can describe existing models, for `inspect`."""
+    """Describe existing models, for `inspect`."""
 
     def describe_variables(self, model: Any, optimizer: Any = None) -> Sequence[Stored]:
         """Return the variables and arrays of an existing model as a plan would list them.

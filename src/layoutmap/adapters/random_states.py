@@ -1,4 +1,4 @@
-"""The random states of Python and of numpy, which programs of every library seed and draw from."""
+"""Save, restore, and seed the random states of Python and numpy."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class TooLargeError(EngineError):
 
 @dataclass(frozen=True)
 class Verified:
-    """Counted cost of a step next to XLA's figures, in bytes per device.
+    """The counted figures of a step and those of XLA's compiler, in bytes per device.
 
     Args:
         cost: What was counted.

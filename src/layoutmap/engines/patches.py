@@ -1,4 +1,4 @@
-"""Replace attributes of a library set_temporarily, so that no interrupt leaves a replacement behind.
+"""Replace attributes of a library temporarily, so that no interrupt leaves a replacement behind.
 
 A `KeyboardInterrupt` can come before any line: also before the first one of an `__exit__`, or between what changes
 something and the `try` that would undo it. So nothing here is counted. A use of patches is an object that the running

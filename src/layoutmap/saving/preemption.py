@@ -34,13 +34,13 @@ class Preemption:
         self._noted = noted
         before: Any = signal.getsignal(signal.SIGTERM)
 
-        def note(number: int, frame: object) -> None:
+        def record_signal(number: int, frame: object) -> None:
             noted.append(time.monotonic())
             if callable(before):
                 before(number, frame)
 
-        signal.signal(signal.SIGTERM, note)
-        self._close = weakref.finalize(self, _restore_handler, note, before)
+        signal.signal(signal.SIGTERM, record_signal)
+        self._close = weakref.finalize(self, _restore_handler, record_signal, before)
         self._close.atexit = False
 
     @property

@@ -31,7 +31,7 @@ from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.saving.load import Loading, find_model_mesh, mark_partial_load
 from layoutmap.saving.model_source import ModelSource, Names, read_table, select_weights
-from layoutmap.saving.stream import compute_digest, lead_others
+from layoutmap.saving.stream import announce_reads, compute_digest
 from layoutmap.scope.process_group import Group
 
 _KINDS = Kind.WEIGHT, Kind.STATE
@@ -233,7 +233,7 @@ def _store_unchanged(
         source.follow_first()
         return
     named, _ = select_weights(source, table)
-    with lead_others(source):
+    with announce_reads(source):
         for name, checksum in unchanged.items():
             if compute_digest(named.read(name)) != checksum:
                 raise CheckpointError(

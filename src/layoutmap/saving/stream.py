@@ -98,7 +98,7 @@ class Stream:
             return
         named, variables = select_weights(source, self._table)
         self.checksums = {}
-        with lead_others(source):
+        with announce_reads(source):
             for variable in variables:
                 # The caller may keep and modify the values, so copy them.
                 values = np.array(named.read(variable.path))
@@ -128,7 +128,7 @@ class Stream:
             source.follow_first()
             return
         named, variables = select_weights(source, self._table)
-        with lead_others(source):
+        with announce_reads(source):
             link = open_link(sink, timeout_seconds)
             since = self._since or {}
             digests = (
@@ -155,7 +155,7 @@ def compute_digest(values: NumpyArray) -> str:
 
 
 @contextmanager
-def lead_others(source: ModelSource) -> Generator[None]:
+def announce_reads(source: ModelSource) -> Generator[None]:
     """Let the other processes gather each variable that this process reads in the block."""
     is_complete = False
     try:

@@ -204,7 +204,7 @@ class AdapterContract(OldMethodNames):
         model, layout_map = make_model(), self.make_layout_map(name)
         expected = self.read_values(model)
         raises_scope_error = pytest.raises(
-            lm.ScopeError, match=r"(?s)existed before.*fix .*layout_map\.apply\(model\)"
+            lm.ScopeError, match=r"(?s)returned an existing model.*fix .*layout_map\.apply\(model\)"
         )
         with raises_scope_error:
             lm.plan(lambda: model, layout_map, library=self.library)

@@ -82,7 +82,7 @@ class Schedule:
                 if result is not None:
                     yield result
         finally:
-            self._deadline = 0.0  # no worker begins another case
+            self._deadline = 0.0  # with a deadline in the past, no worker begins another case
             for process in tuple(self._processes):
                 process.kill()  # its worker then reads the rest of the output and cleans up
             for thread in threads:

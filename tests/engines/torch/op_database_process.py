@@ -256,7 +256,7 @@ def verdicts(name, op, num_samples, num_layouts):
 
 
 def verdict(op, sample, layouts, in_place, from_the_end, expected):
-    gathered._warned.clear()
+    gathered._warned_functions.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -439,7 +439,7 @@ def _difference(plain: dict[str, Any], ours: dict[str, Any], scale: float = 1.0)
 def verdict(program: Program, *, in_call: bool = True) -> str:
     """What became of a program: `right`, `gathered`, `refused: ...`, `failed: ...`, `wrong: ...` or `unstable`."""
     expected = _facts(program.run(on_mesh=False))
-    gathered._warned.clear()
+    gathered._warned_functions.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -245,7 +245,7 @@ def test_each_statistic_is_one_sum(name, batch, expected):
 
 def test_what_has_no_rule_is_computed_gathered(monkeypatch):
     """A function that nobody has a rule for is computed on global tensors, and a warning says so once."""
-    monkeypatch.setattr(gathered, "_warned", set())
+    monkeypatch.setattr(gathered, "_warned_functions", set())
     x = torch.randint(5, (8,), generator=torch.Generator().manual_seed(0))
     laid_out = place(x, "batch")
     with run_on():

@@ -172,7 +172,7 @@ def test_a_registered_sharding_is_used():
 
 def test_the_warning():
     """An operator that is gathered is named, once, and not where every device has its arguments in full."""
-    gathered._warned.discard("torch.ops.layoutmap_custom.ranks")
+    gathered._warned_functions.discard("torch.ops.layoutmap_custom.ranks")
     with run_on(), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         OPS.ranks(place(X, None, None))

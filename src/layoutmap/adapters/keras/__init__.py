@@ -1,4 +1,4 @@
-"""Keras 3 models, on any of its backends that is supported: subclassed, Functional and Sequential."""
+"""Support Keras 3 models: subclassed, Functional, and Sequential, on all supported backends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class KerasAdapter(KerasKeeping, Adapter):
         return get_backend(get_backend_name()).explain_no_padding(variable, layout)
 
     def check(self) -> None:
-        """Refuse a Keras, a backend or a place in which a scope cannot work."""
+        """Raise for a Keras version, a backend, or a context in which a scope cannot work."""
         backend = get_backend(get_backend_name())
         check_keras(backend.list_private_names())
         if backend.is_tracing():
@@ -57,7 +57,7 @@ class KerasAdapter(KerasKeeping, Adapter):
         return isinstance(model, keras.layers.Layer)
 
     def refused(self, library: str) -> AbstractContextManager[None]:
-        """Refuse Keras layers that are built until the block ends, since the scope is for another library."""
+        """Raise for Keras layers built until the block ends, because the scope is for another library."""
         return install_hooks()
 
     def begin(self, context: ScopeContext) -> Session:
@@ -87,7 +87,7 @@ class KerasAdapter(KerasKeeping, Adapter):
     def complete(self, model: object, batch: object) -> None:
         """Create, without computing, the variables that a first call and training step would create."""
         session = get_session(model)
-        # JAX refuses products of arrays on another mesh than `jax.set_mesh` names, even in traced calls.
+        # JAX cannot multiply arrays on another mesh than that of `jax.set_mesh`, even in traced calls.
         with session.backend.leave_tracing() if session is not None else nullcontext():
             complete(model, _get_inputs(batch))
 
@@ -104,7 +104,7 @@ class KerasAdapter(KerasKeeping, Adapter):
                 fix='pass the name of a Keras optimizer, such as "adamw"',
             ) from error
         if getattr(model, "compiled", False):
-            model.optimizer = made  # keep the compiled loss
+            model.optimizer = made  # assign only the optimizer, so that the compiled loss stays
         else:
             model.compile(optimizer=made)
         return model

@@ -13,7 +13,7 @@ _METHODS = ("build", "call", "quantized_call")
 
 
 def is_in_call() -> bool:
-    """Return whether a layer is being called, and not by a layer that is being built."""
+    """Return whether a layer is being called, except by a layer that is being built."""
     methods = {method for method, _ in _iterate_running_layers()}
     return bool(methods) and "build" not in methods
 
@@ -23,9 +23,9 @@ def is_in_build() -> bool:
     return any(method == "build" for method, _ in _iterate_running_layers())
 
 
-# Some layers read a weight while they are built, so errors name the reading layer (decisions/0027).
+# Some layers read a weight while they are built, so errors name the layer that reads (decisions/0027).
 def describe_reader() -> str:
-    """Return a text about the layer with a running `build` or `call`, or an empty text."""
+    """Describe the layer with a running `build` or `call`, or return an empty text."""
     for method, layer in _iterate_running_layers():
         return f"{type(layer).__name__}.{method} of layer {layer.name!r}"
     return ""
@@ -63,7 +63,7 @@ def find_frame(module: str, function: str = "") -> FrameType | None:
 
 
 def find_running_step(model: object, names: Container[str]) -> str:
-    """Return the name of the step that a model is running, out of some names, or an empty text."""
+    """Return which of these steps a model is running, or an empty text."""
     for frame in _walk_frames(sys._getframe(1)):
         if frame.f_code.co_name in names and frame.f_locals.get("self") is model:
             return frame.f_code.co_name
@@ -80,7 +80,7 @@ def _iterate_running_layers() -> Iterator[tuple[str, keras.Layer]]:
 
 
 def _walk_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and its callers, never this function's own frame, which would create a cycle."""
+    """Yield a frame and its callers, but not this function's frame, which would create a cycle."""
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""A callback for `fit` that saves steps of a run, and knows where to go on."""
+"""Define a callback for `fit` that saves steps and resumes a run."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._manager = manager
         self._every_epochs = every_epochs
         self._data = data
-        self._states: dict[int, object] = {}  # by step: of the data, after the batch of that step
-        self._num_before = 0  # batches of the present epoch that were trained on before it was resumed
-        self._is_new = False  # whether there is a step that was not offered to the manager
+        self._states: dict[int, object] = {}  # the state of the data after each step's batch
+        self._num_before = 0  # batches of the current epoch that were trained before the run was resumed
+        self._is_new = False  # whether a step has not been offered to the manager
 
-    # Keras reads ahead of training, so the data state is recorded after each batch (decisions/0081).
+    # Keras reads batches ahead of training, so record the data state after each batch (decisions/0081).
     def batches(self) -> Iterator[object]:
         """Yield batches for `fit`, starting after the last trained batch.
 
@@ -90,7 +90,7 @@ class CheckpointCallback(keras.callbacks.Callback):
     def set_model(self, model: keras.Model) -> None:
         """Take the model of `fit`."""
         super().set_model(model)
-        # Keras on JAX copies all values into the model where a callback asks for it: only a save needs that.
+        # Keras on JAX copies all values into the model when a callback accesses it, so defer that to saves.
         self._unsynced = model
 
     def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
@@ -99,12 +99,12 @@ class CheckpointCallback(keras.callbacks.Callback):
         self.epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
-        """Save the step before this batch: only now it is known that its epoch has not ended with it."""
+        """Save the previous step. Only now it is known that it did not end its epoch."""
         if self._is_new and self._every_epochs is None:
             self._save()
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
-        """Count the batches that were trained on: several, where one execution has several steps."""
+        """Count the trained batches, of which one execution may have several."""
         now = self._num_before + batch + 1
         self.step += now - self.batch
         self.batch, self._is_new = now, True
@@ -124,7 +124,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._manager.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run stands, and the state of its data."""
+        """Return the position of the run and the state of its data."""
         found = {"epoch": self.epoch, "batch": self.batch, "step": self.step}
         if self._data is None:
             return found
@@ -141,7 +141,7 @@ class CheckpointCallback(keras.callbacks.Callback):
 
     def _save(self, *, metrics: Mapping[str, float] | None = None, force: bool = False) -> None:
         self._is_new = False
-        if self._manager.is_preempted:  # Keras still ends its batch, and an epoch that is not complete
+        if self._manager.is_preempted:  # `fit` stops after this batch, and the epoch stays incomplete
             return
         self._manager.save(self._unsynced, self.step, data=self, metrics=metrics, force=force)
         if self._manager.is_preempted:

@@ -25,16 +25,16 @@ from layoutmap.core.errors import LayoutMapWarning, ScopeError
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines.patches import Attribute, Closing, Patches
 
-_MARK = "layoutmap"  # the attribute of an HDF5 file that a model in layouts was saved to
+_MARK = "layoutmap"  # this HDF5 attribute marks files of sharded models
 _INNER = frozenset(("copy", "jax", "keras", "pickle", "tensorflow", "torch"))
 
 
 def make_copy_wraps(
     layer: Any,
     session: KerasSession,
-    # A copy can lose its layouts, so copies are sharded again, and pickles and clones warn (decisions/0056).
+    # A copy can lose its layouts, so shard copies again, and warn for pickles and clones (decisions/0056).
 ) -> dict[str, Callable[..., object]]:
-    """Return the methods to wrap on a layer so that copies are sharded or warned about."""
+    """Return methods to wrap on a layer so that copies are sharded or a warning is issued."""
     own = getattr(layer, "__deepcopy__", None)
     plain_reduce, plain_config = layer.__reduce_ex__, layer.get_config
 
@@ -69,27 +69,27 @@ def make_copy_wraps(
 
 
 def wrap_save_own_variables(save: Callable[..., object], session: KerasSession) -> Callable[..., object]:
-    """Return a `save_own_variables` that marks the file so that `load_model` outside a scope warns."""
+    """Wrap `save_own_variables` to mark the file, so that `load_model` outside a scope warns."""
 
     @functools.wraps(save)
     def save_own_variables(store: Any) -> None:
         if isinstance(store, H5IOStore):
             store.h5_file.attrs[_MARK] = "saved from layouts"
-            session.load_watch.__enter__()  # it ends with the scope's last layer
+            session.load_watch.__enter__()  # the watch ends with the scope's last layer
         save(store)
 
     return save_own_variables
 
 
 def watch_loads() -> Closing:
-    """Return a watch over files that are loaded outside a scope, which ends when it is garbage collected."""
+    """Watch for marked files loaded outside a scope, until the result is garbage-collected."""
     return _PATCHES.activate()
 
 
 def _wrap_store_get(plain: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(plain)
     def get(store: Any, path: str) -> object:
-        # Keras asks for the model itself once, by an empty path, before it asks for layers.
+        # Keras requests the model with an empty path once, before its layers.
         if not path and get_current_session() is None and _MARK in store.h5_file.attrs:
             loading = find_frame(LOADING, "load_model")
             if loading is not None:
@@ -106,12 +106,12 @@ def _wrap_store_get(plain: Callable[..., object]) -> Callable[..., object]:
     return get
 
 
-# It stays after a scope, since the layers that Keras makes of a file know nothing of this library.
+# The patch outlives the scope, because layers loaded from a file know nothing of this library.
 _PATCHES = Patches([Attribute(H5IOStore, "get", _wrap_store_get)])
 
 
 def warn_of_unsharded_layers(model: keras.Model, plain: list[keras.Layer]) -> None:
-    """Warn of a model that was made outside of the scope of some of its layers."""
+    """Warn of a model that was created outside the scope of some of its layers."""
     names = ", ".join(layer.name for layer in plain[:5])
     more = f" and {len(plain) - 5} more" if len(plain) > 5 else ""
     _warn_of_copy(
@@ -123,7 +123,7 @@ def warn_of_unsharded_layers(model: keras.Model, plain: list[keras.Layer]) -> No
 
 
 def make_mixed_model_error(model: keras.Model, step: str) -> ScopeError:
-    """Return the error for a model with sharded layers that was created outside their scope."""
+    """Return the error for a model created outside the scope of its sharded layers."""
     return ScopeError(
         f"{model.name}: its {step} cannot have sharded layers, because it was created outside of their scope",
         why="its batches, other layers, and optimizer are unsharded",

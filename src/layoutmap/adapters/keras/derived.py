@@ -1,4 +1,4 @@
-"""Variables that Keras derives from another: LoRA factors, quantized kernels and their scales, slots of reduced shape.
+"""Find variables that Keras derives from others: LoRA factors, quantized kernels, scales, and reduced slots.
 
 Such a variable has its parent's layout, axis for axis. What an axis means is known here, from the layers that make it:
 
@@ -34,14 +34,14 @@ _FLOAT8 = (
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """Parent weight of a derived variable, and the parent's axes that its axes consist of."""
+    """The parent weight of a derived variable, and how its axes correspond to the parent's."""
 
-    parent: str  # name in the same layer; the variable's own name if it replaced the parent
+    parent: str  # name in the same layer, or its own name if it replaced the parent
     shape: tuple[int, ...]  # shape of the parent
-    axes: Axes  # parent axes in each axis
+    axes: Axes  # the parent axes that each axis joins
 
 
-# Rules rarely name derived variables, so they follow their parent axis by axis (decisions/0020).
+# Rules rarely match derived variables, so these inherit from their parent axis by axis (decisions/0020).
 def find_derivations(layers: Iterable[Any]) -> dict[int, Derivation]:
     """Return the known derivations of variables in some layers, by the id of the variable."""
     found: dict[int, Derivation] = {}
@@ -58,12 +58,12 @@ def find_derivations(layers: Iterable[Any]) -> dict[int, Derivation]:
 
 @dataclass(frozen=True, slots=True)
 class ReducedSlot:
-    """A slot of an optimizer that has fewer axes than its weight."""
+    """An optimizer slot with fewer axes than its weight."""
 
     slot: keras.Variable
     weight: keras.Variable
-    kind: str  # the optimizer's name for these slots, because Keras gives them the weight's name
-    axes: Axes  # weight axes in each axis
+    kind: str  # the optimizer's name of the slot, because Keras names it like the weight
+    axes: Axes  # the weight axes that each axis joins
 
 
 def find_reduced_slots(optimizer: object) -> Iterator[ReducedSlot]:
@@ -106,7 +106,7 @@ def _derive_quantized(
     if mode is None:
         return
     if mode == "int4":
-        for attribute in (f"_{name}", name):  # private or public attribute
+        for attribute in (f"_{name}", name):  # Keras versions use a private or a public attribute
             yield _get_variable(layer, attribute), Derivation(name, shape, table)
     yield _get_variable(layer, f"quantized_{name}"), Derivation(name, shape, table)
     for scale in (f"{name}_scale", f"{name}_zero"):
@@ -131,7 +131,7 @@ def _derive_float8(layer: keras.Layer, shape: tuple[int, ...]) -> _Derived:
 
 def _derive_from_dense(layer: keras.Layer) -> _Derived:
     table, kernel = _get_variable(layer, "quantized_kernel"), _get_variable(layer, "_kernel")
-    if table is None and kernel is None:  # the layer is being converted
+    if table is None and kernel is None:  # without a kernel, the layer is being quantized
         return
     shape = (kernel.shape[0] if table is None else table.shape[1], layer.units)
     yield from _derive_lora(layer, "kernel", shape)
@@ -150,12 +150,12 @@ def _derive_from_einsum_dense(layer: keras.Layer) -> _Derived:
     yield from _derive_float8(layer, shape)
     mode = getattr(layer, "quantization_mode", None)
     if mode in ("gptq", "awq"):
-        # A kernel of rank 3 has one column axis if its largest axis is last, and two if it is first.
+        # A kernel of rank 3 has one output axis if its largest axis is last, and two if it is first.
         split = 1 if len(shape) == 2 or shape.index(max(shape)) == 0 else 2
         rows, columns = tuple(range(split)), tuple(range(split, len(shape)))
         yield from _derive_quantized(layer, "kernel", shape, (columns, rows), columns)
     elif mode in ("int8", "int4"):
-        # With prime sizes, the shape of the scale shows which kernel axes each axis contains.
+        # With prime sizes, the shape of the scale shows which kernel axes each of its axes joins.
         sizes = _PRIMES[: len(shape)]
         axes = tuple((sizes.index(n),) if n in sizes else () for n in layer._get_kernel_scale_shape(sizes))
         columns = tuple(sorted(axis for of in axes for axis in of))

@@ -1,4 +1,4 @@
-"""Descriptions of a scope's layers and optimizers for the core: each variable and layer by its object path."""
+"""Describe a scope's layers and optimizers by object paths, for the plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from layoutmap.core.variables import Kind, Use, VariableSpec, make_unique_names
 
 @dataclass(slots=True)
 class Entry:
-    """A variable of a scope, as the core will see it."""
+    """A variable of a scope, with its description for the plan."""
 
     variable: keras.Variable
     spec: VariableSpec
@@ -47,7 +47,7 @@ def describe_variables(registry: Registry) -> list[Entry]:
     )
     by_variable = {id(entry.variable): entry for entry in entries}
     reduced = {id(each.slot): each for optimizer in optimizers for each in find_reduced_slots(optimizer)}
-    # A variable created from an array without a layout passes no tag to its slots.
+    # A variable created from an unsharded array passes no tag to its slots.
     unknown = [
         v for v in known if id(v) in slots and id(v) not in reduced and registry.find_parent(v) is None
     ]
@@ -56,7 +56,7 @@ def describe_variables(registry: Registry) -> list[Entry]:
     ]
     trained = list({id(variable): variable for variable in trained}.values())
     by_name = dict(zip(map(id, unknown), match_slots(unknown, trained), strict=True))
-    taken: dict[str, set[str]] = {}  # slot paths of each model
+    taken: dict[str, set[str]] = {}  # the slot paths that are used in each model
     for variable in known:
         if id(variable) in by_variable or is_global_seed(variable):
             continue
@@ -77,7 +77,7 @@ def describe_variables(registry: Registry) -> list[Entry]:
 
 
 def _find_outer_optimizers(optimizers: Sequence[object]) -> list[Any]:
-    """Return the optimizers that are not wrapped by another one, which shares their variables."""
+    """Return the optimizers that no other one wraps. A wrapper shares the inner variables."""
     inner = {
         id(each)
         for optimizer in optimizers
@@ -87,7 +87,7 @@ def _find_outer_optimizers(optimizers: Sequence[object]) -> list[Any]:
 
 
 def _sort_variables(registry: Registry, layers: Sequence[object], optimizers: Sequence[object]) -> list[Any]:
-    """Return the variables of a scope, with those of optimizers and metrics last in their owner's order.
+    """Sort a scope's variables: those of optimizers and metrics last, in their owner's order.
 
     Some of them are numbered: the number is the same whatever was made first.
     """
@@ -112,7 +112,7 @@ def _list_slotted_variables(optimizers: Sequence[object]) -> list[Any]:
 
 
 def describe_alone(variable: Any, kind: Kind) -> Entry:
-    """Return the entry of a variable without layer and optimizer, with Keras's number removed from its name."""
+    """Describe a variable without a layer or optimizer. Keras's number is removed from its name."""
     *scopes, name = variable.path.split("/")
     name = renumber_names([variable])[0] if is_noted(variable) else strip_number(name)
     path = ".".join([*map(strip_number, scopes), name])
@@ -120,13 +120,13 @@ def describe_alone(variable: Any, kind: Kind) -> Entry:
 
 
 def describe_below(layer: object, prefix: str, variable: object) -> Entry | None:
-    """Return the entry of a variable in a layer, or None if the layer does not contain it."""
+    """Describe a variable in a layer, or return None if the layer does not contain it."""
     entries = _describe_layer(layer, "", prefix, find_derivations([layer]), {})
     return next((entry for entry in entries if entry.variable is variable), None)
 
 
 def list_layer_paths(layers: Sequence[object]) -> list[tuple[str, Any]]:
-    """Return all layers of models, and standalone layers, under each of their paths."""
+    """List the layers of all models, and standalone layers, under each of their paths."""
     paths: list[tuple[str, Any]] = []
     for _, prefix, root in _iterate_roots(layers):
         paths += [(prefix.removesuffix("."), root)] if prefix else []
@@ -140,7 +140,7 @@ def find_unsupported(backend: Backend, layers: Sequence[Any], entries: Sequence[
     found: list[Unsupported] = []
     for layer in layers:
         own = [*layer._trainable_variables, *layer._non_trainable_variables]
-        # A layer without own weights takes the position of its first sublayer, such as an RNN cell.
+        # A layer without its own weights, such as an RNN, takes the position of its first sublayer.
         inner = own or [v for below in list_sublayers(layer) for v in below.variables]
         known = [specs[id(v)] for v in inner if id(v) in specs]
         if known:
@@ -187,7 +187,7 @@ def _describe_layer(
 def _describe_untracked(
     layers: Sequence[object], known: Sequence[object], described: set[int], kind_of: Callable[[Any], Kind]
 ) -> Iterator[Entry]:
-    """Yield variables in attributes of objects other than layers, except the metrics of a model."""
+    """Yield variables in attributes of objects that are not layers, except a model's metrics."""
     models = [layer for layer in layers if isinstance(layer, keras.Model)]
     others = described | {id(variable) for model in models for variable in model.metrics_variables}
     wanted = {id(variable) for variable in known if not is_global_seed(variable)} - others
@@ -212,6 +212,6 @@ def _describe_slot(
 def _make_entry(variable: keras.Variable, path: str, kind: Kind, **rest: Any) -> Entry:
     shape = tuple(int(n) for n in variable.shape)
     dtype = keras.backend.standardize_dtype(variable._dtype)
-    # Rules over Keras names do not apply to slots.
+    # Rules for Keras names do not apply to slots.
     name = "" if kind is Kind.SLOT else f"{KERAS}{variable.path}"
     return Entry(variable, VariableSpec(path, shape, dtype, kind, name=name, **rest))

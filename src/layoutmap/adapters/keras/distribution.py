@@ -1,4 +1,4 @@
-"""Layouts as a `keras.distribution.LayoutMap`."""
+"""Convert layouts to a `keras.distribution.LayoutMap`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _check_device_mesh(mesh: Mesh, device_mesh: Any) -> object:
         raise MeshError(
             "to_keras: the DeviceMesh is not the plan's mesh",
             facts={"plan's": str(mesh), "its": ", ".join(f"{name}={size}" for name, size in dims)},
-            why="layouts that fit one mesh need not fit another",
+            why="layouts of one mesh may not fit another",
             fix="pass a DeviceMesh of the plan's dims, or plan on its dims",
         )
     return device_mesh

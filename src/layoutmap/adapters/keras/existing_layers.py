@@ -1,4 +1,4 @@
-"""Layers older than a scope: refused where they would get variables in it, for which there is no path."""
+"""Refuse layers that existed before the scope and would create variables in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from layoutmap.adapters.keras.paths import list_sublayers
 from layoutmap.core.errors import ScopeError
 
 
-# A plan has no values for variables of existing objects, so they are refused (decisions/0027).
+# A plan would leave variables of existing objects without values, so refuse them (decisions/0027).
 def make_existing_error(thing: Any, plan_only: bool) -> ScopeError:
     """Return the error for an existing layer or optimizer that would create variables in a scope."""
     kinds = {keras.Optimizer: "optimizer", keras.Model: "model"}

@@ -1,4 +1,4 @@
-"""Values in Keras's weight files, read from the disk only where they are wanted.
+"""Read arrays in Keras's weight files from disk only when needed.
 
 A store of Keras's returns global arrays: of a sharded weight, each would be in the host's memory at once. This one
 hands out arrays that are still in the file, and of which a block can be read. Whatever else is done with one reads it.
@@ -17,7 +17,7 @@ from layoutmap.adapters.keras.private import find_dataset
 
 
 class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """Array in an open file, read into memory before the file closes if it is still referenced."""
+    """An array in an open file. It is read before the file closes if it is still referenced."""
 
     def __init__(self, dataset: Any, dtype: np.dtype[Any]):
         self._source = dataset
@@ -69,7 +69,7 @@ class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 class FileStore:
-    """Keras store that returns arrays without reading their values from the file."""
+    """A Keras store that reads arrays from the file on demand."""
 
     def __init__(self, store: object):
         self._store = store

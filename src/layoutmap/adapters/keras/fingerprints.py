@@ -16,7 +16,7 @@ from layoutmap.engines.agreement import Part
 
 
 def describe_model(model: keras.Model, step: str) -> Iterator[Part]:
-    """Yield all that determines the program of a model's step: `"train"`, `"test"`, or `"predict"`."""
+    """Yield all properties that determine the program of a model's step: `"train"`, `"test"`, or `"predict"`."""
     layers: dict[int, tuple[str, Any]] = {}
     for path, layer in [("", model), *find_layers(model)]:
         layers.setdefault(id(layer), (path, layer))
@@ -45,12 +45,14 @@ def describe_model(model: keras.Model, step: str) -> Iterator[Part]:
 def _describe_settings(prefix: str, thing: Any) -> Iterator[Part]:
     """Yield the scalar settings and the functions in a Keras object's configuration, if it has one."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # Keras warns about lambdas
+        # Keras warns about lambdas, which need no comparison here
+        with warnings.catch_warnings(action="ignore"):
             config = thing.get_config()
-    except Exception:  # a custom layer inside may have no config
+    except Exception:  # an inner custom layer may have no config
         return
     for key, value in config.items():
-        own = getattr(thing, key, None)  # Keras writes a function's file and line, which may differ
+        # use the function itself, because Keras's config has its file and line, which may differ
+        own = getattr(thing, key, None)
         if callable(own) and isinstance(value, dict):
             yield f"{prefix}{key}", describe_function(own)
         # Seeds are compared separately (0029).

@@ -1,4 +1,4 @@
-"""The hooks into Keras: class attributes that are replaced while a scope is open.
+"""Replace class attributes of Keras while a scope is open.
 
 A few class attributes are replaced while a scope is open on some thread, and put back when the last one closes:
 `Variable.__init__` (of the class that all backends share), `Layer.__new__`, `Layer._maybe_build`, the optimizers'
@@ -33,7 +33,7 @@ def _wrap_variable_init(plain: Callable[..., None]) -> Callable[..., None]:
         refusal = session.find_existing_error()
         if refusal is not None:
             raise _UncatchableError(refusal) if _is_being_built(sys._getframe()) else refusal
-        with set_temporarily(_inside, "variable", variable):  # other wrappers may call it twice
+        with set_temporarily(_inside, "variable", variable):  # another library's wrapper may call it twice
             session.create_variable(variable, plain, initializer, args, kwargs)
 
     return init
@@ -62,7 +62,7 @@ def _wrap_layer_new(found: Any) -> object:
 
 
 class _UncatchableError(BaseException):
-    """An error on its way out of Keras, which catches any `Exception` of a layer that it builds by calling it."""
+    """Carry an error out of Keras, which catches any `Exception` of a layer that it builds by a call."""
 
 
 def _wrap_maybe_build(plain: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""From a Keras initializer to one of this library.
+"""Convert Keras initializers to initializers of this library.
 
 Keras draws an initializer's seed as an integer when the initializer is *constructed*, so deferring the call changes
 no value. Where the seed is a generator, Keras draws from it when the variable is made: see `Materializer.draw_before`.
@@ -33,14 +33,14 @@ def find_global_reason(initializer: object, global_init: Mapping[str, str]) -> s
 def make_initializer(
     initializer: Any, shape: tuple[int, ...], dtype: str, plain: Callable[[object], Any] = lambda seed: seed
 ) -> Initializer:
-    """Return the initializer of a variable. `plain` takes a seed off the mesh, if its generator was sharded."""
+    """Convert the initializer of a variable. `plain` unshards a seed if its generator is sharded."""
     if not _is_keras_initializer(initializer):
         return Initializer(lambda: keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype))
     config = dict(initializer.get_config())
     config.pop("seed", None)
     seed: object = ()
     if hasattr(initializer, "seed"):
-        seed = plain(draw_seed(initializer.seed))  # advances a seed generator once
+        seed = plain(draw_seed(initializer.seed))  # advances the seed generator by one draw
     seeded = copy.copy(initializer)
 
     def compute_value(seed: object) -> object:
@@ -59,7 +59,7 @@ def make_initializer(
 
 
 def make_seed_initializer(initializer: keras.Initializer, shape: tuple[int, ...], dtype: str) -> Initializer:
-    """Return the initializer of a seed generator's state, on which processes agree if their seeds do."""
+    """Return the initializer of a seed generator's state. Processes with equal seeds get equal states."""
 
     def compute_state() -> object:
         return keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype)
@@ -68,26 +68,26 @@ def make_seed_initializer(initializer: keras.Initializer, shape: tuple[int, ...]
 
 
 def has_seed_generator(initializer: object) -> bool:
-    """Return whether a Keras initializer draws its seed from a generator when it is called."""
+    """Return whether a Keras initializer draws its seed from a generator."""
     return _is_keras_initializer(initializer) and isinstance(
         getattr(initializer, "seed", None), keras.random.SeedGenerator
     )
 
 
 def can_draw(initializer: object) -> bool:
-    """Return whether an initializer may draw from a generator when it is called."""
+    """Return whether a call of an initializer may draw from a generator."""
     return has_seed_generator(initializer) or not _is_keras_initializer(initializer)
 
 
 def freeze_seed(initializer: Any, plain: Callable[[object], object]) -> object:
-    """Return a copy of an initializer with the seed that its generator gives now."""
+    """Copy an initializer, with the next seed of its generator fixed."""
     drawn = copy.copy(initializer)
     drawn.seed = _FixedSeed(plain(draw_seed(initializer.seed)))
     return drawn
 
 
 class _FixedSeed(keras.random.SeedGenerator):
-    """A seed that is drawn already, in the form in which every backend takes one."""
+    """Hold a drawn seed in the form that every backend accepts."""
 
     def __init__(self, seed: object):
         # Skip the base constructor, which creates a variable, and the attribute tracking.
@@ -99,7 +99,7 @@ class _FixedSeed(keras.random.SeedGenerator):
 
 
 def _encode_setting(value: object) -> object:
-    """Return a setting that JSON cannot store as an unambiguous text. `repr` would shorten arrays."""
+    """Format a setting that JSON cannot store as unambiguous text. `repr` would shorten arrays."""
     if not hasattr(value, "shape"):
         return repr(value)
     array = np.asarray(value)

@@ -1,4 +1,4 @@
-"""Values from the host: from numpy and from files, sharded there, so that a device gets its shards and nothing more.
+"""Load values from numpy and files shard by shard, so that a device receives only its shards.
 
 Keras would first make all of a value an array on one device, whoever assigns it: `set_weights`, `load_weights`,
 `load_model`, a callback that restores weights. And it loads a file layer by layer, so that a file of another model
@@ -29,17 +29,17 @@ _FILES = (".weights.h5", ".weights.json", ".keras")
 
 
 def is_on_host(value: object) -> bool:
-    """Return whether a value is an array outside any device: in numpy or in a file."""
+    """Return whether an array is in numpy or in a file, and not on a device."""
     if isinstance(value, (np.ndarray, FileArray)):
         return True
     if isinstance(value, (np.generic, keras.Variable, keras.KerasTensor)) or keras.ops.is_tensor(value):
         return False
     like_an_array = all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
-    return like_an_array and not hasattr(value, "__dlpack__")  # other frameworks' tensors have `__dlpack__`
+    return like_an_array and not hasattr(value, "__dlpack__")  # tensors of other frameworks have `__dlpack__`
 
 
 def place_host_array(assignment: Assignment, value: Any) -> object:
-    """Return an engine array made from a host array, reading each distinct shard once."""
+    """Make an engine array from a host array, and read each distinct shard once."""
     engine = get_engine(get_backend(get_backend_name()).engine_name)
     name = assignment.variable.dtype
     dtype = engine.canonicalize(np.empty(0, getattr(ml_dtypes, name, name))).dtype
@@ -49,7 +49,7 @@ def place_host_array(assignment: Assignment, value: Any) -> object:
 
 def shard_host_assignments(variable: object, assignment: Assignment) -> None:
     """Make a variable take host arrays shard by shard when they are assigned, even after the scope."""
-    # On the instance, as Keras has no place for it; a copy of the variable gets one that knows the copy.
+    # Keras has no hook for this, so set the method on the instance. A copy of the variable gets its own.
     variable.__dict__["_convert_to_tensor"] = functools.partial(_convert_value, variable, assignment)
 
 
@@ -126,7 +126,7 @@ def wrap_load_weights(
                 session.on_thread.mismatches = found
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # these warnings come again during the load
+                    warnings.simplefilter("ignore")  # the load itself will warn again
                     plain(filepath, **kwargs)
             finally:
                 for session in checking:

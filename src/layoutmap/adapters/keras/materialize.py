@@ -1,4 +1,4 @@
-"""Giving variables their values, each in its layout."""
+"""Compute the values of variables in their layouts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from layoutmap.engines.patches import set_temporarily
 
 
 class Materializer:
-    """Gives the variables of one scope their values."""
+    """Compute the values of one scope's variables."""
 
     def __init__(self, session: KerasSession):
         self._session = session
-        # Variables that may draw from a generator, in order of creation.
+        # variables that may draw from a generator, in order of creation
         self._undrawn = deque[weakref.ref[keras.Variable]]()
 
     def record_pending(self, variable: keras.Variable) -> None:
@@ -41,7 +41,7 @@ class Materializer:
             self._undrawn.append(weakref.ref(variable))
 
     def draw_earlier_seeds(self, variable: object, make_now: Callable[[keras.Variable], None]) -> None:
-        """Draw the seeds that unsharded Keras would have drawn before it creates a variable, or all so far for None.
+        """Draw the seeds that unsharded Keras would have drawn before this variable, or all so far for None.
 
         Does nothing if the variable does not draw. `make_now` gives a variable its value at once.
         """
@@ -59,32 +59,32 @@ class Materializer:
                 make_now(first)
 
     def draw_in_turn(self, make_now: Callable[[keras.Variable], None]) -> None:
-        """Draw one by one where Keras's own initializers, which draw seeds alone, are among others that draw."""
+        """Draw seeds one by one in creation order, if custom initializers may draw from the same generator."""
         waiting = [v for ref in self._undrawn if (v := ref()) is not None and is_pending(v)]
         if len({has_seed_generator(v._initializer) for v in waiting}) > 1:
             self.draw_earlier_seeds(None, make_now)
         self._undrawn.clear()
 
     def initialize(self, todo: Sequence[tuple[Entry, Assignment]]) -> None:
-        """Initialize pending variables in the order in which they were made: seed generators advance in that order."""
+        """Initialize pending variables in creation order, because seed generators advance in that order."""
         if len(todo) > 1:
             order = {id(v): number for number, v in enumerate(self._session.registry.variables())}
             todo = sorted(todo, key=lambda pair: order.get(id(pair[0].variable), 0))
         keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(todo)}
         with self._mark_initializing():
             initializers = {key: self._make_initializer(v) for key, (v, _) in keyed.items()}
-            # Generator states that were already drawn from have values.
+            # Generator states that were already used have values.
             keyed = {key: pair for key, pair in keyed.items() if is_pending(pair[0])}
             arrays = self._session.context.create({key: a for key, (_, a) in keyed.items()}, initializers)
         for key, (variable, assignment) in keyed.items():
             self._set_first_value(variable, assignment, arrays[key])
 
     def _mark_initializing(self) -> AbstractContextManager[None]:
-        """Mark that initializers run until the block ends, so that their draws do not advance earlier ones."""
+        """Mark that initializers run until the block ends, so that their draws do not trigger earlier ones."""
         return set_temporarily(self._session.on_thread, "is_initializing", True)
 
     def initialize_unsharded(self, variable: Any) -> None:
-        """Initialize a variable of no model as Keras does, and stop tracking it."""
+        """Initialize a variable outside any model as Keras does, and stop tracking it."""
         end_pending(variable)
         variable._layout = None
         with self._session.backend.leave_tracing():
@@ -104,14 +104,14 @@ class Materializer:
         self._set_first_value(variable, assignment, array)
 
     def place(self, variable: keras.Variable, assignment: Assignment) -> None:
-        """Place a variable that has its value in its layout."""
+        """Move an existing value to the variable's layout."""
         layout, pad = assignment.layout, assignment.is_padded
         array = self._session.engine.relayout(variable._value, layout, pad=pad)
         self._store(variable, assignment, array)
 
     def _set_first_value(self, variable: keras.Variable, assignment: Assignment, array: object) -> None:
         self._store(variable, assignment, array)
-        end_pending(variable)  # last, so that an interrupt leaves the variable pending
+        end_pending(variable)  # last, so that after an interrupt the variable is still pending
         variable._initializer = None
 
     def _store(self, variable: keras.Variable, assignment: Assignment, array: Any) -> None:

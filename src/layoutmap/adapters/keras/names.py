@@ -1,4 +1,4 @@
-"""Stable names for layers that were given none.
+"""Generate stable names for unnamed layers.
 
 Where a path goes by a layer's name (in Functional and Sequential models, and for a layer on its own), a layer without a
 name of its own has one that Keras numbered: `dense_7`, after six others of its class in this process. Built again, the
@@ -20,7 +20,7 @@ _GIVEN = "_layoutmap_given"
 
 
 def note_given(layer: object, texts: Iterable[str]) -> None:
-    """Note the texts that a layer is constructed with: its name was given if it is one of them."""
+    """Record the texts passed to a layer's constructor. If the name is one of them, the user chose it."""
     layer.__dict__[_GIVEN] = frozenset(texts)
 
 
@@ -34,7 +34,7 @@ def is_noted(layer: object) -> bool:
     return _GIVEN in layer.__dict__
 
 
-# Keras numbers layers over the whole process, so numbers restart within each parent (decisions/0005).
+# Keras numbers layers over the whole process, so restart the numbers within each parent (decisions/0005).
 def renumber_names(layers: Sequence[Any]) -> list[str]:
     """Return the names of sibling layers, with Keras's automatic numbers restarted."""
     names = {id(layer): layer.name for layer in layers}
@@ -54,7 +54,7 @@ def renumber_names(layers: Sequence[Any]) -> list[str]:
 
 
 def is_given(layer: Any) -> bool | None:
-    """Return whether the user named a layer, or None if it is unknown."""
+    """Return whether the user named a layer, or None if unknown."""
     given = layer.__dict__.get(_GIVEN)
     return None if given is None else layer.name in given
 
@@ -66,6 +66,6 @@ def parse_default_name(layer: Any, name: str | None = None) -> tuple[str, int] |
 
 
 def split_number(name: str) -> tuple[str, int]:
-    """Return a name without its number, and the number, or 0 without one."""
+    """Split a name into its prefix and its number, or 0 without one."""
     found = re.fullmatch(r"(.+?)_(\d+)", name)
     return (found[1], int(found[2])) if found else (name, 0)

@@ -1,4 +1,4 @@
-"""The path of one variable that gets its value before all are known: by itself, so that many are not a walk each.
+"""Find the path of a single variable without walking the whole model.
 
 It is the path that a walk over everything would find at this moment, without its aliases. The model may still grow
 around it; what is placed early is placed again where the final path has another layout.
@@ -17,14 +17,13 @@ from layoutmap.adapters.keras.paths import name_sublayers
 from layoutmap.adapters.keras.registry import Registry
 
 
-# Full paths need the whole model, so single variables are looked up from their layer (decisions/0005).
+# A walk over the model for each variable would be slow, so look up single variables from their layer (decisions/0005).
 class PathLookup:
-    """Lookup of the paths of single variables in a scope."""
+    """Look up the paths of single variables in a scope."""
 
     def __init__(self, registry: Registry):
         self._registry = registry
-        # For each layer: the number of sublayers when last seen, its parent, and the names of its sublayers
-        # in that state.
+        # For each layer: its number of sublayers at the last visit, its parent, and its sublayers' names at that time.
         self._num_below: MutableMapping[keras.Layer, int] = WeakKeyDictionary()
         self._above: MutableMapping[object, ref[keras.Layer]] = WeakKeyDictionary()
         self._names: MutableMapping[object, tuple[tuple[int, int], dict[int, str]]] = WeakKeyDictionary()

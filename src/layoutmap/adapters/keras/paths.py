@@ -1,4 +1,4 @@
-"""The object paths of a Keras model's variables.
+"""Find the object paths of a Keras model's variables.
 
 A path is the way from the model to the variable through attributes, list indices and dict keys. Keras's own names
 (`dense_3`) are numbered by the process and change when a model is built twice; attributes do not.
@@ -27,9 +27,9 @@ from layoutmap.core.variables import make_unique_names
 
 _MOST_ALIASES = 16
 
-# Internal attributes of Keras and of this library. Their contents are found under public attributes.
+# Skip internal attributes of Keras and of this library. Their contents are found under public attributes.
 SESSION = "_layoutmap_session"
-"""The attribute of a layer, an optimizer or a pending variable that is the scope it was made in."""
+"""The attribute of a layer, optimizer, or pending variable with the session of its scope."""
 
 _BOOKKEEPING = frozenset(
     (
@@ -39,7 +39,7 @@ _BOOKKEEPING = frozenset(
         *("_inbound_nodes", "_outbound_nodes", "_losses", "_loss_ids", "_losses_override", "_loss_tracker"),
         *("_compile_loss", "_compile_metrics", "_modules", "_parameters", "_torch_params"),
         *("optimizer", "_optimizer"),
-        # TensorFlow's bookkeeping for checkpoints.
+        # TensorFlow stores these for its checkpoints.
         *("_self_unconditional_checkpoint_dependencies", "_self_unconditional_dependency_names"),
         *("_self_unconditional_deferred_dependencies", "_self_name_based_restores"),
         *("_self_saveable_object_factories", "_self_tracked_trackables"),
@@ -49,7 +49,7 @@ _BOOKKEEPING = frozenset(
 
 @dataclass(slots=True)
 class FoundVariable:
-    """One variable of a model."""
+    """A variable of a model with its paths."""
 
     variable: keras.Variable
     path: str
@@ -70,7 +70,7 @@ def find_variables(root: object) -> list[FoundVariable]:
 
 
 def number_equal_paths(found: Iterable[FoundVariable]) -> list[FoundVariable]:
-    """Return the variables of a model, with a number added to paths that occur twice."""
+    """Add a number to paths that occur twice."""
     every = list(found)
     for each, path in zip(every, make_unique_names([each.path for each in every]), strict=True):
         each.path = path
@@ -189,9 +189,9 @@ def _list_children(owner: object) -> list[tuple[str, object]]:
 
 
 def list_attributes(owner: object) -> Iterator[tuple[str, object]]:
-    """Yield an object's attributes under public names, except Keras's own trackers."""
-    # torch stores sublayers separately. They come first, because most are created before variables,
-    # so a variable with two paths has the same first path on each backend.
+    """Yield an object's attributes under public names, without Keras's trackers."""
+    # torch stores sublayers separately. List them first, because they usually precede variables, so that a variable
+    # with two paths has the same first path on each backend.
     values = {**(vars(owner).get("_modules") or {}), **vars(owner)}
     for name, value in values.items():
         if name not in _BOOKKEEPING:
@@ -206,7 +206,7 @@ def _make_public_name(owner: object, name: str, values: Mapping[str, object]) ->
 
 
 def _list_other_spellings(layer: object) -> Iterator[tuple[str, object]]:
-    """Yield the variables in private attributes of a user's layer under the name that is not their first path.
+    """Yield variables in a user layer's private attributes, under their other names.
 
     `tf.keras` has the path `d1._weight`, and here it is `d1.weight` if the layer has a property `weight`.
     """
@@ -230,7 +230,7 @@ def _is_walked(value: object) -> bool:
 
 
 def _list_unattached(layer: object, children: list[tuple[str, object]]) -> list[tuple[str, object]]:
-    """Return layers and variables that a layer tracks without an attribute, under their own names."""
+    """List layers and variables that a layer tracks without an attribute, under their own names."""
     held: set[int] = set()
     for _, child in children:
         _collect_ids(child, held)

@@ -1,4 +1,4 @@
-"""A variable that has a shape, a type and an initializer, and no value yet.
+"""Define pending variables, which have a shape, a dtype, and an initializer, but no value.
 
 A pending variable is an ordinary Keras variable whose class was swapped for a subclass with a few methods of its own.
 Inside Keras's symbolic and stateless code it acts as Keras's own valueless variables do. Anywhere else, a read makes
@@ -23,9 +23,9 @@ from layoutmap.adapters.keras.private import in_stateless_scope
 _classes: dict[type, type] = {}
 
 
-# No device may have a full weight, so a variable gets its value only with its layout (decisions/0006).
+# No device may store a full weight, so a variable gets its value only together with its layout (decisions/0006).
 class _PendingVariable:
-    """Overridden methods of a variable that has no value yet."""
+    """Override methods of a variable without a value."""
 
     shape: tuple[int, ...]
     _dtype: Any
@@ -37,10 +37,10 @@ class _PendingVariable:
         getattr(self, SESSION).make_now(self)
         if is_pending(self):  # during a plan
             return self._maybe_autocast(keras.ops.broadcast_to(keras.ops.zeros((), self._dtype), self.shape))
-        return self.value  # now the property of the real class
+        return self.value  # the real class's property, because the variable now has its value
 
     def _maybe_autocast(self, value: object) -> object:
-        # An initializer may return a Python number, which Keras converts only when it is stored.
+        # An initializer may return a Python number, which Keras converts only on storing.
         if not keras.ops.is_tensor(value):
             value = keras.ops.convert_to_tensor(value, dtype=self._dtype)
         return super()._maybe_autocast(value)  # type: ignore[misc]
@@ -79,7 +79,7 @@ def is_pending(variable: object) -> bool:
 
 
 def end_pending(variable: object) -> None:
-    """Restore the original class of a pending variable that has its value or is about to get it."""
+    """Restore the original class of a pending variable when it gets its value."""
     if isinstance(variable, _PendingVariable):
         variable.__class__ = type(variable).__mro__[2]
         delattr(variable, SESSION)

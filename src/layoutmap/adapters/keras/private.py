@@ -1,4 +1,4 @@
-"""The private names of Keras: every one that this package touches, but those of one backend only.
+"""List and probe the private names of Keras that this package uses, except those of a single backend.
 
 Private names. All that is imported from `keras.src` is imported here and probed; the attributes
 are read and set by the other modules of this folder, and nowhere else. Those of one backend are listed in
@@ -69,7 +69,7 @@ Layer: Any = keras.layers.Layer
 global_state: Any = keras_state
 H5IOStore: Any = KerasStore
 
-# Keras re-raises errors with this mark unchanged and replaces others by a copy of their text.
+# Keras re-raises errors with this attribute unchanged, and replaces others by a copy of their text.
 LayoutMapError._keras_call_info_injected = True  # type: ignore[attr-defined]
 
 
@@ -92,7 +92,7 @@ NAMES: Names = (
     (H5IOStore, ("__getitem__", "keys", "get")),
     (saving_lib, ("get_attr_skipset", "load_model")),
 )
-"""Classes and modules that are probed, and names of theirs."""
+"""Private names that must exist in classes and modules."""
 
 ATTRIBUTES: Names = (
     (CommonVariable, ("_value", "_initializer", "_dtype", "_direct_assign")),
@@ -104,11 +104,11 @@ ATTRIBUTES: Names = (
     (BaseOptimizer, ("_trainable_variables",)),
     (H5IOStore, ("_h5_entry_group", "_h5_entry_path", "h5_file")),
 )
-"""Classes, and names that only their objects have, or subclasses: the code of the class has them."""
+"""Private names of instances or subclasses. The code of the class must mention them."""
 
 
 def check_names(more: Names = ()) -> None:
-    """Refuse a Keras version that lacks one of the private names, or one of `more`."""
+    """Raise for a Keras version without one of the private names, or one of `more`."""
     missing = [
         f"{owner.__name__}.{name}"
         for owner, names in (*NAMES, *more)
@@ -126,7 +126,7 @@ def check_names(more: Names = ()) -> None:
         missing.append(_CALL)
     if inspect.unwrap(keras.models.clone_model).__module__ != CLONING:
         missing.append(CLONING)
-    # Optimizers read this attribute. In Keras 3.14, only JAX variables have it from the start.
+    # Optimizers read this attribute, but in Keras 3.14 only JAX variables have it from the start.
     if (
         not missing
         and _LAYOUT not in inspect.unwrap(BaseOptimizer.add_variable_from_reference).__code__.co_consts
@@ -168,7 +168,7 @@ def _load_codes(module: str) -> dict[str, types.CodeType]:
 
 
 def check_keras(more: Names = ()) -> None:
-    """Refuse a Keras that this adapter does not know, and modes that cannot keep the promises."""
+    """Raise for an unsupported Keras version, or a mode in which layouts cannot be guaranteed."""
     check_names(more)
     warn_if_untested("keras")
     if keras.config.is_nnx_enabled():
@@ -181,19 +181,19 @@ def check_keras(more: Names = ()) -> None:
 
 
 def strip_number(name: str) -> str:
-    """Return a name without the number that Keras added to make it unique in the process."""
+    """Remove the number that Keras added to a name."""
     prefix, _, number = name.rpartition("_")
     counts = global_state.get_global_attribute(_COUNTS) or {}
     return prefix if number.isdecimal() and 0 < int(number) < counts.get(prefix, 0) else name
 
 
 def count_names() -> dict[str, int]:
-    """Return how many names of each prefix Keras has generated so far in this process."""
+    """Count the names that Keras has generated in this process, by prefix."""
     return dict(global_state.get_global_attribute(_COUNTS) or {})
 
 
 def renumber_path(path: str, before: dict[str, int]) -> str:
-    """Return a Keras path with the numbers that it would have in a new process."""
+    """Replace the numbers in a Keras path by those of a new process."""
     counts = count_names()
 
     def renumber(name: str) -> str:
@@ -207,7 +207,7 @@ def renumber_path(path: str, before: dict[str, int]) -> str:
 
 
 class deferred_values(Closing):
-    """Create variables in the block with shape, dtype, and initializer, but without a value."""
+    """Create variables without values in the block."""
 
     def __init__(self) -> None:
         self._outer = global_state.get_global_attribute(_STATELESS)
@@ -215,17 +215,17 @@ class deferred_values(Closing):
         self._scope = keras.StatelessScope(initialize_variables=False)
 
     def open(self) -> None:
-        """Begin."""
+        """Enter Keras's stateless scope."""
         self._scope.__enter__()
 
     def close(self) -> None:
-        """End as Keras's scope does, also where an interrupt has kept it from that."""
+        """Leave the stateless scope as Keras does, even if an interrupt prevented Keras from it."""
         global_state.set_global_attribute(_STATELESS, self._outer)
         del global_state.get_global_attribute(_PENDING_LIST)[self._before :]
 
 
 class _Callback:
-    """Stands in Keras's list of variables to initialize when the outermost stateless scope ends."""
+    """An entry in Keras's list of variables to initialize, which gets called when the stateless scope ends."""
 
     def __init__(self, call: Callable[[], None]):
         self.call = call

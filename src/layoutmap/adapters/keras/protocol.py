@@ -1,4 +1,4 @@
-"""The protocols between the parts of this adapter: a scope's session, and a backend of Keras.
+"""Define the protocols of a scope's session and of a Keras backend.
 
 A backend knows how Keras's variables store a value there, and how compiled steps keep layouts. Engines know the arrays;
 backends know the few places where Keras treats them each in its own way.
@@ -34,35 +34,35 @@ WrappedMethods = Mapping[str, Callable[..., object]]  # methods to wrap on an in
 
 
 class ThreadState(threading.local):
-    """The state of one scope's models on the present thread."""
+    """The state of a scope's models on the current thread."""
 
-    opened_at: int = 0  # frames of the thread when the scope was opened, from `count_user_frames`
+    opened_at: int = 0  # the number of frames on the thread when the scope was opened (`count_user_frames`)
     call_depth: int = 0  # number of open calls of layers or steps
     is_initializing: bool = False  # initializers run, so that their draws do not advance earlier ones
-    is_exporting: bool = False  # a model is exported as a model of one device
-    # from a weight's layout to that in which the called layer reads it; None: the usual one
+    is_exporting: bool = False  # a model is being exported for one device
+    # Maps a weight's layout to the one in which the called layer reads it. None: the usual layout.
     reading: Callable[[Layout], Layout] | None = None
     gathering: int = 0  # level of gathering of the running function, see `Gathering`
-    sums_up: bool = False  # the outermost call's batch is replicated, so gradients are sums over all of it
+    sums_up: bool = False  # the outermost call's batch is replicated, so gradients are not partial
     has_all_rows: bool = False  # each process passes the whole batch to a step, not its own rows
     model_in_step: object = None  # model with a running step
-    # other shapes by path, while a file is compared with a model before it is loaded
+    # Shapes that differ, by path, while a file is compared with a model before loading.
     mismatches: dict[str, str] | None = None
 
 
 class KerasSession(Protocol):  # a protocol, since the module of `Session` imports those that are given one
-    """Work of one scope in Keras, as wrapped methods and backends use it."""
+    """Build the Keras models of one scope, as seen by wrapped methods and backends."""
 
     context: ScopeContext
     policy: LayoutPolicy
     backend: Backend
     on_thread: ThreadState
     registry: Registry  # layers, optimizers, and variables of the scope
-    # models outside all scopes that have layers of this one, and were checked
+    # Models outside all scopes that contain layers of this one, and were checked.
     outer_models: weakref.WeakSet[object]
-    load_watch: Closing  # entered once a model of the scope is saved to a file; see `copies.watch_loads`
-    gathering: int  # level of gathering that the backend is known to need, see `Gathering`
-    lock: threading.RLock  # held while weights are made, and by calls and steps that run on the mesh
+    load_watch: Closing  # entered when a model of the scope is saved to a file; see `copies.watch_loads`
+    gathering: int  # the gathering level that the backend needs so far, see `Gathering`
+    lock: threading.RLock  # held while weights are created, and by calls and steps on the mesh
 
     @property
     def engine(self) -> Engine:
@@ -78,7 +78,7 @@ class KerasSession(Protocol):  # a protocol, since the module of `Session` impor
         ...
 
     def plan_ahead(self) -> None:
-        """Find the layouts of pending variables before their values are assigned one by one from a file."""
+        """Plan pending variables before their values are assigned one by one from a file."""
         ...
 
     def release_optimizer(self, optimizer: object) -> None:
@@ -98,24 +98,24 @@ class KerasSession(Protocol):  # a protocol, since the module of `Session` impor
         ...
 
 
-# Each backend stores variables differently, so all other code goes through this class (decisions/0171).
+# Each backend stores variables differently, so other code accesses them only through this class (decisions/0171).
 class Backend(ABC):
-    """One backend of Keras. Methods with a body here suit most backends."""
+    """One backend of Keras. Methods with a body here are the defaults."""
 
     engine_name: ClassVar[str]
-    # Initializer class name -> why the engine must draw it on one device.
+    # Why the engine must run these initializers, by class name, on one device.
     global_init: ClassVar[Mapping[str, str]]
     # Keras methods that do nothing while the thread is in a scope.
     silenced_methods: ClassVar[Sequence[tuple[object, str]]] = ()
     # A compiler chooses layouts of activations without a rule.
     chooses_layouts: ClassVar[bool] = False
-    # Step name -> whether only training is refused for a model outside the scope with sharded layers.
+    # The steps that are refused for a model outside the scope with sharded layers. True: only while training.
     single_scope_steps: ClassVar[Mapping[str, bool]] = MappingProxyType({})
     # Value of a variable in its Keras element type.
     read_value: Callable[[keras.Variable], object] = staticmethod(operator.attrgetter("value"))
     # Array that a variable stores.
     read_stored: Callable[[keras.Variable], object] = staticmethod(operator.attrgetter("value"))
-    # Makes an unsharded tensor of a numpy array for Keras's quantizers, if they cannot read sharded weights.
+    # Makes an unsharded tensor for Keras's quantizers, if these cannot read sharded weights.
     make_unsharded_tensor: Callable[[Any], object] | None = None
     # TensorBoard options that compute with sharded weights, which fails.
     unsupported_board_options: ClassVar[Sequence[str]] = ()
@@ -145,7 +145,7 @@ class Backend(ABC):
 
     @abstractmethod
     def store(self, variable: object, held: object, assignment: Assignment, session: KerasSession) -> object:
-        """Store a variable's value so that later values keep its layout, and return the tag for its slots."""
+        """Store a variable's value so that later values keep its layout. Return the tag for its slots."""
 
     def relayout_output(self, array: object, layout: Layout, session: KerasSession) -> object:
         """Return a layer's output in a layout. Gradients flow through the conversion."""
@@ -183,7 +183,7 @@ class Backend(ABC):
         """
 
     def match_runs(self, model: object) -> AbstractContextManager[object]:
-        """Make compared models use the same random numbers and batch rows until the block ends.
+        """Make compared models use the same random numbers and rows until the block ends.
 
         Keras draws from generators that are variables; what is drawn from one of the process depends in here on how
         often the model drew before. Each process passes the whole batch.

@@ -15,7 +15,7 @@ _GONE = object()
 
 
 @contextmanager
-# Quantizing can fail halfway, so the layer is restored: all changes or none (decisions/0056).
+# Quantizing can fail halfway, so restore the layer to make it all or nothing (decisions/0056).
 def restore_on_error(layer: keras.Layer, session: KerasSession) -> Generator[None]:
     """Restore a layer's variables if the block, such as `quantize` or `enable_lora`, raises a plan error.
 
@@ -29,12 +29,12 @@ def restore_on_error(layer: keras.Layer, session: KerasSession) -> Generator[Non
         for state in before:
             for variable in state.restore_values():
                 session.registry.remove_variable(variable)
-        session.materialize()  # rebuild the plan for the restored variables
+        session.materialize()  # plan again with the restored variables
         raise
 
 
 class _State:
-    """The attributes of one layer, and its own variables."""
+    """The attributes and own variables of one layer."""
 
     def __init__(self, layer: keras.Layer):
         self._layer = layer
@@ -59,7 +59,7 @@ class _State:
         for store, variables in self._stores:
             store[:] = variables
         own = layer.__dict__
-        for name in self._attributes:  # restore the order of attributes, which determines paths
+        for name in self._attributes:  # paths depend on the order of attributes, so restore it
             own[name] = own.pop(name)
         if layer.built:
             layer._tracker.lock()

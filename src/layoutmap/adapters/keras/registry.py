@@ -1,4 +1,4 @@
-"""The layers, optimizers and variables of one scope, for as long as they live."""
+"""Track the layers, optimizers, and variables of one scope while they exist."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class _Record:
 
 
 class Registry:
-    """The layers, optimizers and variables of one scope. `version` rises with each layer and variable that is added."""
+    """Track the layers, optimizers, and variables of one scope."""
 
     def __init__(self) -> None:
         self.version = 0
         self._layers: list[weakref.ref[Any]] = []
         self._optimizers: list[weakref.ref[object]] = []
-        self._records: dict[int, _Record] = {}  # by id, in order of creation
+        self._records: dict[int, _Record] = {}  # by the variable's id, in order of creation
         self._tagged: dict[int, _Record] = {}  # by id of the tag
 
     # -- layers and optimizers
@@ -58,7 +58,7 @@ class Registry:
         """Return the layers that still exist."""
         self._layers = [ref for ref in self._layers if ref() is not None]
         layers = [layer for ref in self._layers if (layer := ref()) is not None]
-        # Keras creates an object without __init__ if a Functional model is subclassed.
+        # Keras creates an object without calling __init__ if a Functional model is subclassed.
         return [layer for layer in layers if hasattr(layer, "built")]
 
     def optimizers(self) -> list[Any]:
@@ -68,7 +68,7 @@ class Registry:
     # -- variables
 
     def add(self, variable: object, layer: object = None, kind: Kind = Kind.METRIC) -> None:
-        """Add a variable, once. `kind` holds if it turns out to belong to no layer and no optimizer."""
+        """Add a variable once. `kind` applies if no layer or optimizer owns it."""
         if id(variable) not in self._records:
             record = self._get_record(variable)
             record.layer, record.kind = None if layer is None else weakref.ref(layer), kind
@@ -105,7 +105,7 @@ class Registry:
         return record.parent() if record is not None and record.parent is not None else None
 
     def set_layout(self, variable: object, layout: Layout, tag: object) -> None:
-        """Note where a variable has been placed, and the object that is its `_layout` now."""
+        """Record the layout of a variable, and the object that is now its `_layout`."""
         record = self._get_record(variable)
         self._tagged.pop(id(record.tag), None)
         record.tag = tag
@@ -127,7 +127,7 @@ class Registry:
     def _get_record(self, variable: object) -> _Record:
         key = id(variable)
         record = self._records.get(key)
-        # An interrupt can leave the record of a dead variable.
+        # An interrupt can leave the record of a deleted variable.
         if record is None or record.variable() is not variable:
             self.version += 1
             record = self._records[key] = _Record(weakref.ref(variable, lambda _: self._remove_record(key)))
@@ -140,7 +140,7 @@ class Registry:
 
 
 class Table(Generic[T]):
-    """Something known of objects, which holds until anything is added to the registry."""
+    """Cache values of objects until the registry changes."""
 
     def __init__(self, registry: Registry):
         self._registry = registry

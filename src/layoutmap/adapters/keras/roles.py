@@ -33,7 +33,7 @@ def find_uses(layers: Iterable[object]) -> dict[int, Use]:
         for layer in layers
         if (size := _find_head_size(layer))
         for child in list_sublayers(layer)
-        if isinstance(child, keras.layers.Dense)  # an EinsumDense has a heads axis
+        if isinstance(child, keras.layers.Dense)  # an EinsumDense has an axis for heads
     }
     found: dict[int, Use] = {}
     for layer in layers:

@@ -1,4 +1,4 @@
-"""One scope's work in Keras: defer variables, then give each its value in its layout.
+"""Defer the variables of one scope, then compute each in its layout.
 
     defer        the constructor hooks report each layer and variable that is made while the scope is open: `registry`
     describe     walk the models that the layers form, and name every variable by its object path: `describing`
@@ -55,11 +55,11 @@ from layoutmap.core.variables import Assignment, Kind, VariableSpec, format_vari
 from layoutmap.engines.agreement import check_values
 from layoutmap.engines.protocol import Engine
 
-_MOST_ZEROS = 2**28  # limit for the zeros that a plan returns for a weight
+_MOST_ZEROS = 2**28  # the limit for zeros that a plan returns as a weight's value
 
 
 class Session(KerasSession):
-    """One scope's work in Keras."""
+    """Build or shard the Keras models of one scope."""
 
     library = "keras"
 
@@ -79,7 +79,7 @@ class Session(KerasSession):
         self._path_lookup = PathLookup(self.registry)
         self._planned_ahead = Table[Assignment](self.registry)
         self._outputs = Table[tuple[str, Layout | None]](self.registry)
-        self._kept: set[int] = set()  # untracked objects at the last garbage collection
+        self._kept: set[int] = set()  # the untracked objects at the last garbage collection
         self._is_materializing = False
         self._failed = False
         self._names_before = private.count_names()
@@ -108,7 +108,7 @@ class Session(KerasSession):
     def note_layer(self, layer: object, *, given: Iterable[str] | None = None) -> None:
         """Wrap a layer, and record the texts passed to its constructor, or None if it existed before the scope."""
         if given is not None:
-            if is_noted(layer):  # already reported; another library wraps the hook
+            if is_noted(layer):  # another library wraps the hook, so the layer is already recorded
                 return
             note_given(layer, given)
         self.registry.add_layer(layer)
@@ -139,7 +139,7 @@ class Session(KerasSession):
 
     @contextmanager
     def advance_or_restore_seed(self, generator: Any) -> Iterator[None]:
-        """Let a seed generator be drawn from in the block, and restore its state afterwards in a plan."""
+        """Allow draws from a seed generator in the block. In a plan, restore its state afterwards."""
         if private.in_stateless_scope():
             yield
         elif self.context.plan_only:
@@ -151,7 +151,7 @@ class Session(KerasSession):
             yield
 
     def draw_earlier_seeds(self, variable: object = None) -> None:
-        """Draw the seeds that unsharded Keras draws before it creates a variable, or all so far without one."""
+        """Draw the seeds that unsharded Keras would have drawn before this variable, or all so far."""
         with self.lock, self._leave_tracing():
             self._materializer.draw_earlier_seeds(variable, self.make_now)
 
@@ -170,14 +170,14 @@ class Session(KerasSession):
         """Construct a variable without its value, unless it gets a given array."""
         reference = kwargs.get("layout")
         if self.context.plan_only and isinstance(initializer, (int, float)) and kwargs.get("dtype"):
-            # Wrap the number, because Keras would create an array and start the backend.
+            # Keras would create an array from a number and start the backend, so wrap it.
             initializer, kwargs = keras.initializers.Constant(initializer), {**kwargs, "shape": ()}
         if callable(initializer) or isinstance(initializer, str):
             with private.deferred_values():
                 plain_init(variable, initializer, *args, **kwargs)
             make_pending(variable, self)
             self._materializer.record_pending(variable)
-            # The tag until the variable has a value; see `Registry.find_tagged_weight`.
+            # A pending variable is its own tag (`Registry.find_tagged_weight`).
             variable._layout = weakref.ref(variable)
         else:
             plain_init(variable, initializer, *args, **kwargs)
@@ -185,7 +185,7 @@ class Session(KerasSession):
         if found:
             layer = next((maker for maker in found if isinstance(maker, keras.layers.Layer)), None)
             self.registry.add(variable, layer)
-        else:  # a standalone variable, created by user code
+        else:  # user code created a standalone variable
             note_given(variable, [v for v in (*args, *kwargs.values()) if isinstance(v, str)])
             self.registry.add(variable, kind=Kind.WEIGHT if variable.trainable else Kind.STATE)
         parent = self.registry.find_tagged_weight(reference)
@@ -205,14 +205,14 @@ class Session(KerasSession):
     # -- materializing
 
     def _leave_tracing(self) -> AbstractContextManager[object]:
-        """Leave any tracing, except in a plan, which makes no arrays and so must not start a backend."""
+        """Leave any tracing. A plan stays in it, because it must not start a backend."""
         return nullcontext() if self.context.plan_only else self.backend.leave_tracing()
 
     def materialize(self) -> None:
         """Give every variable of the scope its layout, and every pending one its value."""
         with self.lock, self._leave_tracing():
             waiting = self.registry.variables()
-            # Include variables that an early read created.
+            # An early read may have created variables, so include them.
             news = self.registry.version != self._version_planned
             if not news and not any(is_pending(v) or self.registry.get_layout(v) is None for v in waiting):
                 return
@@ -239,7 +239,7 @@ class Session(KerasSession):
         entries = describe_variables(self.registry)
         assignments = self._assign_layouts(entries, complete=not self.list_unbuilt_layers())
         if not self.context.plan_only:
-            # Existing layers that are part of models built in this scope are sharded, too.
+            # Existing layers inside models of this scope are sharded, too.
             for layer in list(
                 find_existing_layers(self.registry.layers(), lambda layer: get_session(layer) is not None)
             ):
@@ -283,7 +283,7 @@ class Session(KerasSession):
         )
 
     def _rename_as_first(self, spec: VariableSpec) -> VariableSpec:
-        """Return a variable's spec with the name that Keras would give it in a new process.
+        """Rename a variable as Keras would name it in a new process.
 
         The numbers that Keras adds to names count what was made before. A plan and what is then built have the same.
         """
@@ -298,7 +298,7 @@ class Session(KerasSession):
         if not self._outputs.is_current():
             found: dict[int, tuple[str, Layout | None]] = {}
             for path, each in list_layer_paths(self.registry.layers()):
-                # Rules for any path of a shared layer apply.
+                # A shared layer uses the rules for any of its paths.
                 if found.get(id(each), ("", None))[1] is None:
                     found[id(each)] = path, self.policy.find_activation_layout(path)
             self._outputs.fill(found)
@@ -323,7 +323,7 @@ class Session(KerasSession):
         return is_session_active(self)
 
     def make_now(self, variable: object) -> None:
-        """Give a pending variable its value, since somebody reads it.
+        """Compute the value of a pending variable that is being read.
 
         Inside the scope that is an early read, and only this variable is made; in a plan it stays pending. After it,
         an exception or a plan that does not fit has left variables pending: that is done now, or raises again.
@@ -380,7 +380,7 @@ class Session(KerasSession):
         """Raise if this is a dry run, in which nothing gets a value."""
         if self.context.plan_only:
             raise PlanError(
-                f"{name}: this model is it has no values",
+                f"{name}: this model is only a plan, so it has no values",
                 facts={"read by": describe_reader()},
                 why="plan() builds a model without allocating anything",
                 fix="leave calls with arrays, fit, and predict out of the function that creates the "
@@ -390,7 +390,7 @@ class Session(KerasSession):
             )
 
     def _check_read(self, variable: Any) -> None:
-        """Raise if a plan does not answer the read of a weight with zeros of its shape."""
+        """Raise if a plan cannot answer the read of a weight with zeros."""
         if not self._is_open or is_in_call():
             self.refuse_in_a_plan(self.find_path(variable))
         elif math.prod(variable.shape) > _MOST_ZEROS:
@@ -407,7 +407,8 @@ class Session(KerasSession):
         found = self._path_lookup.find_entry(variable, layer) if layer is not None else None
         if found is not None:
             return found
-        if not self._specs.is_current():  # slots, metrics, and seeds are rarely read early
+        # slots, metrics, and seeds are rarely read early, so list them only when needed
+        if not self._specs.is_current():
             self._specs.fill({id(e.variable): e.spec for e in describe_variables(self.registry)})
         spec = self._specs.get(variable)
         return Entry(variable, spec) if spec else describe_alone(variable, self.registry.find_kind(variable))

@@ -1,4 +1,4 @@
-"""`fit`, `evaluate` and `predict` on a model in layouts.
+"""Run `fit`, `evaluate`, and `predict` on a sharded model.
 
 Keras keeps its own loops and callbacks. What is the same on every backend is here: before a step, variables that nobody
 laid out yet (metrics, an optimizer made elsewhere) join the mesh, and each batch is placed on it. How a backend's steps
@@ -73,7 +73,7 @@ def _make_symbol(inputs: Any, leaf: Any) -> object:
 
 
 def adopt_for_training(model: keras.Model, session: KerasSession) -> None:
-    """Add every variable that a step touches to the scope."""
+    """Add all variables that a step uses to the scope."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         session.registry.add_optimizer(optimizer)
@@ -143,7 +143,7 @@ def make_step_wraps(
 
 
 def wrap_fit(fit: Callable[..., object], session: KerasSession) -> Callable[..., object]:
-    """Return a `fit` that refuses unsupported callbacks, and warns at its end if no batch could be sharded."""
+    """Wrap `fit` to refuse unsupported callbacks, and to warn at the end if no batch could be sharded."""
 
     @functools.wraps(fit)
     def fit_checked(*args: object, **kwargs: object) -> object:
@@ -159,7 +159,7 @@ def wrap_fit(fit: Callable[..., object], session: KerasSession) -> Callable[...,
 
 
 def _check_callbacks(callbacks: object, session: KerasSession) -> None:
-    """Refuse TensorBoard options that would fail at the end of the first epoch."""
+    """Raise for TensorBoard options that would fail at the end of the first epoch."""
     for callback in getattr(callbacks, "callbacks", None) or keras.tree.flatten(callbacks):
         if isinstance(callback, keras.callbacks.TensorBoard) and callback.histogram_freq:
             for option in filter(
@@ -181,7 +181,7 @@ def _make_epoch_wraps(
 
     @functools.wraps(reset)
     def begin_epoch() -> None:
-        # `fit` and `evaluate` reset metrics at each epoch, and `train_on_batch` at each call.
+        # `fit` and `evaluate` reset metrics in each epoch, but `train_on_batch` in each call.
         schedule.begins_epoch = schedule.is_in_epochs
         reset()
 
@@ -211,7 +211,7 @@ def has_shape(value: object) -> bool:
 
 
 def place_batch(batch: object, session: KerasSession, can_place: Callable[[object], bool] = has_shape) -> Any:
-    """Return a batch on the mesh: each array sharded along its first axis, or replicated where that does not divide."""
+    """Place a batch on the mesh: shard each array along its first axis, or replicate it if uneven."""
 
     def place(array: Any) -> object:
         if not can_place(array):
@@ -222,7 +222,7 @@ def place_batch(batch: object, session: KerasSession, can_place: Callable[[objec
 
 
 def check_same_batch(batch: object, session: KerasSession, schedule: CallSchedule | None = None) -> bool:
-    """Refuse a batch that differs between processes that each bring all of it. Returns whether they compared it.
+    """Raise if processes that each pass the whole batch pass different ones. Return whether they compared it.
 
     Without a schedule, every call is compared.
     """
@@ -237,7 +237,7 @@ def check_same_batch(batch: object, session: KerasSession, schedule: CallSchedul
 
 
 def compute_loss(model: keras.Model, batch: Any) -> Any:
-    """Return the training loss of a batch by `compute_loss` of a model."""
+    """Compute the training loss of a batch with the model's `compute_loss`."""
     x, y, sample_weight = batch
     y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
     return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
@@ -291,7 +291,7 @@ def record_gradients(model: keras.Model) -> Generator[dict[int, object]]:
 
 
 def match_slots(slots: Iterable[keras.Variable], weights: Iterable[keras.Variable]) -> list[Any]:
-    """Return the weight of each slot, or None, by the slot's name, which begins with the weight's.
+    """Return the weight of each slot, or None, by the slot's name, which starts with the weight's.
 
     Weights may share a name. Optimizers make the slots of one kind in the order of the weights, so the second slot of
     a name is that of the second weight of its name.

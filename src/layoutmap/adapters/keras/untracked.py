@@ -1,4 +1,4 @@
-"""Variables of a scope that no layer, metric or optimizer of a model has.
+"""Find variables of a scope that no layer, metric, or optimizer of a model contains.
 
 Some of it is held by other objects, such as the generator of a sampler, and goes by their attributes. Some is what a
 model was made from and nobody holds any more: a layer that was copied, a smaller model with the same layers. It stays
@@ -21,7 +21,7 @@ from layoutmap.adapters.keras.paths import (
 )
 from layoutmap.adapters.keras.registry import Registry
 
-_DEPTH = 4  # depth of nested objects below a layer
+_DEPTH = 4  # the maximum depth of nested objects below a layer
 _NOT_SEARCHED = (
     type,
     str,
@@ -31,15 +31,16 @@ _NOT_SEARCHED = (
     MethodType,
     keras.layers.Layer,
     keras.Metric,
-    keras.initializers.Initializer,  # variables inside an initializer would get a path that rules for the weight match
+    # rules for the weight would match the path of variables inside an initializer
+    keras.initializers.Initializer,
     keras.optimizers.Optimizer,
     keras.KerasTensor,
 )
 
 
-# Python frees cycles at any time, so objects in no model are found and collected first (decisions/0005).
+# Python frees cycles at any time, so find unreferenced objects and collect them first (decisions/0005).
 def find_loose_ids(registry: Registry) -> set[int]:
-    """Return the ids of objects in no model, and of the models if there are several, as some may be garbage."""
+    """Return the ids of objects outside models, and of the models if several exist, because some may be garbage."""
     layers = registry.layers()
     tops = find_roots(layers)
     models = [layer for layer in layers if isinstance(layer, keras.Model)]

@@ -1,4 +1,4 @@
-"""Methods that are wrapped on each layer that was made in a scope.
+"""Wrap methods of each layer and optimizer created in a scope.
 
 Keras itself wraps `build` and `quantize` on each layer in this way. Nothing stays on a class.
 The exception is a hook of `copies`, while a model lives that was saved to a file.
@@ -39,14 +39,14 @@ from layoutmap.adapters.keras.training import wrap_fit
 from layoutmap.engines.patches import wrap_in_context
 
 CALLS = ("call", "quantized_call")
-"""The methods by which Keras computes what a layer returns: the second one once it is quantized."""
+"""The methods that compute a layer's output. Quantized layers use the second one."""
 
 _BEFORE = "_layoutmap_before"
 _ABSENT = object()
 
 
 def wrap_layer(layer: Any, session: KerasSession) -> None:
-    """Wrap a layer so that its scope opens again whenever it creates weights, and unwrap any other scope."""
+    """Wrap a layer so that its scope reopens when it creates weights. Unwrap any other scope."""
     if not _start_wrapping(layer, session):
         return
     undo = functools.partial(restore_on_error, layer, session)
@@ -79,14 +79,14 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
 
 
 def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
-    """Wrap an optimizer so that its scope opens again when it creates slots, and unwrap any other scope.
+    """Wrap an optimizer so that its scope reopens when it creates slots. Unwrap any other scope.
 
     Raises:
         ScopeError: The scope is that of a plan, and the optimizer existed before it.
     """
     inner = getattr(optimizer, "inner_optimizer", None)
     for each in (optimizer, inner) if session.context.plan_only else ():
-        # Skip layers whose __init__ has not finished.
+        # Skip layers in the middle of __init__.
         if hasattr(each, "built") and get_session(each) is not session:
             raise make_existing_error(each, plan_only=True)
     if _start_wrapping(optimizer, session):
@@ -96,7 +96,7 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
         }
         _set_methods(optimizer, {**wraps, **session.backend.make_optimizer_wraps(optimizer, session)})
         session.registry.add_optimizer(optimizer)
-    # The inner optimizer updates the outer one's variables.
+    # The inner optimizer updates the outer one's variables, so wrap it, too.
     if inner is not None and _start_wrapping(inner, session):
         wraps = {"load_own_variables": wrap_load_own_variables(inner, session)}
         _set_methods(inner, {**wraps, **session.backend.make_optimizer_wraps(inner, session)})
@@ -106,7 +106,7 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
 
 
 def unwrap_optimizer(optimizer: object) -> None:
-    """Remove the wraps of an optimizer without a model, since they would keep its slots in memory."""
+    """Unwrap an optimizer without a model, because the wraps would keep its slots in memory."""
     for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
         if each is not None:
             _unwrap(each)
@@ -120,7 +120,7 @@ def get_session(thing: object) -> KerasSession | None:
 
 
 def get_call(layer: keras.Layer, name: str) -> Callable[..., object]:
-    """Return the `call` or equivalent of a layer that is being constructed, to be wrapped.
+    """Return the `call`, or equivalent, of a layer that is being constructed.
 
     A class without one may be Functional by inheritance: Keras makes it so while its first model is being initialized,
     which is after `__new__`.
@@ -157,7 +157,7 @@ def _unwrap(thing: object) -> None:
 
 
 def _set_methods(thing: object, wraps: dict[str, Callable[..., object]]) -> None:
-    # Write to __dict__, because Keras's __setattr__ would track the value.
+    # Keras's __setattr__ would track the value, so write to __dict__.
     own = thing.__dict__
     before = own.setdefault(_BEFORE, {})
     for name in wraps:
@@ -168,7 +168,7 @@ def _set_methods(thing: object, wraps: dict[str, Callable[..., object]]) -> None
 def _wrap_maybe_build(
     layer: keras.Layer, session: KerasSession, method: Callable[..., object]
 ) -> Callable[..., object]:
-    """Return a `_maybe_build` that builds a layer in one thread, while other threads wait."""
+    """Wrap `_maybe_build` so that one thread builds the layer while others wait."""
 
     @functools.wraps(method)
     def build_once(call_spec: Any) -> object:
@@ -184,7 +184,7 @@ def _wrap_maybe_build(
 
 
 def _check_outer(outer: Any, session: KerasSession) -> None:
-    """Warn once of unsharded layers beside sharded ones, or refuse a step that the backend cannot run with both."""
+    """Warn once of unsharded layers next to sharded ones, or raise for a step that the backend cannot run."""
     refused = session.backend.single_scope_steps
     step = find_running_step(outer, refused) if refused else ""
     trained = [layer for layer in outer._flatten_layers() if layer._trainable_variables and layer.trainable]
@@ -226,7 +226,7 @@ def _wrap_compile(model: Any, session: KerasSession) -> Callable[..., object]:
 def _wrap_call_with_layouts(
     layer: object, session: KerasSession, plain: Callable[..., object]
 ) -> Callable[..., object]:
-    """Return a layer's `call` or equivalent that returns arrays in the layouts of activation rules.
+    """Wrap a layer's `call`, or equivalent, to constrain outputs by activation rules.
 
     The layer's path is looked up when it is called, since it may not be known before.
     """
@@ -234,7 +234,7 @@ def _wrap_call_with_layouts(
     @functools.wraps(plain)
     def call(*args: object, **kwargs: object) -> object:
         outputs = plain(*args, **kwargs)
-        # Symbolic calls and plans have no real arrays.
+        # Symbolic calls and plans have no arrays to constrain.
         if in_symbolic_scope() or session.context.plan_only:
             return outputs
         path, layout = session.find_output_layout(layer)

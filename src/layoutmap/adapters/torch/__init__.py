@@ -1,4 +1,4 @@
-"""Models of `torch.nn`: any module, its parameters and buffers laid out by their names.
+"""Support `torch.nn` models: any module, with rules for its parameters and buffers by name.
 
 The layout of a parameter is `layoutmap.dtensor.fetch_layout(parameter)`: `parameter.layout` is torch's own attribute,
 which says how its memory is used.
@@ -65,7 +65,7 @@ class TorchAdapter(Adapter):
         return "torch"
 
     def check(self) -> None:
-        """Refuse a place in which a scope cannot work.
+        """Raise for a context in which a scope cannot work.
 
         Raises:
             ScopeError: It cannot; says why.
@@ -83,7 +83,7 @@ class TorchAdapter(Adapter):
         return isinstance(model, torch.nn.Module) and not is_keras_module(model)
 
     def refused(self, library: str) -> AbstractContextManager[None]:
-        """Refuse torch modules that are built until the block ends, since the scope is for another library."""
+        """Raise for torch modules built until the block ends, because the scope is for another library."""
         return module_hooks.install_hooks()
 
     def read_own_options(
@@ -119,7 +119,7 @@ class TorchAdapter(Adapter):
         torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
 
     def complete(self, model: torch.nn.Module, batch: object) -> None:
-        """Do nothing, since a torch model has its weights once it is built."""
+        """Do nothing, because a torch model has all weights once it is built."""
 
     def set_optimizer(self, model: torch.nn.Module, optimizer: str | MakeOptimizer) -> object:
         """Set the optimizer of a model as `train_with` does, given its name or a function that makes it.

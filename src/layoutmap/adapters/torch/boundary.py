@@ -42,7 +42,7 @@ def map_tensors(change: Callable[[Any], object], values: object, kind: type = to
         if isinstance(leaf, kind):
             return change(leaf)
         if _is_record(leaf) and list_tensors(leaf, kind):
-            # Copy instead of constructing, because `__init__` may compute or take other arguments.
+            # `__init__` may compute or take other arguments, so copy the object.
             changed = copy.copy(leaf)
             for each in dataclasses.fields(leaf):
                 # object.__setattr__ also works for frozen dataclasses.
@@ -54,7 +54,7 @@ def map_tensors(change: Callable[[Any], object], values: object, kind: type = to
 
 
 def place_inputs(values: object, context: ScopeContext) -> Any:
-    """Place unsharded tensors on the mesh, sharded like the batch where their first axis divides, else replicated."""
+    """Place unsharded tensors on the mesh: sharded over the batch dim if their first axis divides, else replicated."""
 
     def place(tensor: torch.Tensor) -> object:
         if isinstance(tensor, DTensor):
@@ -65,7 +65,7 @@ def place_inputs(values: object, context: ScopeContext) -> Any:
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return context.engine.relayout(tensor, layout)
         mesh, placements = context.engine.native(layout, tensor.ndim)
-        # Not through the engine, so that double backward works.
+        # The engine's function does not support double backward.
         return skip_function_modes(lambda: move_to_placements(replicate_tensor(tensor, mesh), placements))()
 
     return map_tensors(place, values)
@@ -77,7 +77,7 @@ def unshard_tensors(values: object) -> Any:
 
 
 def reduce_partial_sums(values: object) -> object:
-    """Reduce each DTensor that is a partial sum, so that a program reads its actual values."""
+    """Reduce each DTensor that is a partial sum, so that programs read complete values."""
     return map_tensors(lambda tensor: _apply_on_mesh(reduce_partial, tensor), values)
 
 

@@ -1,4 +1,4 @@
-"""Find the names, shapes, and axes that a model of transformers or peft has in its Hugging Face checkpoint.
+"""Find the names, shapes, and axes of a transformers or peft model in its Hugging Face checkpoint.
 
 transformers stacks experts and fuses weights after it reads a checkpoint, and reverts that to save. The reverted
 tensors are views of the model's tensors, except for copies that make a view contiguous. So strides tell which part of
@@ -105,13 +105,14 @@ def _convert_state(model: Any, state: dict[str, Any]) -> Mapping[str, torch.Tens
 
 
 class _Views(TorchDispatchMode):
-    """Mode in which `contiguous` returns a view, so that its strides remain those of the model's tensor."""
+    """Make `contiguous` return a view, so that its strides remain those of the model's tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.ops.aten.clone.default else func(*args, **kwargs or {})
 
 
-# Views move values and compute none, so strides give a name table that reads both ways and by blocks (decisions/0245).
+# Views only move values, so their strides give a name table that is exact in both directions and
+# by blocks (decisions/0245).
 def _find_axes(part: torch.Tensor, whole: torch.Tensor) -> str | None:
     """Return the correspondence of the axes of a view and of a contiguous tensor, or `None` if there is none.
 

@@ -1,4 +1,4 @@
-"""Tensors that a checkpoint keeps of a torch module and of its optimizer.
+"""List and restore the tensors and optimizer state in a checkpoint of a torch module.
 
 The paths are those of `named_parameters` and `named_buffers`; a slot is `optimizer.<parameter>.<name>`. Buffers that
 torch keeps out of state dicts are kept out here. What an optimizer has beside tensors of its parameters, in its groups
@@ -36,13 +36,13 @@ from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 check_names("torch", (torch.nn.Module, "_non_persistent_buffers_set"))
 
-_HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-"""Entries of a group about the tensors of this process and the way to compute with them, which are kept as they are."""
-_NEEDS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
-"""Settings for which an optimizer makes slots in its first step, and fails later where these are missing."""
+_LOCAL_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+"""Entries of a parameter group that a load does not change: its tensors and how to compute with them."""
+_REQUIRED_SLOTS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+"""The slot that an optimizer with a setting creates in its first step, without which later steps fail."""
 
 
-# Torch creates slots in the first step, so saved slots are listed before they exist (decisions/0082).
+# torch creates slots in the first step, so list saved slots before they exist (decisions/0082).
 def list_stored(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, saved: Saved | None = None
 ) -> list[Stored]:
@@ -61,7 +61,7 @@ def list_stored(
         _check_alike(optimizer, parameters, settings)
         _check_slots(settings, saved)
         _warn_of_replaced(optimizer, parameters, settings, saved.settings.get("override", {}))
-    # Parameters without saved state start as before their first step.
+    # Parameters without saved state keep their slots.
     own = {path: each for path, each in parameters.items() if not settings or path in settings["state"]}
     slots = {each.variable.path: each for each in _iterate_slots(own, optimizer)}
     for path, each in slots.items():
@@ -118,7 +118,7 @@ def restore_values(
             parameter, name = parameters[place[0]], place[1]
             if name in optimizer.state[parameter]:
                 optimizer.state[parameter][name].copy_(value)
-            else:  # some optimizers keep `step` on the CPU
+            else:  # some optimizers store `step` on the CPU
                 here = name == "step" and not _has_step_on_device(optimizer, parameter)
                 keep = here or isinstance(value, DTensor)
                 optimizer.state[parameter][name] = value if keep else value.to(parameter.device)
@@ -133,7 +133,7 @@ def read_settings(
     parameters = _find_parameters(_iterate_named(_iterate_saved_tensors(model)), optimizer)
     paths = {id(parameter): path for path, parameter in parameters.items()}
     groups = [
-        {name: _pack_setting(value) for name, value in group.items() if name not in _HOW}
+        {name: _pack_setting(value) for name, value in group.items() if name not in _LOCAL_SETTINGS}
         | {"params": [paths[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
@@ -143,7 +143,7 @@ def read_settings(
         if not isinstance(key, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             other[key] = _pack_setting(values)
         else:
-            state[paths[id(key)]] = {  # by path, because ids and order differ in the loading program
+            state[paths[id(key)]] = {  # use paths, because ids and order differ in the loading program
                 name: _pack_setting(value)
                 for name, value in values.items()
                 if not isinstance(value, torch.Tensor)
@@ -164,9 +164,9 @@ def restore_settings(
     ):
         saved: Mapping[str, Any] = {} if number is None else settings["groups"][number]
         for name, value in {**saved, **(override if saved else {})}.items():
-            if name not in _HOW:
+            if name not in _LOCAL_SETTINGS:
                 old = group.get(name)
-                # Copy in place, because a scheduler or compiled step may hold the tensor.
+                # A scheduler or a compiled step may reference the tensor, so copy in place.
                 if isinstance(old, torch.Tensor):
                     old.copy_(torch.as_tensor(value))
                 else:
@@ -191,7 +191,7 @@ def _warn_of_replaced(
         optimizer.param_groups, _match_groups(optimizer, parameters, settings), strict=True
     ):
         saved: Mapping[str, Any] = {} if number is None else settings["groups"][number]
-        for name in [n for n in saved if n in group and n not in (*_HOW, *override)]:
+        for name in [n for n in saved if n in group and n not in (*_LOCAL_SETTINGS, *override)]:
             # A scheduler changes `lr`, so compare `initial_lr` if it exists.
             begin = "initial_lr" if name == "lr" and "initial_lr" in saved else name
             own, value = _pack_setting(group.get(begin, group[name])), saved[begin]
@@ -251,7 +251,11 @@ def _check_slots(settings: Mapping[str, Any], saved: Saved) -> None:
     """Raise if slots are missing without which a step of the optimizer fails."""
     names = {each.path.rpartition(".")[2] for each in saved.slots}
     override = saved.settings.get("override", {})
-    needs = {name: slot for name, slot in _NEEDS.items() if settings["kind"] != "SGD" or name != "momentum"}
+    needs = {
+        name: slot
+        for name, slot in _REQUIRED_SLOTS.items()
+        if settings["kind"] != "SGD" or name != "momentum"
+    }
     for name, slot in needs.items() if names else ():
         if slot not in names and any({**group, **override}.get(name) for group in settings["groups"]):
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""A laid out module, compiled: one graph of local operators and collectives, without a DTensor or a mode in it.
+"""Compile a sharded module into one graph of local operators and collectives, without DTensors.
 
 `module.compile(...)` and `torch.compile(module)` compile what the module computes, below its hooks, so weights that are
 sharded over the batch's dim are gathered outside of the graph. AOTAutograd records the very Python that runs otherwise,
@@ -45,7 +45,7 @@ from layoutmap.engines.torch.trees import tree_leaves
 
 
 def check_compilable(what: str = "a model", *, is_dynamic: bool) -> None:
-    """Refuse to compile for simulated devices, which have no graph per device.
+    """Raise for simulated devices, which have no graph per device.
 
     Args:
         what: The name of what is compiled.
@@ -70,13 +70,13 @@ def check_compilable(what: str = "a model", *, is_dynamic: bool) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Compiler:
-    """A function that compiles a function.
+    """A function that compiles functions, with a key that identifies its settings.
 
     Attributes:
-        key: Equal for what compiles alike.
+        key: Equal for compilers with the same settings.
         compile: Compiles a function of one argument.
-        is_strict: Whether it is an error if something cannot be compiled (`fullgraph=True`).
-        kept: What the key names by its id.
+        is_strict: Whether uncompilable code is an error (`fullgraph=True`).
+        kept: Objects whose ids are in the key.
     """
 
     key: object
@@ -93,7 +93,7 @@ def compiler_from_options(options: Mapping[str, Any]) -> Compiler:
     """
     check_compilable(is_dynamic=bool(options.get("dynamic")))
     key = tuple((name, id(value)) for name, value in options.items())
-    given = {**options, "dynamic": False}  # DTensor hashes shapes, and symbolic sizes have no hash
+    given = {**options, "dynamic": False}  # DTensor hashes shapes, but symbolic sizes have no hash
     return Compiler(key, partial(torch.compile, **given), bool(options.get("fullgraph")), given)  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -111,9 +111,9 @@ def reuse_compiler(compiler: Any) -> Compiler:
     return Compiler(id(compiler), compiled, is_full_graph(compiler), compiler)
 
 
-# Dynamo cannot trace DTensors and gathers, so it sees one function of tensors per module (decisions/0105).
+# Dynamo cannot trace DTensors and gathers, so give it one function of local tensors per module (decisions/0105).
 class Compiled:
-    """Callable that computes a module by graphs from torch.compile, or uncompiled where recording a graph fails.
+    """Run a module with graphs from torch.compile, or uncompiled if recording a graph fails.
 
     Args:
         forward: The module's `Forward`.
@@ -132,7 +132,7 @@ class Compiled:
         """Compute the module."""
         if self._gave_up:
             return self._forward.compute(args, kwargs)
-        # The key contains everything that Dynamo does not guard.
+        # The key contains all properties that Dynamo does not guard.
         call = _Call(self._forward, module, args, kwargs)
         key = (call.key, self._compiler.key)
         graph = self._graphs.get(key)
@@ -144,7 +144,7 @@ class Compiled:
 
 
 class _CompiledGraphs:
-    """Compiled graphs for one key, with their own code object since Dynamo limits the graphs per code object."""
+    """Compiled graphs for one key, with their own code object, because Dynamo limits graphs per code object."""
 
     def __init__(self, compiler: Compiler, kept: list[object]) -> None:
         self._kept, self._is_strict = [*kept, compiler.kept], compiler.is_strict
@@ -181,7 +181,7 @@ class _CompiledGraphs:
         self._why_not = call.why_not
         what, inside = f"{call.name} cannot be compiled", "call compile() of modules inside of it"
         if self._is_strict:
-            self._why_not = ""  # reported at each call
+            self._why_not = ""  # each call reports it again
             raise ScopeError(what, why=call.why_not, fix=f"{inside}, or leave fullgraph=True out")
         text = format_message(
             f"{what}, and runs as it is", {}, call.why_not, f"{inside}, or do not compile it"
@@ -202,7 +202,7 @@ def _fill_missing_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 class _WithZeros(AutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
-        ctx.set_materialize_grads(False)  # otherwise torch materializes zeros that are no DTensors
+        ctx.set_materialize_grads(False)  # otherwise torch creates zeros that are not DTensors
         ctx.forms = [(each.dtype, tuple(get_local(each).shape), get_spec(each)) for each in tensors]
         return tuple(make_dtensor(get_local(each), get_spec(each)) for each in tensors)
 
@@ -279,10 +279,10 @@ class _Call:
 
     def record(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Compute the call with traced tensors in place of the stored ones, and return all tensors of the result."""
-        if self.why_not:  # refuse now, because Dynamo would fall back to eager code that has partly run
+        if self.why_not:  # raise now, because Dynamo would fall back to eager code that has partly run
             raise RuntimeError(self.why_not)
         self.was_recorded = True
-        if not any(map(_is_traced, tensors)):  # the backend did not trace
+        if not any(map(_is_traced, tensors)):  # without traced tensors, the backend did not trace the call
             with self._swap_tensors(tensors) as given:
                 return self._compute_outputs(given)
         try:
@@ -329,7 +329,7 @@ class _Call:
         found: list[torch.Tensor] = []
         for each in list_tensors(result):
             refuse_shard("an output of a graph", each)
-            # torch.compile returns views of shared memory, which DTensors do not support, so clone.
+            # torch.compile may return views of shared memory, which DTensors do not support, so clone them.
             found.append(each.clone() if is_view_of_another(each) or id(each) in seen else each)
             seen.add(id(each))
         numbers = iter(range(len(found)))
@@ -359,7 +359,7 @@ def _is_traced(tensor: torch.Tensor) -> bool:
 
 
 class _RefusedConstants(TorchFunctionMode):
-    """Marker that refuses tensors with values, which a graph would keep as constants."""
+    """Raise for tensors with values, which a graph would store as constants."""
 
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
@@ -371,7 +371,7 @@ class _RefusedConstants(TorchFunctionMode):
 
 
 class _TensorNumber:
-    """The place of a tensor in a result."""
+    """The number of a tensor in a result."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -1,4 +1,4 @@
-"""Dynamo, the part of `torch.compile` that reads Python: stopped and resumed, and asked how it compiles."""
+"""Control Dynamo, the tracer of `torch.compile`: stop it, resume it, and query its settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _make_static = make_set_enable_dynamic(False)
 
 def skip_compiling(function: Function) -> None:
     """Make Dynamo run a function without compiling it."""
-    # Unwrap, because all functions of one decorator share its code object.
+    # All functions of one decorator share its code object, so unwrap the function.
     skip_code(inspect.unwrap(function).__code__)
 
 
@@ -53,7 +53,8 @@ def call_compiled(compiler: Any, function: Callable[[Any], R], argument: object)
 def is_full_graph(compiler: object) -> bool:
     """Return whether a compiler of `stop_compiling` was made with `fullgraph=True`."""
     while compiler and not isinstance(compiler, ConvertFrameAssert):
-        compiler = getattr(compiler, "_torchdynamo_orig_backend", None)  # Dynamo's callbacks wrap each other
+        # Dynamo's callbacks wrap each other, so look inside
+        compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
     return bool(compiler)
 
 

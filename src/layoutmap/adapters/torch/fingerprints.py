@@ -1,4 +1,4 @@
-"""The fingerprints of a torch module and of an optimizer."""
+"""Describe a torch module and an optimizer as text, for comparison between processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def describe_module(module: torch.nn.Module, forwards: Iterable[object]) -> Iter
         weights = each.named_parameters(recurse=False)
         yield f"{name}: trainable", str([name for name, weight in weights if weight.requires_grad])
         if kind.__module__.startswith("torch.nn."):
-            # A ParameterList prints the GPU of each parameter, which differs between processes.
+            # A ParameterList prints the GPU of each parameter, which differs between processes, so remove it.
             yield f"{name}: settings", re.sub(r"(GPU |cuda:)\d+", r"\1", each.extra_repr())
     for function in dict.fromkeys([*(type(each).forward for _, each in modules), *forwards]):
         if function is not None:

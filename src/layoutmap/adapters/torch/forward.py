@@ -1,4 +1,4 @@
-"""Calling a laid out model, or any layer of it: on its mesh, with plain tensors in and plain tensors out.
+"""Replace the `forward` of sharded modules, so that they run on the mesh with unsharded inputs and outputs.
 
 Each module of a laid out model has a `forward` of its own, a `Forward`, in front of that of its class. The outermost
 one that is called takes the call to the mesh. Copies of a model are laid out, too; one that is unpickled is plain code
@@ -42,7 +42,7 @@ _ALONE = "a module in layouts is a graph of its own: call torch.compile(module) 
 
 
 class Forward:
-    """Callable that replaces the `forward` of a module while its model is sharded.
+    """Replace the `forward` of a module while its model is sharded.
 
     Args:
         module: The module.
@@ -65,7 +65,7 @@ class Forward:
         graphs: dict[object, Any] | None = None,
         layouts: Mapping[int, Layout] | None = None,
     ) -> None:
-        # Weak, because a reference cycle would keep the weights until garbage collection.
+        # A reference cycle would keep the weights until garbage collection, so reference the module weakly.
         self._module = weakref.ref(module)
         self._before = _find_previous_forward(module)
         self.path = path
@@ -84,9 +84,9 @@ class Forward:
         self._as_called: dict[object, Mapping[Forward, Compiled]] = {}
 
     def attach(self) -> None:
-        """Put it in its place."""
+        """Install this object as the module's `forward`."""
         vars(self._get_module()).update({_ATTRIBUTE: self, "compile": functools.partial(_compile, self)})
-        keep_patches(self)  # keep torch patched while a sharded model exists
+        keep_patches(self)  # torch stays patched while a sharded model exists
 
     def compile(self, options: Mapping[str, object]) -> None:
         """Compile the module, or the blocks in it that gather their weights, at their next call.
@@ -102,7 +102,7 @@ class Forward:
         """Return the outermost modules in this one that gather their weights when the model is called."""
         found: list[Forward] = []
         inner: set[Forward] = set()
-        for each in self.list_forwards():  # outer modules come first
+        for each in self.list_forwards():  # outer modules are first in the list
             if each.frees_weights and each not in inner:
                 found.append(each)
                 inner.update(each.list_forwards())
@@ -114,7 +114,7 @@ class Forward:
         return self.gather is not None and self.gather.is_part and not self.gather.is_outermost
 
     def merge_gatherings(self) -> Gathering | None:
-        """Return one gathering for the weights of this module and its submodules, or None if its own has them all."""
+        """Merge the gatherings of this module and its submodules, or return None if its own is complete."""
         inside = [each for each in self.list_forwards() if each is self or each.frees_weights]
         gathers = [each.gather for each in inside if each.gather is not None]
         if inside == [self] or not gathers:
@@ -135,7 +135,8 @@ class Forward:
         if key not in self._as_called:
             made, blocks = reuse_compiler(compiler), self._list_gathering_modules()
             compiled: dict[Forward, Compiled] = {}
-            if made.is_strict and blocks not in ([], [self]):  # a full graph needs all weights at once
+            # a full graph needs all weights gathered at once
+            if made.is_strict and blocks not in ([], [self]):
                 blocks = [self]
             for each in blocks or [self]:
                 compiled[each] = Compiled(each, made, self._graphs, each.merge_gatherings())
@@ -189,7 +190,7 @@ class Forward:
                 self._get_module(), (each._before for each in self.list_forwards())
             )
         if torch.is_grad_enabled():
-            if self._watch is None or not self._watch.is_of(self._get_module()):
+            if self._watch is None or not self._watch.has_same_submodules(self._get_module()):
                 self._watch = self._make_watch()
             self._watch.look()
         is_plain = not any(isinstance(tensor, DTensor) for tensor in list_tensors((args, kwargs)))
@@ -214,7 +215,7 @@ class Forward:
         return unshard_tensors(result) if is_plain else reduce_partial_sums(result)
 
     def _check_rows(self) -> None:
-        """Warn once of a model that is trained with batches that do not divide, where none has divided."""
+        """Warn once of a model trained with uneven batches only."""
         batches = self.context.policy.batches
         if not batches or True in batches or self._has_warned or not torch.is_grad_enabled():
             return
@@ -255,7 +256,7 @@ class Forward:
     def compute(self, args: Args, kwargs: Kwargs) -> object:
         """Compute the module uncompiled on the mesh."""
         forward = self._before or _bind_class_forward(self._get_module())
-        result = forward(*args, **kwargs)  # call forward, because `module()` would run hooks twice
+        result = forward(*args, **kwargs)  # call `forward`, because `module()` would run hooks twice
         return self._results.place(self._get_module(), result)
 
     def _get_module(self) -> torch.nn.Module:
@@ -275,7 +276,7 @@ class Forward:
     def __deepcopy__(self, memo: dict[int, object]) -> object:
         module = self._get_module()
         made = copy.copy(self)
-        # Bind to the copied module, if it is part of the copy.
+        # Bind to the copied module if the copy contains it.
         made._module = weakref.ref(memo.get(id(module), module))
         made._before = copy.deepcopy(self._before, memo)
         made.gather = copy.deepcopy(self.gather, memo)
@@ -290,7 +291,7 @@ class Forward:
         return made
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A pickle has no mesh, so unpickling restores the class's own forward.
+        # A pickle has no mesh, so unpickling restores the class's forward.
         return _bind_class_forward, (self._get_module(),)
 
 

@@ -30,10 +30,10 @@ from layoutmap.engines.torch.trees import is_sequence
 TESTED = "5.23"
 
 _REFUSED = ("device_map", "tp_plan", "tp_size", "distributed_config", "quantization_config", "gguf_file")
-"""Arguments with which transformers places or stores weights in its own way."""
+"""Arguments with which transformers itself would place or quantize weights."""
 
 
-# transformers reads full tensors, so a patched function reads only the shards of a process (decisions/0096).
+# transformers reads full tensors, so patch it to read only this process's shards (decisions/0096).
 class FromPretrainedPatches(Closing):
     """Patches for `from_pretrained` while a scope is open, or none if transformers is not imported."""
 
@@ -43,10 +43,10 @@ class FromPretrainedPatches(Closing):
         """Apply the patches, and import transformers' model classes first so that all of them are patched."""
         if "transformers.models.auto.modeling_auto" in sys.modules:
             importlib.import_module("transformers.modeling_utils")
-        self.look()
+        self.update()
 
-    def look(self) -> None:
-        """Install the patches if transformers was imported meanwhile."""
+    def update(self) -> None:
+        """Install the patches if transformers has been imported meanwhile."""
         if self._used is None and "transformers.modeling_utils" in sys.modules:
             self._used = _make_patches().activate()
             self._used.__enter__()
@@ -87,7 +87,7 @@ def _wrap_from_pretrained(plain: Any) -> object:
                     f"{cls.__name__}.from_pretrained: {name}= is passed in a scope", given
                 )
         _probe(cls)
-        loaded = plain.__get__(None, cls)(*args, **options)  # bind the classmethod to the class of this call
+        loaded = plain.__get__(None, cls)(*args, **options)  # bind the classmethod to the calling class
         model = loaded[0] if is_sequence(loaded) else loaded
         if getattr(model, "hf_quantizer", None) is not None:
             raise _make_scope_error(f"{cls.__name__}.from_pretrained: the weights are quantized", {})
@@ -128,7 +128,7 @@ def _wrap_spawn_materialize(plain: Function) -> Function:
         if session is None:
             return plain(thread_pool, tensor, device, dtype, **options)
 
-        def read() -> torch.Tensor:  # transformers calls it on the current thread
+        def read() -> torch.Tensor:  # transformers calls this on the current thread
             return session.read_later(lambda: tensor[...]).to(dtype=dtype)
 
         return read

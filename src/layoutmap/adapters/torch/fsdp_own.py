@@ -1,4 +1,4 @@
-"""Weights that the batch's dim shards, gathered by this library when their block computes, and freed after it."""
+"""Gather weights that the batch dim shards while their block computes, without torch's `fully_shard`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ check_names("torch", (torch.nn.RNNBase, "_flat_weights"))
 
 @dataclass(slots=True, eq=False)
 class Weight:
-    """A parameter that is gathered, or cast, for the forward and the backward pass.
+    """A parameter that is gathered, or cast, for the forward and backward pass.
 
     Args:
         place: The module that holds it, and its name there.
@@ -50,7 +50,7 @@ class Weight:
 
 
 class ModelCall:
-    """Whether a call of one model is open."""
+    """Track whether a call of one model is open."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -68,9 +68,9 @@ class ModelCall:
             self.is_open = False
 
 
-# `fully_shard` does not support all layouts, so this library gathers the other weights (decisions/0017).
+# `fully_shard` does not support all layouts, so gather the other weights here (decisions/0017).
 class GatherGroup:
-    """Weights that this library gathers together when a module is called.
+    """Gather weights together when a module is called.
 
     Args:
         weights: The weights.
@@ -90,21 +90,21 @@ class GatherGroup:
         weights = [(weight, held) for weight in self._weights if (held := weight.held) is not None]
         found = _StoredWeights(self, weights, context)
         together = skip_function_modes(self._gather_tensors)(found)
-        if not together:  # already gathered by the model's call
+        if not together:  # the model's call has already gathered them
             yield
             return
         held = [(weight, each, together[id(each)]) for weight, each in weights if id(each) in together]
         for _, stored, tensor in held:
-            note_redistributed(stored, tensor)  # modules such as spectral norms write to it
+            note_redistributed(stored, tensor)  # modules such as spectral norms write to the weight
         memories = [get_memory(tensor) for _, _, tensor in held]
-        keys = () if self._is_kept else found.keys  # kept weights are not gathered again
-        # Keep names, because a graph that references modules would prevent them from being freed.
+        keys = () if self._is_kept else found.keys  # kept weights need not be gathered again
+        # A graph that references modules would keep them alive, so store their names.
         versions = [(weight.name, tensor, get_version(tensor)) for weight, tensor in weights]
 
         def gather_again() -> list[DTensor]:
             for name, tensor, version in versions:
                 if get_version(tensor) != version:
-                    # torch raises the same error.
+                    # torch raises the same error for unsharded weights.
                     raise RuntimeError(describe_early_change(name, tuple(tensor.shape)))
             anew = found.tensors()
             return [anew[key] for key in keys]
@@ -142,7 +142,7 @@ def _make_data_error(name: str) -> EngineError:
 
 
 class _StoredWeights:
-    """Stored weights of modules, in groups that one collective gathers."""
+    """The stored weights of modules, grouped so that one collective gathers each group."""
 
     def __init__(
         self, own: GatherGroup, held: Sequence[tuple[Weight, torch.Tensor]], context: ScopeContext
@@ -156,7 +156,7 @@ class _StoredWeights:
                 continue
             mesh, placements = context.engine.native(weight.layout, tensor.ndim)
             if tensor.device_mesh != mesh:
-                continue  # applied again with another layout, so it is not gathered
+                continue  # another `apply` gave it another layout, so it is not gathered here
             differ = [i for i, (a, b) in enumerate(zip(tensor.placements, placements, strict=True)) if a != b]
             is_number = tensor.is_floating_point()
             if len(differ) == 1 and placements[differ[0]].is_replicate() and can_gather(tensor, differ[0]):
@@ -192,7 +192,7 @@ class _StoredWeights:
 @contextmanager
 def swap_temporarily(changes: Sequence[tuple[Holder, torch.Tensor | None, torch.Tensor]]) -> Generator[None]:
     """Put other tensors into modules until the block ends, given as (place, old tensor, new tensor)."""
-    # A recurrent layer caches its weights in each call, so restore the list afterwards.
+    # A recurrent layer caches its weights in each call, so restore the cache afterwards.
     recurrent = {place.module for place, *_ in changes if isinstance(place.module, torch.nn.RNNBase)}
     lists = [(module, module._flat_weights) for module in recurrent]  # pyright: ignore[reportPrivateUsage]
     try:

@@ -1,4 +1,4 @@
-"""Weights that are sharded over the dim of the batch are gathered over it while their layer computes.
+"""Decide which weights each module gathers over the batch dim while it computes.
 
 That is what FSDP does. They are gathered when the layer is called and freed afterwards, and once more for the backward
 pass; gradients go the same way back, summed up and sharded. The layers of one block, an element of a list of modules of
@@ -70,7 +70,7 @@ class Gathering:
         return self._own[id(weights)]
 
     def given(self, args: Args, kwargs: Kwargs) -> Any:
-        """Return a module's arguments cast to the element type of its weights, as `fully_shard` does."""
+        """Cast a module's arguments to the dtype of its weights, as `fully_shard` does."""
         policy = self.policy
         if policy is None or policy.param_dtype is None or not policy.cast_forward_inputs:
             return args, kwargs
@@ -97,7 +97,7 @@ def _cast_floats(values: object, dtype: torch.dtype) -> object:
 def plan_gatherings(
     root: torch.nn.Module, layouts: Mapping[int, Layout], context: ScopeContext
 ) -> dict[int, Gathering]:
-    """Return the weights that each module of a model gathers when it is called, by the module's id.
+    """Return, by module id, the weights that each module of a model gathers when it is called.
 
     A module outside of the blocks that is called by itself, and not by the model, gathers its own weights.
 
@@ -183,7 +183,7 @@ def _apply_fully_shard(outermost: Gathering, below: Sequence[Gathering], context
                 weights.setdefault(id(held), (held, []))[1].append(weight)
         sharded = [tensor for tensor, _ in weights.values() if not tensor.placements[mesh_dim].is_replicate()]  # pyright: ignore[reportUnknownMemberType]
         dtypes = Counter(tensor.dtype for tensor in sharded if tensor.is_floating_point())
-        usual = max(dtypes, key=dtypes.__getitem__, default=None)  # fully_shard takes one dtype
+        usual = max(dtypes, key=dtypes.__getitem__, default=None)  # fully_shard takes weights of one dtype
         chosen: list[tuple[DTensor, list[Weight]]] = []
         for tensor, places in weights.values():
             if tensor.placements[mesh_dim].is_replicate():  # and only converted  # pyright: ignore[reportUnknownMemberType]
@@ -247,7 +247,7 @@ def _has_blocks(module: torch.nn.Module) -> bool:
     """Return whether the children of a module are blocks, each of which gathers its weights together."""
     children = list(module.children())
     if len(children) == 1 and isinstance(module, torch.nn.ModuleList):
-        # A single block counts as a block unless it contains blocks itself.
+        # A single child counts as a block unless it contains blocks.
         inner = list(children[0].modules())
         return len(inner) > 1 and not any(map(_has_blocks, inner))
     is_list = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
@@ -272,7 +272,7 @@ def gather_weights(
         if gathering.is_outermost and not gathering.model_call.is_open:
             stack.enter_context(gathering.model_call.mark_open())
         own = gathering.weights
-        # The dtypes are unchanged and the model is not in a forward pass.
+        # Use the unit only if dtypes are unchanged and no forward pass of the model is open.
         if unit is not None and unit.is_up_to_date(sharded):
             tensors = stack.enter_context(unit.gathered(inputs))
             whole = zip(gathering.places, sharded, tensors, strict=True)

@@ -1,4 +1,4 @@
-"""The gradients of a model's parameters end in the parameters' layouts, whatever becomes of the parameters.
+"""Keep the gradients of a model's parameters in the parameters' layouts.
 
 Hooks on a parameter do that. A copy of it has none, nor has one that was frozen when they were set, or one that a
 state dict brought; so each call of a model looks whether all that need them have them.
@@ -23,7 +23,7 @@ from layoutmap.engines.torch.gather import Gradients
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.modules import get_members
 
-_WATCHED = "_layoutmap_watched"  # attribute of a parameter with its id, which detects copies
+_WATCHED = "_layoutmap_watched"  # this attribute has the parameter's id, so that copies are detected
 
 
 class GradientHooks:
@@ -46,13 +46,13 @@ class GradientHooks:
             for name, _ in each.named_parameters(recurse=False, remove_duplicate=False)
         ]
 
-    def is_of(self, module: torch.nn.Module) -> bool:
-        """Return whether the module still has the submodules that it had when the watch was made."""
+    def has_same_submodules(self, module: torch.nn.Module) -> bool:
+        """Return whether the module has the same submodules as when the hooks were set."""
         return self._modules == [id(each) for each in module.modules()]
 
     @skip_function_modes
     def look(self) -> None:
-        """Set the hooks of parameters that have none."""
+        """Set hooks on parameters that have none."""
         new: list[torch.Tensor] = []
         holders: dict[int, Callable[[], Any]] = {}  # weak references, because parameters own the hooks
         for parameters, name, holder in self._held:
@@ -72,7 +72,7 @@ class GradientHooks:
     def _warn_of_replaced(
         self, name: str, parameter: torch.nn.Parameter, holder: torch.nn.Module | None
     ) -> None:
-        """Warn once of a plain parameter in the place of one that had a layout."""
+        """Warn once of an unsharded parameter that replaced a sharded one."""
         path, layouts = self._laid_out.get(id(holder), ("", {}))
         if name not in layouts or (path, name) in self._reported:
             return

@@ -1,4 +1,4 @@
-"""Refuse graphs of a module in layouts: those of torch.export, torch.jit and torch.func."""
+"""Raise for graphs of a sharded module by torch.export, torch.jit, and torch.func."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_graph_error(module: torch.nn.Module, exporter: str) -> NoGraphError:
 
 
 def refuse_graphs(module: torch.nn.Module) -> None:
-    """Refuse a call of a module in layouts inside of a transform of torch.func or of torch.jit.trace.
+    """Raise if a sharded module is called inside torch.func or torch.jit.trace.
 
     Raises:
         EngineError: It is inside of a transform.

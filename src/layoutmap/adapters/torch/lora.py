@@ -1,4 +1,4 @@
-"""Models that PEFT has changed: factors of LoRA follow the weight that they are added to.
+"""Handle models that PEFT changed: LoRA factors inherit the layout of their base weight.
 
     lora_A, lora_B              the rank, then what the weight sums over; its outputs, then the rank
     lora_embedding_A, _B        the rank, then the rows of the table; its outputs, then the rank
@@ -41,7 +41,8 @@ def find_lora_factors(root: torch.nn.Module) -> dict[int, tuple[str, Axes]]:
         if not (_is_of_peft(module) and isinstance(base, torch.nn.Module)):
             continue
         roles = find_roles(base, "weight")
-        if len(roles) == 2:  # two roles; adapters of convolutions are convolutions and follow the rules
+        # only two-axis weights; adapters of convolutions are convolutions, and rules apply to them
+        if len(roles) == 2:
             output = roles.index("out.0")
             path = ".".join(filter(None, (prefix, _BASE, "weight")))
             found.update((id(t), (path, axes)) for t, axes in _iterate_factors(module, 1 - output, output))

@@ -1,4 +1,4 @@
-"""Where the layers of a laid out model run: on its mesh, entered once by the outermost call.
+"""Run the layers of a sharded model on its mesh, which the outermost call enters once.
 
 An activation checkpoint computes a part of the model again in the backward pass, when no call of the model is open. So
 the function that it keeps is bound to the mesh, and to the weights that were gathered around it.
@@ -90,7 +90,7 @@ def _replace_inference_mode() -> Generator[None]:
 
 def _bind_to_mesh(function: Function) -> Function:
     """Return a function that computes on this mesh with the same weights gathered, for an activation checkpoint."""
-    if here.is_recording:  # the recorded call would read module attributes instead of graph inputs
+    if here.is_recording:  # the recomputation would read module attributes instead of graph inputs
         raise RuntimeError(
             "an activation checkpoint in it computes once more when the graph is recorded already"
         )
@@ -99,17 +99,17 @@ def _bind_to_mesh(function: Function) -> Function:
         return function
 
     @functools.wraps(function)
-    def on_mesh(*args: object, **kwargs: object) -> object:
+    def run_on_mesh(*args: object, **kwargs: object) -> object:
         with ExitStack() as stack:
             if not is_running():
                 stack.enter_context(compute_on_mesh(context))
                 stack.enter_context(summing_up(is_odd))
             if get_backward_pass() >= 0:
-                for gather in gatherings:  # gather again, because the outer module has freed the weights
+                for gather in gatherings:  # the outer module has freed the weights, so gather them again
                     stack.enter_context(gather())
             return function(*args, **kwargs)
 
-    return on_mesh
+    return run_on_mesh
 
 
 def _wrap_generator(generator: Function) -> Function:
@@ -121,7 +121,7 @@ def _wrap_generator(generator: Function) -> Function:
 
 
 def _wrap_reentrant(own: Function) -> object:
-    class Wrapped:  # torch uses only `apply` of this class
+    class Wrapped:  # torch uses only this class's `apply`
         @staticmethod
         def apply(function: Function, *args: object) -> object:
             return own.apply(_bind_to_mesh(function), *args)  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,4 +1,4 @@
-"""Which modules and optimizers are made while a scope is open: torch's registration hooks report them.
+"""Track the modules and optimizers created in a scope, with torch's registration hooks.
 
 A module is reported when it is given a parameter, a buffer or a child, or when it is copied; one that
 has none of them has nothing to lay out. The hooks are torch's own, and `Module.__setstate__`, which
@@ -87,7 +87,7 @@ _PATCHES = Patches(
         Item(_of_modules._global_module_registration_hooks, "layoutmap", _note_registration),
         Item(_of_modules._global_parameter_registration_hooks, "layoutmap", _check_parameter),
         Item(_of_modules._global_buffer_registration_hooks, "layoutmap", _note_registration),
-        Attribute(torch.nn.Module, "__setstate__", _wrap_setstate),  # copies bypass the registration hooks
+        Attribute(torch.nn.Module, "__setstate__", _wrap_setstate),  # copies bypass registration hooks
         Attribute(torch.optim.Optimizer, "add_param_group", _wrap_add_param_group),  # also called by __init__
     ]
 )

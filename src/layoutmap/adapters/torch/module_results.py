@@ -1,4 +1,4 @@
-"""Place the results of a module's call: its output by rules for activations, and buffers that it has replaced."""
+"""Place the results of a module's call: its output by activation rules, and replaced buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layoutmap.engines.torch.modes import skip_function_modes
 
 
 class ModuleResults:
-    """The layouts of one module's output and buffers.
+    """Place one module's output and replaced buffers in their layouts.
 
     Args:
         module: The module.
@@ -62,7 +62,7 @@ class ModuleResults:
         shapes = [tuple(tensor.shape) for tensor in found]
         layouts = self._context.policy.choose_output_layouts(layout, shapes, self._path)
         chosen = {id(t): each for t, each in zip(found, layouts, strict=True) if each is not None}
-        # Also place tensors that have the layout, so that their gradients get it too.
+        # Place tensors that already have the layout, too, so that their gradients get it.
         return map_tensors(
             lambda t: self._context.engine.relayout(t, chosen[id(t)]) if id(t) in chosen else t, result
         )

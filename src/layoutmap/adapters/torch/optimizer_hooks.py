@@ -1,4 +1,4 @@
-"""Checks before an optimizer steps: wrong steps are refused, and slots that are plain tensors get their layouts.
+"""Check optimizers before their steps, and shard slots that are unsharded tensors.
 
 Of several processes each steps its own shards, so all must have the same optimizer with the same settings.
 
@@ -31,28 +31,28 @@ from layoutmap.engines.torch.changes import change
 with Needed("torch"):
     from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks  # pyright: ignore[reportPrivateUsage]
 
-# Number of parameter groups of each optimizer that were compared before their first step.
+# The number of parameter groups of each optimizer at its comparison before the first step.
 _compared: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-# id -> replaced tensor and its former path.
+# Each replaced tensor and its former path, by the tensor's id.
 _replaced: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
 
 def note_replaced_tensor(tensor: torch.Tensor, path: str) -> None:
-    """Refuse, from now on, optimizers that step a tensor that a DTensor has replaced in its model.
+    """Record a tensor that a DTensor replaced, so that optimizers that step it raise.
 
     Args:
         tensor: The tensor; nothing is kept of it.
         path: Its path in the model, for the message.
     """
     key = id(tensor)
-    # Remove the entry, because ids are reused.
+    # ids are reused, so remove the entry when the tensor is deleted.
     _replaced[key] = weakref.ref(tensor, lambda _: _replaced.pop(key, None)), path
     check_optimizers()
 
 
-# After a step the weights have changed, so optimizers are checked before it (decisions/0044).
+# A wrong step would change the weights, so check optimizers before it (decisions/0044).
 def check_optimizers() -> None:
-    """Check each optimizer of this process before it steps, as long as a DTensor is alive."""
+    """Check each optimizer of this process before its steps, while a DTensor exists."""
     change(_HOOK)
 
 
@@ -83,11 +83,11 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 if is_factored and parameter.requires_grad and not state[parameter]:
                     state[parameter] = _make_adafactor_slots(parameter)
                 if parameter in state:
-                    _lay_out(state[parameter], parameter)
+                    _shard_slots(state[parameter], parameter)
 
 
 def _compare_optimizer(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
-    """Refuse an optimizer before its first step if other processes or one device would step it differently."""
+    """Raise before the first step if other processes, or one device, would step the optimizer differently."""
     engine = get_engine("torch")
     layout = engine.get_layout(parameter)
     if layout is not None:
@@ -103,7 +103,7 @@ def _compare_optimizer(optimizer: torch.optim.Optimizer, parameter: DTensor) -> 
             gather,
         )
     check_state_kinds(optimizer)
-    _compared[optimizer] = len(optimizer.param_groups)  # compare once, because it needs a collective
+    _compared[optimizer] = len(optimizer.param_groups)  # the comparison needs a collective, so do it once
 
 
 def _refuse_stale(optimizer: torch.optim.Optimizer, path: str) -> None:
@@ -117,9 +117,9 @@ def _refuse_stale(optimizer: torch.optim.Optimizer, path: str) -> None:
     )
 
 
-# Adafactor cannot create its slots from a shard, so they are made before its first step (decisions/0044).
+# Adafactor would compute its slots from a shard, so create them before its first step (decisions/0044).
 def _make_adafactor_slots(parameter: DTensor) -> dict[str, torch.Tensor]:
-    """Return Adafactor's initial slots for a parameter: means over the last axis, and over the one before it."""
+    """Create Adafactor's first slots of a parameter: means over the last axis and over the one before it."""
     *outer, rows, columns = parameter.shape
     return {
         "step": torch.zeros((), dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)),
@@ -128,8 +128,8 @@ def _make_adafactor_slots(parameter: DTensor) -> dict[str, torch.Tensor]:
     }
 
 
-def _lay_out(slots: Any, parameter: DTensor) -> None:
-    """Redistribute slots that are plain tensors, as those that a state dict of a plain model has given."""
+def _shard_slots(slots: Any, parameter: DTensor) -> None:
+    """Shard slots that are unsharded tensors, such as those loaded from an unsharded state dict."""
     for name, slot in slots.items():
         if isinstance(slot, torch.Tensor) and not isinstance(slot, DTensor):
             layout = derive_slot_layout(name, tuple(slot.shape), parameter)

@@ -1,4 +1,4 @@
-"""Compare the state that an optimizer keeps of a sharded weight with that of one device, on shapes alone.
+"""Compare, by shapes, the state of an optimizer for a sharded weight with that for the unsharded weight.
 
 Some optimizers choose a slot by the tensor that they see: AdamW8bit of torchao keeps float32 below 4,096 elements. Of a
 `DTensor` they see one shard, choose another slot than one device, and step differently without an error. So a copy of
@@ -34,7 +34,7 @@ from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 @dataclass(frozen=True, slots=True)
 class SlotKind:
-    """The class, element type and global shape of a slot that is a tensor."""
+    """The class, dtype, and global shape of a tensor slot."""
 
     class_name: str
     dtype: str
@@ -48,14 +48,14 @@ Slots = Mapping[str, Any]
 """By name, the kind of each slot; lists and mappings are kept."""
 
 _TENSOR = "Tensor"
-# Copy tensors up to this number of elements, such as a learning rate, because a step may read them.
+# Copy smaller tensors, such as a learning rate, because a step may read them.
 _MAX_COPIED = 4096
 _NOT_COPIED = ("state", "param_groups")
 
 
-# After a step the weights have changed, so a copy of the optimizer first steps meta tensors (decisions/0044).
+# A wrong step would change the weights, so let a copy of the optimizer step meta tensors first (decisions/0044).
 def check_state_kinds(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer if its state for a sharded weight differs from the state for the unsharded weight.
+    """Raise if an optimizer's state differs between a sharded weight and the unsharded weight.
 
     Nothing is changed: the steps are those of a copy, on tensors without values.
 
@@ -76,7 +76,7 @@ def check_state_kinds(optimizer: torch.optim.Optimizer) -> None:
             done.add(key)
             one, one_failed = _run_step_on_copy(optimizer, group, _as_on_one_device(parameter))
             sharded, failed = _run_step_on_copy(optimizer, group, _as_sharded(parameter))
-            if one_failed or failed:  # the step needs values, so compare the slots that exist already
+            if one_failed or failed:  # the step needs values, so compare existing slots only
                 one, sharded = (
                     {name: each[name] for name in one.keys() & sharded} for each in (one, sharded)
                 )
@@ -96,7 +96,7 @@ def _as_sharded(parameter: DTensor) -> torch.nn.Parameter:
 def _make_meta_parameter(meta: torch.Tensor, parameter: torch.Tensor) -> torch.nn.Parameter:
     new = torch.nn.Parameter(meta)
     new.grad = torch.empty_like(meta)
-    # Optimizers may read attributes that the program set.
+    # Optimizers may read attributes that the program set on parameters.
     for name, value in list_user_attributes(parameter).items():
         if name not in vars(new):
             setattr(new, name, value)
@@ -117,7 +117,7 @@ def _run_step_on_copy(
                 _run_step_without_hooks(copied)
             except (
                 Exception
-            ):  # steps that need values or a closure fail here, and the real step reports its own errors
+            ):  # a step that needs values or a closure fails here, and the real step reports its own errors
                 failed = True
             kinds = {name: tree_map(_describe_slot, slot) for name, slot in copied.state[parameter].items()}
     finally:
@@ -155,7 +155,7 @@ def _copy_optimizer(
         if name not in _NOT_COPIED and not name.endswith("_hooks"):
             vars(copied)[name] = tree_map(copy_leaf, value)
     for name in (each for each in vars(optimizer) if each.endswith("_hooks")):
-        vars(copied)[name] = {}  # drop hooks, because a `step` that calls `super().step` would run them twice
+        vars(copied)[name] = {}  # a `step` that calls `super().step` would run hooks twice, so drop them
     copied.state = defaultdict(dict)
     settings = {name: tree_map(copy_leaf, value) for name, value in group.items() if name != "params"}
     copied.param_groups = [{**settings, "params": [parameter]}]
@@ -163,11 +163,11 @@ def _copy_optimizer(
 
 
 class _UnchangedTensors(TorchDispatchMode):
-    """While entered, no tensor with values that existed before is changed."""
+    """Prevent changes of existing tensors with values while entered."""
 
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
-        self._made: dict[int, torch.UntypedStorage] = {}  # keep the storages, because ids are reused
+        self._made: dict[int, torch.UntypedStorage] = {}  # ids are reused, so keep the storages
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor: its values if they are few, or else its shape."""

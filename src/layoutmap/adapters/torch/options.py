@@ -1,4 +1,4 @@
-"""The options that only scopes for torch modules have, and where they cannot work."""
+"""Define the scope options for torch modules, and check where they apply."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TorchOptions:
             ScopeError: An option is unknown, has an invalid value, or would have no effect.
         """
         check_names(given, "torch", cls.__slots__)
-        # `fully_shard=None` means no options.
+        # `None` means that an option is not set.
         made = cls(**{name: value for name, value in given.items() if value is not None})
         _check_choice(
             "draws", made.draws, Draws, "it says which random numbers initialize weights and drop elements"
@@ -87,7 +87,7 @@ def _check_choice(name: str, value: str, choices: object, why: str) -> None:
 
 
 def _check_use(made: TorchOptions, options: ScopeOptions, across: bool) -> None:
-    """Refuse options of `fully_shard` where it gathers nothing."""
+    """Raise for options of `fully_shard` if it gathers nothing."""
     if not isinstance(made.fully_shard, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScopeError(
             f"fully_shard={made.fully_shard!r} has the wrong type",
@@ -111,10 +111,10 @@ def _check_use(made: TorchOptions, options: ScopeOptions, across: bool) -> None:
             )
 
 
-# The layout map decides which weights are sharded, so only three options are passed on (decisions/0017).
+# The layout map decides which weights are sharded, so pass on only three options (decisions/0017).
 def _check_fully_shard(options: Mapping[str, object]) -> None:
     """Refuse `fully_shard` options that are unknown, of a wrong type, or decided by the layout map."""
-    # Imported here, because it takes 0.1 s to load.
+    # Loading takes 0.1 s, so import it here.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
     kinds: dict[str, type] = {

@@ -1,4 +1,4 @@
-"""Calls in which each process passes its own rows, with `scope(rows="own")`.
+"""Run models in which each process passes its own rows, with `scope(rows="own")`.
 
 The rows of all processes are the global batch, in the order of their places along `batch_dim`. A process gets its own
 rows of an output, and what is no row, such as a loss, covers all of them (why: decisions/0267).
@@ -52,7 +52,7 @@ def gather_rows(tensor: torch.Tensor, context: ScopeContext) -> torch.Tensor:
 
 
 class OwnRows:
-    """Rows of the global batch that this process passes in one call of a module.
+    """The rows of the global batch that this process passes in one call.
 
     Args:
         values: The arguments of the call.
@@ -69,7 +69,7 @@ class OwnRows:
         self._numbers = [each for each in tree_leaves(values) if isinstance(each, (int, float))]
         self.num = next((int(each.shape[0]) for each in self._plain if each.ndim), 0)
 
-    # A process with fewer rows would send shards of other sizes than the others wait for, so each call is compared.
+    # A process with fewer rows would send smaller shards than others expect, so compare the numbers in each call.
     def check(self, *, is_due: bool) -> None:
         """Refuse different numbers of rows, and in calls that are due, rows that do not belong together.
 
@@ -115,7 +115,7 @@ class OwnRows:
         self._compare_places(found)
 
     def _compare_places(self, found: Sequence[tuple[int, int]]) -> None:
-        """Refuse rows that differ at one place along the batch dim, or are equal at all."""
+        """Raise if processes at one position along the batch dim pass different rows, or all pass the same."""
         by_place: dict[int, set[int]] = {}
         for place, checksum in found:
             by_place.setdefault(place, set()).add(checksum)
@@ -143,7 +143,7 @@ class OwnRows:
         return self._context.engine.native(layout, len(shape))[1]
 
     def place(self, values: object) -> Any:
-        """Return the arguments with the rows of each process as shards of the global batch."""
+        """Convert the arguments so that each process's rows are shards of the global batch."""
         mesh = self._context.engine.native(self._context.policy.replicated(0), 0)[0]
 
         def place(tensor: torch.Tensor) -> object:
@@ -156,7 +156,7 @@ class OwnRows:
 
     @skip_function_modes
     def take(self, values: object) -> Any:
-        """Return outputs as plain tensors: the rows of this process, or all of an output without rows."""
+        """Convert outputs to unsharded tensors: this process's rows, or all of an output without rows."""
 
         def take(tensor: torch.Tensor) -> object:
             if not isinstance(tensor, DTensor) or not tensor.ndim or tensor.shape[0] % self._num_shards:
@@ -176,7 +176,7 @@ class OwnRows:
 
 
 class _Taken(AutogradFunction):
-    """Refuse gradients of the rows of one process: a mean over them does not cover all rows."""
+    """Raise for gradients of one process's rows, because a mean over them does not cover all rows."""
 
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor, rows: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Names of a model's tensors: those that `named_parameters` and `named_buffers` give them.
+"""Find a model's tensors by the names of `named_parameters` and `named_buffers`.
 
 A tensor that several names lead to, a tied weight, is called by the first; the rest are its aliases. Parameters come
 before buffers, each in the order of the model.
@@ -19,7 +19,7 @@ from layoutmap.engines.torch.modules import get_members, list_modules
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Attribute of a module that stores a tensor."""
+    """A module attribute that stores a tensor."""
 
     module: torch.nn.Module
     name: str
@@ -84,7 +84,7 @@ def is_keras_module(module: torch.nn.Module) -> bool:
 def find_tensors(root: torch.nn.Module) -> list[FoundTensor]:
     """Return the parameters of a model, then its buffers, each once."""
     found: dict[int, FoundTensor] = {}
-    modules = list_modules(root, remove_duplicate=False)  # a shared module has several names
+    modules = list_modules(root, remove_duplicate=False)  # include all names of a shared module
     for is_buffer in (False, True):
         for prefix, module in modules:
             members = module.named_buffers if is_buffer else module.named_parameters

@@ -60,14 +60,14 @@ def _capture_files() -> Generator[list[tuple[str, dict[str, DTensor]]]]:
 
 
 class _TensorPlace(NamedTuple):
-    """Where a tensor in a layout begins: a name of the state of the model, a file, and a number of bytes."""
+    """The position of a sharded tensor's values: its name in the state dict, a file, and an offset."""
 
     name: str
     file: str
     start: int
 
 
-# A gather would send all bytes over the network, so each process writes its own bytes (decisions/0096).
+# A gather would send all bytes over the network, so each process writes its own shards (decisions/0096).
 def save_shards(
     save: Function, directory: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]
 ) -> bool:
@@ -94,15 +94,16 @@ def save_shards(
         for name, tensor in tensors.items()
         if isinstance(tensor, DTensor) and (layout := engine.get_layout(tensor)) is not None
     }
-    if not layouts:  # the tensors have layouts that this library cannot express
+    if not layouts:  # this library cannot express the layouts of the tensors
         return False
-    # The largest mesh, so that all processes take part.
+    # Use the largest mesh, so that all processes take part.
     mesh = max((layout.mesh for layout in layouts.values()), key=lambda each: each.size)
 
     def gather(values: NumpyArray) -> NumpyArray:
         return engine.all_gather(values, mesh)
 
-    own = os.urandom(8).hex()  # unique, because two programs may save to one folder at the same time
+    # two programs may save to the same folder at the same time, so the name is unique
+    own = os.urandom(8).hex()
     tokens = gather_texts(own, gather)
     is_first = own == tokens[0]
     target = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
@@ -123,7 +124,7 @@ def save_shards(
 
         def finish() -> None:
             _move_files(hidden, target)
-            end.close()  # before any process returns, so that none finds the hidden folder
+            end.close()  # close before any process returns, so that none finds the hidden folder
 
         run_together(lambda: finish() if is_first else None, gather, "save")
         return True
@@ -140,7 +141,7 @@ def _prepare_folder(
             fix="name a folder, or one that does not exist",
         )
     names: dict[int, str] = {}
-    empty: dict[int, torch.Tensor] = {}  # keep shared tensors shared
+    empty: dict[int, torch.Tensor] = {}  # shared tensors must share one placeholder
     state: dict[str, object] = dict(tensors)
     for name in layouts:
         tensor = tensors[name]
@@ -162,7 +163,7 @@ def _make_file(
     """Make a file with its header, its full size, and the values of plain tensors."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
-    # Order of the safetensors library.
+    # Use the order of the safetensors library.
     ordered = sorted(content.items(), key=lambda each: (-each[1].dtype.itemsize, each[0]))
     for name, tensor in ordered:
         end = place + tensor.numel() * tensor.dtype.itemsize
@@ -212,7 +213,7 @@ def _write_shards(
             for index, values in _iterate_own_shards(tensors[name], layouts[name], number):
                 _write_block(files[file], start, tensors[name].shape, index, values)
         for each in files.values():
-            os.fsync(each)  # sync before the index names the file
+            os.fsync(each)  # flush before the index lists the file
     except OSError as error:
         raise CheckpointError(
             f"{folder}: it cannot be written",
@@ -233,7 +234,7 @@ def _iterate_own_shards(
     for device in range(layout.mesh.size):
         holders.setdefault(get_slice_ends(layout.shard_slices(tensor.shape, device)), []).append(device)
     here = set(engine.bind(layout.mesh).local_device_ids)
-    # Spread the writes over all devices.
+    # Processes with equal shards take turns, which spreads the writes.
     writers = {ends: devices[number % len(devices)] for ends, devices in holders.items()}
     if here.intersection(writers.values()):
         for index, values in engine.to_shards(tensor, copy=False):

@@ -1,4 +1,4 @@
-"""Roles of the axes of weights in a module's call, for torch's own modules and the Conv1D of transformers.
+"""Find the roles of weights' axes in a module's call, for torch modules and transformers' Conv1D.
 
 A plan is linted by it: an axis that is summed over is another thing to shard than one of the output. What a module of
 one's own does with its weights is not known.

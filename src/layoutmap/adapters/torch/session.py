@@ -1,4 +1,4 @@
-"""One scope's work in torch: build modules without values, then place each tensor in its layout.
+"""Build modules without values in a scope, then compute each tensor in its layout.
 
 defer        a tape defers large tensors, and hooks report modules and optimizers made in the scope
 describe     walk the models that the modules form, and name every parameter and buffer
@@ -41,7 +41,7 @@ from layoutmap.adapters.torch.paths import (
 from layoutmap.adapters.torch.roles import describe_use, find_head_sizes
 from layoutmap.adapters.torch.swap import copy_user_attributes, replace_in_module, replace_in_optimizer
 from layoutmap.adapters.torch.tensor_classes import find_stored_dtype
-from layoutmap.adapters.torch.tools import look_after_tools
+from layoutmap.adapters.torch.tools import patch_tools
 from layoutmap.adapters.torch.unsupported import find_unsupported
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
@@ -61,7 +61,7 @@ _FAILED = "its scope failed, so it has no values"
 
 
 def make_entries(roots: Sequence[torch.nn.Module], *, is_new: bool = False) -> Iterator[Entry]:
-    """Yield the tensors of models as variables of a plan.
+    """Describe the tensors of models as variables of a plan.
 
     Args:
         roots: The models.
@@ -97,7 +97,7 @@ def make_entries(roots: Sequence[torch.nn.Module], *, is_new: bool = False) -> I
 
 
 class TorchSession:
-    """State and hooks of one open scope for models of torch.
+    """Build or shard the torch models of one scope.
 
     Args:
         context: The scope, which knows rules, meshes and arrays.
@@ -109,7 +109,7 @@ class TorchSession:
         self.context = context
         self._tape = self._make_tape()
         self._recording: AbstractContextManager[Tape] | None = None
-        # Modules by id, in order of creation.
+        # The modules by id, in order of creation.
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._unbuilt: list[str] = []
@@ -120,7 +120,7 @@ class TorchSession:
         return Tape(
             dry=self.context.plan_only,
             tiles=self.context.options.own.draws == "tiles",
-            is_here=partial(is_session_active, self),  # called for each operation
+            is_here=partial(is_session_active, self),  # the tape calls it for each operation
         )
 
     # -- deferring
@@ -132,7 +132,7 @@ class TorchSession:
             yield
             return
         outer = get_current_session()
-        with _suspend_outer(outer):  # suspend the outer tape, so that only one records
+        with _suspend_outer(outer):  # only one tape may record, so suspend the outer one
             with module_hooks.install_hooks(), self.reading, active_session(self), _Recording(self):
                 yield
             self._materialize(self._find_new_models(), is_new=True)
@@ -141,13 +141,13 @@ class TorchSession:
         """Start recording new tensors on the tape."""
         recording = self._tape.record_operations()
         recording.__enter__()
-        # Set last, because an interrupt before would end a recording that never began.
+        # An interrupt before this line must not end a recording that never began, so set it last.
         self._recording = recording
 
     def stop(self) -> None:
         """Stop the tape if it records."""
         recording, self._recording = self._recording, None
-        if recording is not None:  # an inner scope may still be open
+        if recording is not None:  # an inner scope may still record
             recording.__exit__(None, None, None)
 
     @contextmanager
@@ -160,14 +160,14 @@ class TorchSession:
         try:
             yield
         finally:
-            if is_session_active(self):  # skip if the scope was closed meanwhile
+            if is_session_active(self):  # the scope may be closed meanwhile
                 self.record()
 
     def note_module(self, module: torch.nn.Module) -> None:
         """Remember a module that gets a tensor or child in this scope."""
         key = id(module)
         if key not in self._modules:
-            # Keras layers on torch are modules too, and the Keras adapter handles them.
+            # Keras layers on torch are modules, too, but the Keras adapter handles them.
             if is_keras_module(module):
                 raise ScopeError(
                     f"{type(module).__name__}: a Keras layer is built in a scope for torch modules",
@@ -175,7 +175,7 @@ class TorchSession:
                     fix='pass library="keras"',
                 )
             self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))
-            self.reading.look()  # patch transformers if the program imported it meanwhile
+            self.reading.update()  # the program may have imported transformers meanwhile, so patch it
 
     def read_later(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return a deferred tensor that is read from a file (see `Tape.read_later`)."""
@@ -193,7 +193,7 @@ class TorchSession:
     def _find_new_models(self) -> list[torch.nn.Module]:
         """Return the models built in this scope: modules that are inside no other module."""
         roots = find_roots(_list_alive(self._modules))
-        if len(roots) > 1:  # a root may be garbage that is not collected yet
+        if len(roots) > 1:  # a root may be garbage that Python has not collected yet
             del roots
             gc.collect()
             roots = find_roots(_list_alive(self._modules))
@@ -228,11 +228,11 @@ class TorchSession:
             else:
                 self._create_arrays(roots, entries, assignments)
         except BaseException:
-            if is_new:  # an existing model keeps its values
+            if is_new:  # only new models get initial values
                 self._mark_valueless(roots, _FAILED)
             raise
         finally:
-            self._tape = self._make_tape()  # drop the old tape, which references many tensors
+            self._tape = self._make_tape()  # the old tape references many tensors, so drop it
             self._modules.clear()
             self._optimizers.clear()
 
@@ -253,7 +253,7 @@ class TorchSession:
             for number, (e, a) in enumerate(zip(entries, assignments, strict=True))
         }
         deferred = {key: pair for key, pair in pairs.items() if self._tape.is_deferred(pair[0].found.tensor)}
-        if self.context.across:  # each process created these values separately, so they may differ
+        if self.context.across:  # each process created these values separately, so compare them
             self._check_values(entry for key, (entry, _) in pairs.items() if key not in deferred)
         made = self.context.create(
             {key: assignment for key, (_, assignment) in deferred.items()},
@@ -282,12 +282,12 @@ class TorchSession:
         layouts = {id(replaced[id(e.found.tensor)]): layout for e, _, layout in placed}
         self._replace_references(roots, replaced, layouts)
         for entry, _, _ in placed:
-            # An optimizer may still reference the old tensor.
+            # An optimizer may still reference the replaced tensor.
             note_replaced_tensor(entry.found.tensor, entry.spec.path)
         self._attach(roots, layouts)
 
     def _check_values(self, entries: Iterable[Entry]) -> None:
-        """Raise if tensors that exist in each process, their gradients or slots, are not the same in all of them."""
+        """Raise if existing tensors, their gradients, or slots differ between processes."""
         paths = {entry.found.tensor: entry.spec.path for entry in entries}
         found: list[tuple[str, torch.Tensor]] = []
         for tensor, path in paths.items():
@@ -325,11 +325,11 @@ class TorchSession:
     def _replace_references(
         self, roots: Sequence[torch.nn.Module], replaced: dict[int, Any], layouts: Mapping[int, Layout]
     ) -> None:
-        kept: dict[int, torch.Tensor] = {}  # keep tensors alive while ids identify them
+        kept: dict[int, torch.Tensor] = {}  # ids are reused, so keep the tensors alive
 
         def swap(tensor: torch.Tensor) -> object:
             if id(tensor) not in replaced and self._tape.is_deferred(tensor):
-                # Tensors that are neither parameters nor buffers stay unsharded and also get values.
+                # Tensors that are neither parameters nor buffers stay unsharded, but also get values.
                 kept[id(tensor)] = tensor
                 trainable = tensor.requires_grad and tensor.is_leaf
                 replaced[id(tensor)] = self._tape.recipe(tensor).global_value().requires_grad_(trainable)
@@ -355,13 +355,13 @@ class TorchSession:
         )["slot"]
 
     def _attach(self, roots: Sequence[torch.nn.Module], layouts: Mapping[int, Layout]) -> None:
-        look_after_tools()
+        patch_tools()
         for root in roots:
             paths = find_layer_paths(root)
             gather = plan_gatherings(root, layouts, self.context)
             graphs: dict[object, Any] = {}
             for module in (root, *iterate_descendants(root)):
-                if find_forward(module) is None:  # a module that is applied again has the hook already
+                if find_forward(module) is None:  # a module of a second `apply` already has the hook
                     module.register_load_state_dict_pre_hook(_redistribute_state_dict)  # pyright: ignore[reportUnknownMemberType]
                 path = paths.get(id(module), "")
                 gathers = gather.get(id(module))

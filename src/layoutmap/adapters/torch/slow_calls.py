@@ -1,4 +1,4 @@
-"""Say once, on stderr, that simulated devices are slow, and recommend torchrun."""
+"""Print once that simulated devices are slow, and recommend torchrun."""
 
 from __future__ import annotations
 

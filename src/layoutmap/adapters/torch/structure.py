@@ -1,4 +1,4 @@
-"""Properties of a module, beside its tensors, that decide about the graph that it is compiled to.
+"""Describe the properties of a module, besides its tensors, that determine its compiled graph.
 
 No guard of Dynamo watches what a recorded function reads, so all of it is in a key: classes, modes, attributes, hooks,
 and which tensor is where. Equal modules have equal keys.
@@ -18,7 +18,7 @@ from layoutmap.engines.torch.modules import get_members, list_module_hooks
 from layoutmap.engines.torch.operators import Function
 
 OF_TORCH = frozenset(vars(torch.nn.Module()))
-"""The attributes that each module has."""
+"""The attributes of every module."""
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _SIMPLE = frozenset(_VALUES)
@@ -33,14 +33,14 @@ def is_constant(value: object) -> bool:
 
 
 class Structure:
-    """The structure of a module and of those below it.
+    """Describe the structure of a module and its submodules.
 
     Args:
         module: The module.
 
     Attributes:
         parts: Hashable; equal for modules that compute the same, given the same tensors.
-        kept: What `parts` names by its id.
+        kept: Objects whose ids are in `parts`.
         tensors: The tensors, each once.
         places: Where tensors are: the dict, the name in it, and the tensor.
         members: All dicts of attributes.
@@ -73,7 +73,7 @@ class Structure:
                     self.parts += (name, self.frozen(value))
         for name, known in _find_globals(type(module).forward):
             self.parts += (name, self.frozen(known.get(name)))
-        if not is_outermost:  # hooks of the outermost module run outside the graph
+        if not is_outermost:  # hooks of the outermost module run outside the graph, so they do not matter
             self.parts += ("hooks", self.frozen(list_module_hooks(module)))
         for name, child in module.named_children():
             self.parts += (name, self._module_numbers.get(id(child)))
@@ -121,7 +121,7 @@ def _find_globals(function: Function) -> tuple[tuple[str, dict[str, object]], ..
     return tuple((name, known) for name in names if name in known and is_constant(known[name]))
 
 
-# A module that changes its attributes runs uncompiled, so the warning names the change (decisions/0105).
+# A module that changes its attributes runs uncompiled, so name the change in the warning (decisions/0105).
 def find_change(before: Structure, after: Structure) -> str:
     """Return the name of the first difference between two structures of a module, or an empty text."""
     for number, (one, other) in enumerate(zip(before.parts, after.parts, strict=False)):

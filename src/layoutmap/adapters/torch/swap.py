@@ -1,4 +1,4 @@
-"""Put the tensors of a layout in the places of those that a model was built with, wherever these are referred to.
+"""Replace the tensors of a model by sharded ones in modules, optimizers, and other references.
 
 A parameter that becomes a `DTensor` is another object. Modules get it by name; what else holds the old one, a list in a
 module (as in `torch.nn.LSTM`) or the groups of an optimizer that was made in the scope, is looked through. An optimizer
@@ -18,7 +18,7 @@ Swap = Callable[[Any], Any]
 Slot = Callable[[Any, Any], object]
 
 
-# Attributes that torch sets on Parameter and Buffer.
+# torch itself sets these attributes on Parameter and Buffer.
 _NO_ATTRIBUTES = {"_is_param", "_is_buffer", "persistent"}
 
 
@@ -84,7 +84,7 @@ def _replace_tensors(value: object, swap: Swap) -> object:
         return swap(value)
     if type(value) is list:
         held = cast("list[object]", value)
-        # In place, because other objects may reference the list.
+        # Other objects may reference the list, so change it in place.
         held[:] = [_replace_tensors(each, swap) for each in held]
     elif type(value) is tuple:
         items = cast("tuple[object, ...]", value)

@@ -1,4 +1,4 @@
-"""Classes of tensors that keep their values in tensors of their own, as those of torchao that are quantized."""
+"""Handle tensor classes that consist of several tensors, such as torchao's quantized ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from layoutmap.engines.torch.local_tensors import LocalTensor, get_rank_tensors
 from layoutmap.engines.torch.specs import get_local
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
-"""The classes that keep their values as torch does."""
+"""The classes that store their values in one tensor."""
 
 
 def find_local_class(tensor: torch.Tensor) -> type[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Functions of other libraries on laid out models: done right, or refused by name.
+"""Make functions of other libraries work on sharded models, or raise by name.
 
 While there are models in layouts, each of these that is imported, before or after, is looked after. The names that are
 replaced, and the versions on which that was tested:
@@ -50,7 +50,7 @@ from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.specs import get_local
 
 
-def look_after_tools() -> None:
+def patch_tools() -> None:
     """Patch transformers, PEFT, and safetensors once they are imported, while sharded tensors exist."""
     for module in _TOOLS:
         if module in sys.modules:
@@ -59,7 +59,7 @@ def look_after_tools() -> None:
 
 
 class _LaterImports(MetaPathFinder):
-    """The patch that looks after libraries that are imported while models are sharded, as `transformers.Trainer` is."""
+    """Patch libraries that are imported after a model is sharded, such as `transformers.Trainer`."""
 
     def install(self) -> None:
         """Watch imports."""
@@ -67,7 +67,7 @@ class _LaterImports(MetaPathFinder):
             sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """Leave imports alone."""
+        """Stop watching imports."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
@@ -116,7 +116,7 @@ def _wrap_save_pretrained(own: Function) -> Function:
         tensors = options.get("state_dict") or self.state_dict()
         if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
             options["state_dict"] = gather_tensors(tensors)
-            if simulation.get_rank():  # only process 0 writes
+            if simulation.get_rank():  # only process 0 writes files
                 return None
         return own(self, directory, *args, **options)
 
@@ -193,7 +193,7 @@ def _patch_safetensors() -> Iterator[Attribute]:
             if simulation.is_simulated():
                 state_dict.update(gather_tensors(state_dict))
                 return own(state_dict, **options)
-            # Compare by the storages of shards. A save of shards is refused below.
+            # Compare the storages of shards. A save of shards is refused below.
             shards = ((n, get_local(t) if isinstance(t, DTensor) else t) for n, t in state_dict.items())
             return own(dict(shards), **options)
 

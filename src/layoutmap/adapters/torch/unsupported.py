@@ -1,4 +1,4 @@
-"""Tensors that cannot be laid out, or not as one may think, reported before anything is made."""
+"""Find tensors that cannot be sharded, or only with restrictions, before any is created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A variable of a torch model: its path, and the tensor that the model holds under it now."""
+"""Read and write the tensor of a torch model at a path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layoutmap.engines.torch.element_types import to_torch
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A parameter, a buffer or a slot of an optimizer.
+    """A parameter, a buffer, or a slot of an optimizer.
 
     Torch's tensors have an attribute `layout` of their own, which says how memory is used; so the layout is asked of
     this, or of `layoutmap.dtensor.fetch_layout`.
@@ -40,7 +40,7 @@ class Variable:
         """
         layout = get_engine("torch").get_layout(self.tensor)
         if layout is None:
-            raise AttributeError(f"{self.path} is a plain tensor and has no layout")
+            raise AttributeError(f"{self.path} is unsharded and has no layout")
         return layout
 
     def read(self) -> NumpyArray:
@@ -61,7 +61,7 @@ class Variable:
         self._check()
         engine = get_engine("torch")
         layout = engine.get_layout(self.tensor)
-        with torch.no_grad():  # in-place changes of leaves need no_grad
+        with torch.no_grad():  # an in-place change of a leaf requires no_grad
             if layout is not None:
                 value = engine.relayout(value, layout, pad=True)
             self.tensor.copy_(value if isinstance(value, torch.Tensor) else to_torch(value))

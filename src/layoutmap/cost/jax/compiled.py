@@ -81,7 +81,7 @@ def _run_processes(
     target: tuple[str, Target],
     on_wait: Callable[[], object],
 ) -> list[str]:
-    """Return the answers of processes that run at the same time."""
+    """Run compiler processes in parallel, and return their answers."""
     with ExitStack() as stack:
         running = [
             stack.enter_context(closing(CompilerProcess(name, arguments, module, environment)))

@@ -151,7 +151,7 @@ def _find_weight_gradients(ops: Sequence[Op]) -> Set[int]:
 
 
 class BlockMemory:
-    """Memory that the operations of a block use, without the values in `kept`. `describe` fills `held`."""
+    """Compute the memory that the operations of a block use, without the values in `kept`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Compute with torch's `LocalTensor`, which has the tensors of several simulated ranks.
+"""Compute with torch's `LocalTensor`, which stores the tensors of several simulated ranks.
 
 `SimulationMode` serves one thread. `make_simulation_patches` makes the patches for all threads.
 """
@@ -103,7 +103,7 @@ class SimulationMode(LocalTensorMode):
 
 
 class _Modes(threading.local):
-    """The simulations of a thread. Torch has one list for all threads, and one thread would end another's."""
+    """Keep the simulations of each thread separate, because torch has one list for all threads."""
 
     def __init__(self, first: object) -> None:
         self.value = [first]

@@ -1,4 +1,4 @@
-"""Give freed memory back to the system while a model is created.
+"""Return freed memory to the system while a model is created.
 
 A model is made in pieces that come and go between shards that stay. The heap of glibc keeps what was freed between
 them, and what is left between two shards is often too small for the next piece: the process would grow by more than it

@@ -1,4 +1,4 @@
-"""Modes of torch that functions and operators are called in: seen, and left for a while."""
+"""List torch's function and dispatch modes, and leave them temporarily."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tensors that a module holds, and the hooks of modules and tensors."""
+"""List the tensors of a module, and the hooks of modules and tensors."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Move tensors to the ranks and layouts of other tensors: each rank sends the pieces that another one lacks."""
+"""Move tensors to the ranks and layouts of others, sending only pieces that a rank lacks."""
 
 from __future__ import annotations
 

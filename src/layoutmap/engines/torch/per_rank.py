@@ -78,7 +78,7 @@ _READ: dict[object, Callable[[torch.Tensor], object]] = {
 
 
 def read_common_size(func: Function, args: Args) -> object:
-    """Return a size that an operator reads off a tensor if all ranks have the same, or None."""
+    """Return a tensor size that an operator reads if it is equal on all ranks, or None."""
     read = _READ.get(func)
     if read is None or not isinstance(args[0], LocalTensor):
         return None

@@ -115,7 +115,7 @@ def reduce_partial(value: R) -> R:
     """Return a DTensor with its partial sums reduced. Other values are returned unchanged."""
     if not isinstance(value, DTensor) or not any(p.is_partial() for p in value.placements):
         return value
-    return _Reduced.run(value)
+    return _ReducePartial.run(value)
 
 
 def full_tensor(value: object) -> Any:
@@ -260,7 +260,7 @@ class _FromShards(OwnGradient):
         return take_shard(gradient, ctx.placements), None, None, None
 
 
-class _Reduced(OwnGradient):
+class _ReducePartial(OwnGradient):
     # DTensor's own backward fails if a mean meets a sum.
 
     @staticmethod

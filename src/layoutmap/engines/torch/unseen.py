@@ -54,7 +54,7 @@ def snapshot_counters(*tensors: torch.Tensor) -> list[tuple[list[int], int]]:
 
 
 def check(numbers: list[tuple[list[int], int]]) -> None:
-    """Refuse a backward pass of tensors that were changed since their numbers were taken.
+    """Raise in the backward pass if a tensor was changed since its version was recorded.
 
     Raises:
         EngineError: They were.

@@ -62,8 +62,8 @@ class JaxBackend(Backend):
 
     @contextmanager
     def leave_tracing(self) -> Generator[None]:
-        """Leave any tracing, and any mesh that `jax.set_mesh` set, in the block."""
-        # Not ensure_compile_time_eval, which would fold global arrays into constants.
+        """Run the block outside any trace and without the mesh of `jax.set_mesh`."""
+        # ensure_compile_time_eval would fold global arrays into constants.
         with jax.core.eval_context(), leave_ambient_mesh():
             yield
 
@@ -76,12 +76,12 @@ class JaxBackend(Backend):
     ) -> object:
         """Give a variable its value and the sharding that later values keep."""
         native = session.engine.native(assignment.layout, assignment.layout.rank)
-        # Create one sharding object per variable. Keras passes a variable's `_layout` to its slots,
-        # so the object identifies the weight of a slot.
+        # Keras passes a variable's `_layout` to its slots, so a sharding object of its own identifies the weight
+        # of a slot.
         tag = jax.sharding.NamedSharding(native.mesh, native.spec, memory_kind=native.memory_kind)
         variable._layout = tag
         variable._value = held
-        # Set on the instance, because Keras has no hook for it. A copy of the variable gets its own.
+        # Keras has no hook for this, so set the method on the instance. A copy of the variable gets its own.
         own = variable.__dict__
         own["__array__"] = functools.partial(_convert_to_array, variable)
         own.pop("_direct_assign", None)
@@ -103,7 +103,7 @@ class JaxBackend(Backend):
         return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 
     def make_layer_wraps(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
-        """Return a `_maybe_build` that refuses arrays on another mesh or on explicit axes."""
+        """Wrap `_maybe_build` so that it refuses arrays on another mesh or on explicit axes."""
         build = layer._maybe_build
 
         @functools.wraps(build)
@@ -123,7 +123,7 @@ class JaxBackend(Backend):
 
     @contextmanager
     def match_runs(self, model: object) -> Generator[None]:
-        """Take all rows of the batch from each process until the block ends, instead of only its own rows."""
+        """Use all rows of the batch from each process until the block ends, instead of only its own."""
         session = get_session(model)
         if session is None:
             yield
@@ -148,7 +148,8 @@ class JaxBackend(Backend):
             ]
 
         with leave_ambient_mesh():
-            make_for_training(model, session, batch)  # otherwise loss trackers would store tracers
+            # create loss trackers now, because they would store tracers during a trace
+            make_for_training(model, session, batch)
             if session is not None:
                 batch = place_on_mesh(batch, session)
             logs, gradients = jax.jit(step)(read_state(model), batch)
@@ -166,7 +167,7 @@ def _check_set_mesh(layer: keras.Layer, given: object, session: KerasSession) ->
     raise ScopeError(
         f"{layer.name}: called while jax.set_mesh is set to another mesh than that of its weights",
         facts={"set mesh": str(set_mesh.shape_tuple), "mesh": str(session.policy.mesh)},
-        why="JAX computes with arrays of one mesh; those of a layout map are on axes of type Auto",
+        why="JAX cannot combine arrays of two meshes, and a layout map uses axes of type Auto",
         fix="with jax.set_mesh(None): model(x); fit, evaluate and predict do so themselves",
     )
 
@@ -174,12 +175,12 @@ def _check_set_mesh(layer: keras.Layer, given: object, session: KerasSession) ->
 def _assign_value(variable: keras.Variable, value: object) -> None:
     if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
         type(variable)._direct_assign(variable, value)
-    else:  # each process shards its own value, because JAX would send the full value to all processes
+    else:  # JAX would send the full value to all processes, so each process shards its own copy
         variable._value = get_engine("jax").relayout(value, variable.layout, pad=True)
 
 
 def _convert_to_array(variable: keras.Variable, dtype: Any = None, copy: bool | None = None) -> object:
-    # Drop the host copy that JAX caches, or a save would leave the whole model in host memory.
+    # JAX caches the host copy, so drop it. Otherwise a save leaves the whole model in host memory.
     known = variable.__dict__.get(GATHERED)
     return np.asarray(
         get_engine("jax").to_numpy(read_stored(variable)) if known is None else known, dtype=dtype

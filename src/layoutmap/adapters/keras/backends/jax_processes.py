@@ -1,4 +1,4 @@
-"""Keras on JAX in several processes: each brings its own rows of a batch, and one of them writes a file.
+"""Run Keras on JAX in several processes: each passes its own rows of a batch, and one of them writes a file.
 
 The rows of a process are those that its devices hold. Where the batch's dim does not divide the processes, their
 devices hold the same rows, and each process brings all of them. Before each step the processes compare what they
@@ -31,9 +31,9 @@ _REPORTED = "_layoutmap_reported"
 _VERBS = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
 
-# A process owns some devices only, so it passes just its own rows (decisions/0019).
+# A process has only some of the devices, so it passes only its own rows (decisions/0019).
 class Rows:
-    """Division of a batch's rows between the processes of a mesh."""
+    """Divide a batch's rows between the processes of a mesh."""
 
     def __init__(self, session: KerasSession, name: str, schedule: CallSchedule):
         self._context, self._policy, self._engine = session.context, session.policy, session.engine
@@ -51,14 +51,14 @@ class Rows:
         self.placed: list[int] = []  # global number of rows of each batch of the current step
 
     def place_batches(self, batches: Iterator[object]) -> Generator[object]:
-        """Yield batches on the mesh, assembled from the rows of all processes."""
+        """Assemble batches on the mesh from the rows of all processes."""
         for batch in batches:
             self._check_batch(batch)
             yield keras.tree.map_structure(self._place_array, batch, none_is_leaf=True)
         self._compare_batches("no more batches", 0)
 
     def take_own_rows(self, outputs: object) -> object:
-        """Return this process's rows of a model's outputs in numpy, and outputs without rows as they are."""
+        """Return this process's rows of a model's outputs in numpy. Outputs without rows stay unchanged."""
         return keras.tree.map_structure(self._take_rows, outputs)
 
     # -- comparing batches
@@ -67,7 +67,7 @@ class Rows:
         if any(isinstance(each, JAXSparse) for each in keras.tree.flatten(batch)):
             raise ScopeError(
                 f"{self._verb}: sparse batches are not divided between processes",
-                why="each process passes its own rows, and a sparse array is one list of elements for all rows",
+                why="a sparse array is one list of elements, which cannot be split into rows",
                 fix="pass dense arrays, such as matrix.toarray() of each batch",
             )
         arrays = [np.asarray(each) for each in keras.tree.flatten(batch) if _is_fully_local(each)]
@@ -99,7 +99,7 @@ class Rows:
             )
         else:
             return
-        setattr(error, _REPORTED, True)  # raised in all processes, so no process needs to report it
+        setattr(error, _REPORTED, True)  # all processes raise this error, so none needs to report it
         raise error
 
     # -- placing batches
@@ -139,7 +139,7 @@ class Rows:
         if len(rows) == 1 and not output.is_fully_replicated:
             shards = {shard.index[0].start or 0: shard for shard in output.addressable_shards}
             return np.concatenate([np.asarray(shards[start].data) for start in sorted(shards)])
-        # The array has rows of several batches, or is replicated.
+        # The array joins several batches or is replicated, so gather all of it.
         values = self._engine.to_numpy(output)
         starts = np.cumsum([0, *rows[:-1]])
         return np.concatenate(
@@ -151,9 +151,9 @@ class Rows:
         )
 
     def _list_own_slices(self, rows: int, start: int) -> list[slice]:
-        """Return the slices of this process's rows in a batch that begins at a row."""
+        """Return the slices of this process's rows in a batch that starts at row `start`."""
         num_blocks = sum(map(len, self._parts))
-        if rows % num_blocks:  # keep the parts as they are, in order
+        if rows % num_blocks:  # uneven parts stay in their order
             size = rows // len(self._parts)
             return [slice(start + self._own * size, start + (self._own + 1) * size)]
         size = rows // num_blocks
@@ -195,7 +195,7 @@ def _check_parts(parts: Sequence[tuple[int, ...]], blocks: dict[int, tuple[int, 
 
 
 def _is_fully_local(array: object) -> bool:
-    """Return whether a value is an array that lies completely in this process."""
+    """Return whether an array is only on devices of this process."""
     return hasattr(array, "shape") and getattr(array, "is_fully_addressable", True)
 
 
@@ -219,23 +219,23 @@ def _make_mismatch_error(verb: str, texts: dict[int, str]) -> ScopeError:
         f"{verb}: the processes call different methods or pass different numbers of rows",
         facts=facts,
         why="each process passes its own rows of the same batch, and all pass equally many rows and batches",
-        fix="give every process equally many rows: drop the last few, or repeat some",
+        fix="give every process the same number of rows: drop or repeat some",
     )
 
 
 def wrap_failure_report(
     plain: Callable[..., object], session: KerasSession, name: str
 ) -> Callable[..., object]:
-    """Return `fit`, `evaluate`, or `predict` that reports a failure here, so that other processes do not wait."""
+    """Wrap `fit`, `evaluate`, or `predict` to report a failure, so that other processes do not wait forever."""
 
     @functools.wraps(plain)
     def call_and_report(*args: object, **kwargs: object) -> object:
         try:
             return plain(*args, **kwargs)
         except (EngineError, jax.errors.JaxRuntimeError):
-            raise  # other processes are unreachable or have the same error
+            raise  # the other processes are unreachable or raise the same error
         except Exception as error:
-            if not hasattr(error, _REPORTED):  # already reported by all processes or by an inner `evaluate`
+            if not hasattr(error, _REPORTED):  # all processes or an inner `evaluate` already reported it
                 setattr(error, _REPORTED, True)
                 with suppress(EngineError):  # the other processes may be gone
                     check_alike(f"{name}: {_FAILED}{type(error).__name__}: {error}", session.context.gather)
@@ -248,7 +248,7 @@ def wrap_failure_report(
 
 
 def wrap_save(model: keras.Model, session: KerasSession, name: str) -> Callable[..., object]:
-    """Return `save` or `save_weights` for all processes: the first of those with one path writes the file."""
+    """Wrap `save` or `save_weights`: of the processes with the same path, the first writes the file."""
     plain = getattr(model, name)
 
     @functools.wraps(plain)
@@ -269,7 +269,7 @@ def wrap_save(model: keras.Model, session: KerasSession, name: str) -> Callable[
                         variable.__dict__[GATHERED] = value
             if writes:
                 result = plain(filepath, *args, **kwargs)
-        except Exception as raised:  # report the error to other processes first
+        except Exception as raised:  # report the error to the other processes first
             error = raised
         finally:
             for variable in variables:

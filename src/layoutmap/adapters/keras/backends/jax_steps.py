@@ -1,4 +1,4 @@
-"""Training, test and predict steps on the mesh, with the state that Keras takes out of a model for them.
+"""Run training, test, and predict steps on the mesh, with the state that Keras takes out of a model.
 
 Keras passes the values of all variables to each step and gives their memory away; between two steps no variable has
 one. What fails there, be it the step, its data, a callback or an interrupt, would leave a model without weights.
@@ -41,9 +41,9 @@ _STEPS = ("train", "test", "predict")
 _ENTRIES = ("fit", "evaluate", "predict", *(f"{step}_on_batch" for step in _STEPS))
 
 
-# A `Distribution` is global and refuses uneven batches, so methods are wrapped (decisions/0007).
+# A keras `Distribution` is global and refuses uneven batches, so wrap methods instead (decisions/0007).
 def make_training_wraps(model: keras.Model, session: KerasSession) -> WrappedMethods:
-    """Return methods to wrap on a model: place batches, keep layouts, and restore values after a failed step."""
+    """Wrap methods of a model to place batches, keep layouts, and restore values after a failed step."""
     last_values = _LastValues(model)
     wraps: dict[str, Method] = {name: _wrap_entry(getattr(model, name), last_values) for name in _ENTRIES}
     if session.context.across:
@@ -55,7 +55,7 @@ def make_training_wraps(model: keras.Model, session: KerasSession) -> WrappedMet
     schedule = CallSchedule()
 
     def step(name: str, own: Callable[[], Method]) -> Method:
-        # `compile` changes the loss, but jax.jit caches traces by function, so create a new function.
+        # `compile` may change the loss, but jax.jit caches traces by function, so make a new function.
         kept = getattr(model, f"{name}_step")
         with set_temporarily(model, f"{name}_step", functools.wraps(kept)(lambda *given: kept(*given))):
             return _make_step(own(), session, name, schedule)
@@ -96,7 +96,7 @@ def place_on_mesh(batch: object, session: KerasSession, *, pad_rows: bool = Fals
         else:
             layout = policy.derive_batch_layout(leaf.shape)
             if not isinstance(leaf, jax.Array):
-                # Copy, because JAX on CPUs shares the memory of numpy arrays, which the program may change.
+                # JAX on CPUs shares memory with numpy arrays, which the program may change, so copy.
                 leaf = engine.canonicalize(np.array(leaf))
                 if pad_rows and (shape := _pad_shape(leaf.shape, session)) != leaf.shape:
                     padded[-1] = len(leaf)
@@ -107,7 +107,7 @@ def place_on_mesh(batch: object, session: KerasSession, *, pad_rows: bool = Fals
                 leaf = engine.relayout(leaf, layout)
             shardings.append(engine.native(layout, layout.rank))
         arrays.append(leaf)
-    # jax.jit refuses numpy arrays in sharded layouts where there are several processes, also on a mesh of one of them.
+    # With several processes, jax.jit refuses numpy arrays with shardings, even on a mesh of one of them.
     if jax.process_count() > 1 or not all(isinstance(array, np.ndarray) for array in arrays):
         placed = iter(jax.device_put(arrays, shardings))
     else:
@@ -129,21 +129,21 @@ def _pad_shape(shape: tuple[int, ...], session: KerasSession) -> tuple[int, ...]
 
 @functools.lru_cache(maxsize=64)
 def _compile_placement(shardings: tuple[jax.sharding.Sharding, ...]) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a function that places numpy arrays, which `jax.jit` does in half of the time of `jax.device_put`."""
+    """Compile a function that places numpy arrays, because `jax.jit` takes half the time of `jax.device_put`."""
     return jax.jit(lambda *arrays: arrays, in_shardings=shardings, out_shardings=shardings)
 
 
 # -- the state of a model
 
 
-# Keras removes values from variables during a step, so the last ones are kept for failures (decisions/0007).
+# Keras removes values from variables during a step, so keep the last ones for failures (decisions/0007).
 class _LastValues:
-    """Last known values of a model's variables, which Keras removes from them during a step."""
+    """Keep the last values of a model's variables, which Keras removes during a step."""
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._values: State = ()
-        self.depth = 0  # nesting depth, because `fit` evaluates and callbacks may predict
+        self.depth = 0  # nesting depth: `fit` calls evaluate, and callbacks may predict
 
     def wrap_get_state(self, plain: Method) -> Method:
         """Return a `_get_jax_state` that records the values before it removes them from the variables."""
@@ -224,7 +224,7 @@ class _LastValues:
 def _is_lost(array: jax.Array) -> bool:
     try:
         return array.is_deleted() or jax.block_until_ready(array) is None
-    except jax.errors.JaxRuntimeError:  # the computation of the value failed
+    except jax.errors.JaxRuntimeError:  # reading fails if the computation of the value failed
         return True
 
 
@@ -242,7 +242,7 @@ def _list_variable_groups(model: keras.Model, number: int) -> list[list[keras.Va
 
 
 def _give_own_memory(variables: Iterable[keras.Variable]) -> None:
-    """Copy a buffer that two variables share: a step gives its buffers away, each once."""
+    """Copy buffers shared by two variables, because a step donates each buffer once."""
     held: set[int] = set()
     for variable in variables:
         if id(variable._value) in held:
@@ -262,7 +262,7 @@ _has_stored_values: ContextVar[bool] = ContextVar("_has_stored_values", default=
 
 @contextmanager
 def _use_stored_values() -> Generator[None]:
-    """Have variables return the arrays that they store, also padded ones, until the block ends."""
+    """Make variables return their stored arrays, also padded ones, until the block ends."""
     token = _has_stored_values.set(True)
     try:
         yield
@@ -277,7 +277,7 @@ def read_stored(variable: keras.Variable) -> Any:
 
 
 def read_logical(variable: keras.Variable, value: Any) -> Any:
-    """Return the value of a variable that is stored padded or in host memory. It is its `_maybe_autocast`."""
+    """Return the unpadded value of a variable in device memory. This replaces `_maybe_autocast`."""
     if isinstance(value, PaddedArray):
         if _has_stored_values.get():
             return value
@@ -288,7 +288,7 @@ def read_logical(variable: keras.Variable, value: Any) -> Any:
 
 
 def _wrap_entry(plain: Method, last_values: _LastValues) -> Method:
-    """Return `fit` or a similar method that restores the model's weights after a failure."""
+    """Wrap `fit` or a similar method so that it restores the model's weights after a failure."""
 
     @functools.wraps(plain)
     def call_entry(*args: object, **kwargs: object) -> object:
@@ -318,14 +318,14 @@ def _make_step(step: Method, session: KerasSession, name: str, schedule: CallSch
 
 
 def _copy_numpy(batch: object, session: KerasSession) -> Any:
-    """Return a batch on a mesh of one device, where `jax.jit` places numpy arrays itself, in a tenth of the time."""
+    """Copy a batch for a mesh of one device, where `jax.jit` places numpy arrays in a tenth of the time."""
     if type(batch) is tuple and all(leaf is None or type(leaf) is np.ndarray for leaf in batch):
         return tuple(None if leaf is None else leaf.copy() for leaf in batch)
     return place_on_mesh(batch, session)
 
 
 def _compare_lowered(step: Any, session: KerasSession) -> Method:
-    """Return a compiled step that compares its lowered program between processes for each new signature."""
+    """Wrap a compiled step to compare its lowered program between processes for each new signature."""
     known: set[object] = set()
 
     def run_compared(state: State, data: object) -> object:
@@ -346,7 +346,7 @@ def _make_multiprocess_step(step: Method, rows: Rows, name: str, session: KerasS
         rows.placed.clear()
         whole = session.on_thread.has_all_rows
         outputs, new = step(state, _place_whole_batches(data, session) if whole else rows.place_batches(data))
-        if rows.on_cpus:  # On CPUs, this step and the next comparison of batches could deadlock.
+        if rows.on_cpus:  # on CPUs, this step and the next comparison of batches could deadlock, so wait
             jax.block_until_ready((outputs, new))
         return (rows.take_own_rows(outputs), new) if name == "predict" else (outputs, new)
 
@@ -354,7 +354,7 @@ def _make_multiprocess_step(step: Method, rows: Rows, name: str, session: KerasS
 
 
 def _place_whole_batches(data: Iterable[object], session: KerasSession) -> Iterator[object]:
-    """Yield batches on the mesh of which each process has all rows."""
+    """Place batches on the mesh when each process has all rows."""
     for batch in data:
         check_same_batch(batch, session)
         yield place_on_mesh(batch, session)
@@ -400,7 +400,7 @@ def _make_addressable(array: object, session: KerasSession, by_rows: bool) -> ob
 
 
 def _take_logical(values: Sequence[jax.Array], variables: Sequence[keras.Variable]) -> list[jax.Array]:
-    """Return the values of variables in the memory of the devices, without padding."""
+    """Return the unpadded values of variables in device memory."""
     pairs = zip(values, variables, strict=True)
     return [unpad(set_memory(value, "device"), variable.shape) for value, variable in pairs]
 
@@ -410,7 +410,7 @@ def _pin_values(values: Sequence[jax.Array], variables: Sequence[keras.Variable]
 
 
 def pin_layout(array: Any, variable: keras.Variable) -> jax.Array:
-    """Constrain an array in a step to the layout of a variable, if it has one, and pad it for that."""
+    """Constrain an array in a step to a variable's layout, and pad it if needed."""
     layout = variable._layout
     if not isinstance(layout, jax.sharding.NamedSharding):
         return array

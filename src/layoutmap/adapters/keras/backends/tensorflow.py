@@ -79,7 +79,7 @@ class TensorFlowBackend(Backend):
 
     @contextmanager
     def leave_tracing(self) -> Generator[None]:
-        """Leave any tracing and the mesh in the block."""
+        """Run the block outside any trace and without the default mesh."""
         with tf.init_scope(), tf.device(None):
             yield
 
@@ -97,7 +97,7 @@ class TensorFlowBackend(Backend):
         return tag
 
     def refresh_references(self, optimizers: Sequence[keras.Optimizer], layers: Sequence[object]) -> None:
-        """Update the keys under which optimizers find their variables, since each `tf.Variable` was replaced."""
+        """Update the keys of optimizers' variables, because each `tf.Variable` was replaced."""
         for optimizer in optimizers:
             for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
                 if each is not None and each.built and hasattr(each, "_trainable_variables_indices"):
@@ -109,14 +109,14 @@ class TensorFlowBackend(Backend):
                         each._var_to_optimizer_idx = dict(zip(keys, numbers, strict=True))
 
     def relayout_output(self, array: Any, layout: Layout, session: KerasSession) -> object:
-        """Return a tensor in a layout, or unchanged in an export or in a regathered step."""
+        """Move a tensor to a layout, except in an export or in a step that gathers more."""
         as_it_is = session.on_thread.is_exporting or session.on_thread.gathering
         return array if as_it_is else constrain_layout(array, layout)
 
     def make_layer_wraps(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
         """Return methods to wrap on a layer so that eager calls with unsharded tensors run on the mesh."""
         wraps = {name: wrap_call(layer, session, name) for name in CALLS}
-        # The saved kernel may be computed, as with LoRA.
+        # With LoRA, saving computes the kernel.
         wraps["save_own_variables"] = compute_on_mesh(session)(layer.save_own_variables)
         if isinstance(layer, keras.Model):
             as_one_device = functools.partial(set_temporarily, session.on_thread, "is_exporting", True)
@@ -140,7 +140,7 @@ class TensorFlowBackend(Backend):
         """Return the training losses and their gradients."""
         session = get_session(model)
         batch = (x, y, sample_weight)
-        # Create loss trackers before replication, so that they exist once.
+        # Replication would create loss trackers again, so create them first.
         make_for_training(model, session, batch)
         if session is not None:
             batch = place_on_mesh(batch, session)

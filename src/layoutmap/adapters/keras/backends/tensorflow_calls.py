@@ -1,4 +1,4 @@
-"""Calls of layers on the mesh: plain tensors are placed on it, weights are read as DTensor computes with them."""
+"""Call layers on the mesh: place unsharded tensors on it, and read weights in layouts that DTensor supports."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def wrap_call(layer: keras.Layer, session: KerasSession, name: str) -> Callable[
                 return results
             session.refuse_in_a_plan(layer.name)
             has_unsharded = any(map(is_unsharded_array, keras.tree.flatten((args, kwargs))))
-            # Take the session's lock first, as weight creation does, to avoid a deadlock of two threads.
+            # Take the session's lock first, as weight creation does. Another order could deadlock two threads.
             with session.lock:
                 if has_unsharded:
                     args, kwargs = place_batch(make_dense((args, kwargs), layer), session)
@@ -65,7 +65,7 @@ def wrap_call(layer: keras.Layer, session: KerasSession, name: str) -> Callable[
 
 
 def _wrap_reading_call(layer: keras.Layer, session: KerasSession, name: str) -> Callable[..., object]:
-    """Return a layer's `call` that reads weights in the layouts that DTensor can compute with."""
+    """Wrap a layer's `call` to read weights in layouts with which DTensor can compute."""
     plain = get_call(layer, name)
 
     @functools.wraps(plain)
@@ -75,7 +75,7 @@ def _wrap_reading_call(layer: keras.Layer, session: KerasSession, name: str) -> 
                 return plain(*args, **kwargs)
             args, kwargs = pin_layer_values((args, kwargs), session)
             results = plain(*args, **kwargs)
-            # Without gathering, only inputs of loops over time need a layout.
+            # Before any gathering, only the inputs of loops over time need a layout.
             return pin_layer_values(results, session) if session.on_thread.gathering else results
 
     return call
@@ -83,7 +83,7 @@ def _wrap_reading_call(layer: keras.Layer, session: KerasSession, name: str) -> 
 
 @contextmanager
 def compute_on_mesh(session: KerasSession) -> Generator[None]:
-    """While open, in this thread, Keras computes as DTensor can."""
+    """Make Keras compute with operations that DTensor supports, on this thread."""
     with compute_for_mesh(functools.partial(replicate_tensor, session=session)):
         yield
 
@@ -107,7 +107,7 @@ def make_weight_reader(held: Any, layout: Layout, session: KerasSession) -> Call
             wanted = Layout.replicated(layout.mesh, layout.rank)
         held.read_layout = wanted
         if session.on_thread.gathering:
-            # Other gradients of the weight, such as a regularizer's, are placed separately.
+            # The optimizer places other gradients of the weight, such as a regularizer's.
             return pin_layout(read, wanted)
         return read if wanted == layout else constrain_layout(read, wanted)
 
@@ -115,7 +115,7 @@ def make_weight_reader(held: Any, layout: Layout, session: KerasSession) -> Call
 
 
 def is_building_eagerly() -> bool:
-    """Return whether a layer is being built eagerly, so that its weights are read as unsharded tensors."""
+    """Return whether a layer is being built eagerly, so that its weights must be read unsharded."""
     return tf.executing_eagerly() and is_in_build()
 
 
@@ -127,7 +127,7 @@ def is_unsharded_array(value: object) -> bool:
 
 
 def make_dense(values: object, layer: keras.Layer) -> Any:
-    """Replace sparse tensors in nested inputs by dense ones, since DTensor has no sparse tensors."""
+    """Convert sparse tensors in nested inputs to dense ones, which DTensor requires."""
 
     def convert_sparse(value: object) -> object:
         if not isinstance(value, tf.SparseTensor):
@@ -143,7 +143,7 @@ def make_dense(values: object, layer: keras.Layer) -> Any:
 
 
 def _unshard_result(value: object, session: KerasSession) -> object:
-    """Return a result as an unsharded tensor through which gradients flow."""
+    """Unshard a result. Gradients flow through."""
     if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
         return value
 
@@ -166,7 +166,7 @@ def replicate_tensor(value: Any, session: KerasSession) -> Any:
 
 
 def relayout_as_read(gradient: tf.Tensor, held: Any) -> tf.Tensor:
-    """Return a gradient in the layout in which its weight took part in the computation."""
+    """Move a gradient to the layout in which the layer read the weight."""
     return gradient if held.read_layout is None else constrain_layout(gradient, held.read_layout)
 
 

@@ -1,4 +1,4 @@
-"""Functions of Keras that compute otherwise while a laid out model is called or updated.
+"""Replace functions of Keras that DTensor cannot compute, while a sharded model is called or updated.
 
 Random functions draw global arrays: DTensor draws other numbers for each way in which a random array is sharded, so a
 dropout mask would depend on the mesh. Every device draws all of it and keeps its part; that costs drawing time, and no
@@ -51,7 +51,7 @@ from layoutmap.adapters.keras.backends.tensorflow_products import compute_einsum
 from layoutmap.adapters.keras.backends.tensorflow_windows import Plain
 from layoutmap.engines.patches import Attribute, Patches, set_temporarily
 
-Replicate = Callable[[object], Any]  # returns the tensor replicated
+Replicate = Callable[[object], Any]  # returns a replicated tensor
 _RANDOM = ("uniform", "normal", "truncated_normal", "randint")
 _OF_ARRAYS = ("repeat", "reverse", "roll")
 _OF_DIAGONALS = ("diag", "diag_part")
@@ -68,7 +68,7 @@ REPLACED = [
     (array_ops, ("strided_slice",)),
     (tf.nn, ("pool",)),
 ]
-"""The modules and names above."""
+"""The replaced functions by module."""
 
 _current = threading.local()
 
@@ -81,7 +81,7 @@ def compute_for_mesh(replicate: Replicate) -> Generator[None]:
 
 
 def _replace_function(module: object, name: str, by: Plain) -> Attribute:
-    """Return a patch that calls `by` instead of a function on threads that compute for a mesh."""
+    """Patch a function so that threads computing on a mesh call `by` instead."""
 
     def make(plain: Plain) -> Plain:
         @functools.wraps(plain)
@@ -107,7 +107,7 @@ def _compute_dropout(
 ) -> tf.Tensor:
     if rate in (0.0, 1.0):
         return plain(inputs, rate, *args, **kwargs)
-    # Dropout of ones is the scaled mask.
+    # Dropout of a tensor of ones gives the scaled mask.
     return inputs * replicate(plain(tf.ones(inputs.shape, inputs.dtype), rate, *args, **kwargs))
 
 
@@ -132,7 +132,7 @@ def _split(
     axis: object = 0,
     **kwargs: object,
 ) -> object:
-    # The gradient of a split is a concatenation.
+    # The gradient of a split concatenates, which DTensor cannot do along sharded axes.
     axis = axis % len(value.shape) if isinstance(axis, int) else axis
     return plain(value, num_or_size_splits, axis, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Computations that DTensor refuses in the layouts of a map: made again, with more of them gathered, and a warning.
+"""Recompile functions that DTensor refuses, with more tensors gathered, and warn about it.
 
 DTensor carries layouts from each operation to those before and after it, across layers, and refuses a whole step where
 one operation meets layouts that it has no rule for. Which one will is known only when it compiles the step. It does so
@@ -28,7 +28,7 @@ from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 
 class Gathering(IntEnum):
-    """Degree to which a scope's models gather during computation. Higher levels gather more."""
+    """How much the models of a scope gather during computation. Higher levels gather more."""
 
     AS_PLANNED = 0
     BETWEEN_LAYERS = 1
@@ -45,7 +45,7 @@ _INNER = frozenset({"keras", "tensorflow"})
 
 
 class RegatheredFunction:
-    """Function on the mesh that is compiled again with more gathered as long as DTensor refuses it.
+    """A function on the mesh that is recompiled with more gathering while DTensor refuses it.
 
     All that the scope's models compute later is gathered as far: they have the same layers.
     """
@@ -57,7 +57,7 @@ class RegatheredFunction:
         self._is_looked_at = False
 
     def trace_current(self, *args: object) -> Any:
-        """Return the current compiled function, traced for some arguments."""
+        """Trace the current compiled function for some arguments."""
         with self._set_gathering():
             return self._at(self._session.gathering).get_concrete_function(*args)
 
@@ -65,7 +65,7 @@ class RegatheredFunction:
         return set_temporarily(self._session.on_thread, "gathering", self._session.gathering)
 
     def __call__(self, *args: object) -> Any:
-        """Call it, compiled as it must be."""
+        """Call the function, and recompile it as needed."""
         before, place = self._session.gathering, dict[str, str]()
         if not self._is_looked_at:
             needed, place["operation"] = _find_needed_gathering(self.trace_current(*args).graph)
@@ -85,7 +85,7 @@ class RegatheredFunction:
                 )
                 if not is_compiler_refusal(error) or self._session.gathering == Gathering.ALL:
                     self._session.gathering = before
-                    error.layoutmap_place = found  # read by `explain_errors`
+                    error.layoutmap_place = found  # `explain_errors` reads this attribute
                     raise
                 place = place if place.get("operation") else found
                 self._session.gathering = Gathering(self._session.gathering + 1)
@@ -140,13 +140,13 @@ def _warn_of_gathering(what: str, place: dict[str, str], session: KerasSession) 
 
 
 def _find_needed_gathering(graph: tf.Graph) -> tuple[Gathering, str]:
-    """Return the least gathering for correct numbers and the operation that needs it."""
-    # op -> number of the input with negative strides or axes.
+    """Return the lowest gathering level with correct results, and the operation that needs it."""
+    # The input of each operation that may contain negative strides or axes.
     negative = {"StridedSlice": 3, "ConcatV2": -1}
     found = Gathering.AS_PLANNED, ""
     for op in graph.get_operations():
         value = tf.get_static_value(op.inputs[negative[op.type]]) if op.type in negative else None
-        if op.type == "ScatterNd":  # DTensor applies global row indices to each device's own rows
+        if op.type == "ScatterNd":  # DTensor applies global row indices to each device's shard
             return Gathering.ALL, op.type
         if value is not None and (value < 0).any():
             found = Gathering.WEIGHTS, op.type
@@ -154,7 +154,7 @@ def _find_needed_gathering(graph: tf.Graph) -> tuple[Gathering, str]:
 
 
 def pin_layer_values(values: object, session: KerasSession) -> Any:
-    """Return a layer's inputs or outputs pinned to a layout, which then propagates no further."""
+    """Pin a layer's inputs or outputs to a layout, so that no layout propagates across."""
 
     def pin(value: object) -> object:
         if not isinstance(value, tf.Tensor) or not value.shape.is_fully_defined() or not value.shape.rank:
@@ -165,12 +165,12 @@ def pin_layer_values(values: object, session: KerasSession) -> Any:
 
 
 def pin_layout(value: tf.Tensor, layout: Layout) -> tf.Tensor:
-    """Return a tensor in a layout that its gradient keeps."""
+    """Move a tensor to a layout, and keep its gradient in that layout."""
 
     @tf.custom_gradient
     def constrain(tensor: tf.Tensor) -> Any:
         def backward(upstream: tf.Tensor | tf.IndexedSlices) -> object:
-            # Keep IndexedSlices, because optimizers update single rows, as in unsharded Keras.
+            # Optimizers update single rows from IndexedSlices, as in unsharded Keras, so keep them.
             return upstream if isinstance(upstream, tf.IndexedSlices) else constrain_layout(upstream, layout)
 
         return constrain_layout(tensor, layout), backward
@@ -189,9 +189,9 @@ def _make_batch_layout(shape: Sequence[Any], session: KerasSession) -> Layout:
 
 
 def is_pinned(layer: keras.Layer, session: KerasSession) -> bool:
-    """Return whether layouts must not propagate into or out of a layer, which then computes on its own."""
+    """Return whether a layer must compute separately, without layouts propagating in or out."""
     if session.on_thread.gathering == Gathering.AS_PLANNED:
-        # Sharded features would need an all-reduce in each step of a loop over time.
+        # A loop over time with sharded features would all-reduce in each step.
         return isinstance(layer, keras.layers.RNN)
     is_innermost = layer._trainable_variables or layer._non_trainable_variables or not layer._layers
     return bool(is_innermost) or session.on_thread.gathering == Gathering.ALL

@@ -1,4 +1,4 @@
-"""Updates of weights on the mesh."""
+"""Update weights on the mesh."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 
 def wrap_var_key(optimizer: keras.Optimizer) -> Callable[..., object]:
-    """Return an optimizer's `_var_key` that initializes no variable."""
+    """Wrap an optimizer's `_var_key` so that it initializes no variable."""
     plain = optimizer._var_key
 
     @functools.wraps(plain)
     def get_key(variable: keras.Variable) -> object:
-        # Computing a key must not create a variable's value. Keys are computed again after materialization.
+        # A key must not create a variable's value. Keys are computed again after materialization.
         return id(variable) if is_pending(variable) else plain(variable)
 
     return get_key
 
 
 def wrap_apply(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..., object]:
-    """Return an `apply` that runs on the mesh, with each gradient in the layout of its weight.
+    """Wrap `apply` to run on the mesh, with each gradient in the layout of its weight.
 
     Without that, DTensor chooses layouts for the backward pass that suit the optimizer, and fails (Muon on a
     transformer).
@@ -62,12 +62,12 @@ def _place_gradient(gradient: object, weight: keras.Variable | tf.Variable, sess
     held: Any = weight if isinstance(weight, tf.Variable) else weight.value
     # First use the layout in which the layer read the weight, so that backward mirrors forward.
     gradient = constrain_layout(relayout_as_read(gradient, held), layout)
-    held.read_layout = None  # updates use the variable's own layout
+    held.read_layout = None  # updates read the variable in its own layout
     return gradient
 
 
 def wrap_assign(method: Callable[..., object], session: KerasSession) -> Callable[..., object]:
-    """Return an assignment method that uses dense values, since DTensor cannot add single rows.
+    """Wrap an assignment method to use dense values, because DTensor cannot add single rows.
 
     The rows stay rows until then, as in plain Keras, where a row that occurs twice counts twice in a mean of squares.
     """
@@ -81,7 +81,7 @@ def wrap_assign(method: Callable[..., object], session: KerasSession) -> Callabl
 
 
 def _replicate_rows(value: object, variable: keras.Variable, session: KerasSession) -> object:
-    """Return the update of a variable's rows replicated, since DTensor would sum only local rows.
+    """Replicate the update of a variable's rows, because DTensor would sum only local rows.
 
     Their number, and that of the variable's, are made constants: DTensor does not shard what has an unknown size.
     """

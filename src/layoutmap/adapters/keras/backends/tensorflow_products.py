@@ -1,4 +1,4 @@
-"""Products in `compute_einsum` as DTensor computes them right: it gives wrong numbers, without a word, in two cases.
+"""Compute products for `compute_einsum` in two cases where DTensor's results are wrong without an error.
 
 One operand shards one axis of the sum, and the other operand another one, over the same mesh dim: such axes are joined
 to one, and so are all others that are in the same terms, since gradients are products over these. Or each operand
@@ -22,7 +22,7 @@ def compute_einsum(plain: Product, equation: str, *values: tf.Tensor, **kwargs: 
     tensors = [tf.convert_to_tensor(value) for value in values]
     if not all(tensor.shape.is_fully_defined() for tensor in tensors):
         return plain(equation, *values, **kwargs)
-    # The steps of opt_einsum name every axis and the result, which the equation may omit.
+    # opt_einsum's steps name every axis and the result, which the equation may omit.
     shapes, optimize = [tuple(tensor.shape) for tensor in tensors], kwargs.get("optimize", "greedy")
     _, path = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=optimize)
     for places, _, step, *_ in path.contraction_list:
@@ -72,7 +72,7 @@ def _sum_unused_axes(value: tf.Tensor, term: str, kept: str) -> tf.Tensor:
 
 
 def _group_labels(terms: Sequence[str], out: str) -> list[str]:
-    """Return labels that occur in the same terms as groups. Batch labels, which are in all, stay single."""
+    """Group labels that occur in the same terms. Batch labels, which occur in all, stay single."""
     kinds: dict[tuple[bool, ...], str] = {}
     for label in dict.fromkeys("".join(terms)):
         kind = tuple(label in term for term in (*terms, out))

@@ -1,4 +1,4 @@
-"""Training, test and predict steps on the mesh."""
+"""Run training, test, and predict steps on the mesh."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_training_wraps(model: Any, session: KerasSession) -> WrappedMethods:
 
 
 def _wrap_loop(loop: Callable[..., object], session: KerasSession) -> Callable[..., object]:
-    """Return `fit` or a similar method that gathers tensors on the mesh, since a `tf.data` pipeline has no mesh."""
+    """Wrap `fit` or a similar method to gather tensors on the mesh, because a `tf.data` pipeline has no mesh."""
 
     @functools.wraps(loop)
     def run_loop(*args: object, **kwargs: object) -> object:
@@ -56,14 +56,14 @@ def _wrap_loop(loop: Callable[..., object], session: KerasSession) -> Callable[.
 
 
 class _MeshStep:
-    """Training, test, or predict step on the mesh."""
+    """A training, test, or predict step on the mesh."""
 
     def __init__(self, model: keras.Model, session: KerasSession, name: str, schedule: CallSchedule):
         self._model = model
         self._session = session
         self._name = name
         self._schedule = schedule
-        self._known: set[object] = set()  # signatures of batches with a traced and checked step
+        self._known: set[object] = set()  # batch signatures for which the step is traced and checked
         self._compiled = RegatheredFunction(self._compile_step, session, f"{model.name}: the {name} step")
 
     def _compile_step(self) -> Callable[..., object]:
@@ -77,7 +77,7 @@ class _MeshStep:
     def _step(self, batch: object) -> object:
         if not tf.executing_eagerly():
             check_trace_at_end(f"the {self._name} step")
-        # Custom gradient functions, such as those of float8 layers, run after their layer's call.
+        # Custom gradients, such as those of float8 layers, run after their layer's call, so keep the context open.
         with _pin_outputs(self._model, self._session), compute_on_mesh(self._session):
             return getattr(self._model, f"{self._name}_step")(batch)
 
@@ -95,7 +95,7 @@ class _MeshStep:
         return self._unshard(logs)
 
     def run_on_list(self, batches: Sequence[object]) -> object:
-        """Return the predictions for some batches, one after the other."""
+        """Run the step on several batches, one after the other."""
         results = [self._unshard(self._run_on_batch(batch)) for batch in batches]
         if len(results) == 1:
             return results[0]
@@ -149,7 +149,7 @@ def _constrain_to_batch_layout(output: Any, session: KerasSession) -> object:
 
 @contextmanager
 def _pin_outputs(model: keras.Model, session: KerasSession) -> Generator[None]:
-    """Shard a model's outputs and their gradients along the batch only until the block ends.
+    """Shard a model's outputs and their gradients only along the batch, until the block ends.
 
     Losses and metrics look along the other axes, and some of DTensor's operations are wrong on a sharded axis.
     """
@@ -177,7 +177,7 @@ _open_blocks: weakref.WeakSet[DisabledGraphOptimizer] = weakref.WeakSet()
 
 
 class DisabledGraphOptimizer(Closing):
-    """Disable TensorFlow's graph optimizer for graphs on CPU devices until the block ends.
+    """Disable TensorFlow's graph optimizer for graphs on CPUs until the block ends.
 
     TensorFlow would optimize the graph of a step once for each device: half of the time of the first step on 8, and
     no later one is faster for it. On accelerators, which that may serve, it is left alone, and wherever a program has
@@ -202,7 +202,7 @@ class DisabledGraphOptimizer(Closing):
         """Restore the options."""
         with _options_lock:
             if self in _open_blocks:
-                # If another thread is inside, its saved options would be restored too early.
+                # While another thread is inside, restoring the saved options would be too early for it.
                 found = {} if len(_open_blocks) > 1 else {"disable_meta_optimizer": False}
                 tf.config.optimizer.set_experimental_options(found)
                 _open_blocks.discard(self)

@@ -1,4 +1,4 @@
-"""Layers that DTensor cannot compute, found out by running each with TensorFlow 2.21.
+"""Find layers that DTensor cannot compute, as determined by running each with TensorFlow 2.21.
 
 Three kinds. Some operations need a replicated weight: then it is stored sharded, and gathered whenever its layer is
 called. Loops over time are unrolled. Some operations do not run at all: then the plan says so, before the first step.
@@ -23,8 +23,9 @@ from layoutmap.engines.tensorflow.refusals import find_first_line, is_refusal
 
 L = keras.layers
 
-_IN_FEW_BITS = ("int8", "int4", "gptq", "awq")  # unpacking uses operations that DTensor does not support
-_MANY_STEPS = 64  # each loop step takes 0.1 s to compile in each function
+# DTensor does not support the operations that unpack these
+_PACKED_QUANTIZATIONS = ("int8", "int4", "gptq", "awq")
+_SLOW_NUM_STEPS = 64  # with more steps warn, because each takes 0.1 s to compile in each function
 # DTensor lacks rules for these layers' sharded weights, so the weights are gathered (decisions/0010).
 _NEED_REPLICATED_WEIGHTS = (
     *(L.Conv1D, L.Conv2D, L.Conv3D),
@@ -34,13 +35,13 @@ _NEED_REPLICATED_WEIGHTS = (
 )
 
 
-# A weight stays stored as planned and is gathered only as far as its layer needs (decisions/0010).
+# Weights are stored as planned, and gathered only as far as their layer needs (decisions/0010).
 def get_reading_layout(layer: keras.Layer) -> Callable[[Layout], Layout] | None:
     """Return a function from a weight's layout to one that DTensor computes with, or None if they are equal."""
-    in_few_bits = getattr(layer, "quantization_mode", None) in _IN_FEW_BITS
+    in_few_bits = getattr(layer, "quantization_mode", None) in _PACKED_QUANTIZATIONS
     if in_few_bits or isinstance(layer, _NEED_REPLICATED_WEIGHTS):
         return lambda layout: Layout.replicated(layout.mesh, layout.rank)
-    if isinstance(layer, L.Embedding):  # over rows it may be sharded, and no row itself
+    if isinstance(layer, L.Embedding):  # an embedding may be sharded over rows, but not within a row
         return lambda layout: Layout([*layout.sharding_specs[:1], *[None] * (layout.rank - 1)], layout.mesh)
     return None
 
@@ -63,17 +64,17 @@ def find_unsupported(layer: Any, path: str, weights: list[str]) -> Iterator[Unsu
         yield Unsupported(
             path,
             f"{kind} with inputs in int8 cannot run on TensorFlow's DTensor",
-            why="Keras multiplies int8 numbers by an operation of one device, which DTensor does not take",
+            why="Keras multiplies int8 numbers with an operation for a single device",
             fix="quantize with int4, or with weights only, or run this model on another backend",
         )
     if get_reading_layout(layer) is not None:
-        rows = isinstance(layer, L.Embedding) and layer.quantization_mode not in _IN_FEW_BITS
+        rows = isinstance(layer, L.Embedding) and layer.quantization_mode not in _PACKED_QUANTIZATIONS
         for weight in weights:
             yield Unsupported(
                 weight,
                 f"DTensor computes with {'complete rows of it' if rows else 'all of it'}, so each step gathers it",
                 why=f"its operations for {kind} cannot have that axis sharded; it and its slots are stored as planned",
-                fix="nothing, or leave the axis unsharded to save the traffic",
+                fix="no action is needed; leave the axis unsharded to avoid the gather",
                 severity="note",
                 if_sharded=tuple(range(rows, 8)),
             )
@@ -85,7 +86,7 @@ def make_generate_refusal(task: keras.Model) -> Callable[[], object]:
     def make_generate_function() -> object:
         raise EngineError(
             f"{task.name}: generate cannot run on TensorFlow's DTensor",
-            why="DTensor cannot update a slice of a tensor, as the cache of keys and values needs at each token",
+            why="DTensor cannot update a slice of a tensor, which the key-value cache needs for each token",
             fix="generate on JAX or PyTorch: lm.save(model, directory) here, lm.load(make_model, directory) there",
         )
 
@@ -133,5 +134,5 @@ def explain_errors(what: str) -> Generator[None]:
             },
             why="DTensor has no rule for it: a compiled step was tried in the layouts of the map, with none carried "
             "from layer to layer, with weights gathered, and with everything gathered",
-            fix="compile what runs eagerly; else compute it with other operations, or run this model on JAX or PyTorch",
+            fix="compile the eager code, use other operations, or run this model on JAX or PyTorch",
         ) from None

@@ -1,4 +1,4 @@
-"""Pooling, convolutions, flips, diagonals and slices by operations that DTensor has rules for, and their gradients too.
+"""Compute pooling, convolutions, flips, diagonals, and slices with operations that DTensor supports.
 
 A window's places are slices of the array: their mean is average pooling. Gathered, with an axis for places, and times a
 filter they are a depthwise convolution. A dilated filter has zeros between its places (why: decisions/0010).
@@ -33,7 +33,7 @@ def conv(plain: Plain, given: Given) -> tf.Tensor:
     own = functools.partial(plain, strides=given.strides, **rest)
     if groups == 1:
         return own(given.inputs, kernel)
-    if groups == given.inputs.shape[axis]:  # hundreds of convolutions else, as in ConvNeXt
+    if groups == given.inputs.shape[axis]:  # without this, ConvNeXt would need hundreds of convolutions
         apart = tf.reshape(kernel, [*kernel.shape[:-2], groups, -1])
         return keras_nn.depthwise_conv(given.inputs, apart, given.strides, given.padding, given.data_format)
     pairs = zip(tf.split(given.inputs, groups, axis), tf.split(kernel, groups, -1), strict=True)
@@ -80,7 +80,7 @@ def reverse(plain: Plain, given: Given) -> tf.Tensor:
     """Return an array reversed along some axes, by a gather."""
     values, axes = given.tensor, tf.get_static_value(given.axis)
     if axes is None or not values.shape.is_fully_defined():
-        # Known in the step alone: DTensor may say what it cannot.
+        # The axis size is known only in the step, so let DTensor report what it cannot do.
         return plain(**vars(given))
     for axis in np.ravel(axes).tolist():
         values = tf.gather(values, tf.range(values.shape[axis] - 1, -1, -1), axis=axis % len(values.shape))
@@ -88,7 +88,7 @@ def reverse(plain: Plain, given: Given) -> tf.Tensor:
 
 
 def repeat(plain: Plain, given: Given) -> tf.Tensor:
-    """Return copies side by side, joined: the gradient of tiles has ten axes, which DTensor cannot gather."""
+    """Repeat elements by joining copies, because the gradient of tiles has ten axes, which DTensor cannot gather."""
     values, times, axis = tf.convert_to_tensor(given.input), given.repeats, given.axis
     if not isinstance(times, int) or axis is None or not values.shape.is_fully_defined():
         return plain(**vars(given))
@@ -98,7 +98,7 @@ def repeat(plain: Plain, given: Given) -> tf.Tensor:
 
 
 def roll(plain: Plain, given: Given) -> tf.Tensor:
-    """Return the array with its ends joined to its beginnings along some axes."""
+    """Shift the elements along some axes, with those at the end moving to the start."""
     values, shifts, axes = given.input, tf.get_static_value(given.shift), tf.get_static_value(given.axis)
     if shifts is None or axes is None or not values.shape.is_fully_defined():
         return plain(**vars(given))
@@ -185,13 +185,13 @@ def _as_given(values: tf.Tensor, given: Given) -> Any:
 
 
 def _expand_sizes(sizes: Sizes, num_axes: int) -> Sequence[int]:
-    """Return one size per spatial axis from one size for all axes or one for each."""
+    """Expand one size to one per spatial axis."""
     sizes = np.ravel(sizes).tolist()
     return sizes * num_axes if len(sizes) == 1 else sizes
 
 
 def _insert_zeros(kernel: Any, rates: Sizes) -> Any:
-    """Return a kernel with zeros between its elements along each spatial axis."""
+    """Insert zeros between a kernel's elements along each spatial axis."""
     kernel = tf.convert_to_tensor(kernel)
     for axis, rate in enumerate(_expand_sizes(rates, len(kernel.shape) - 2)):
         if rate > 1:
@@ -216,7 +216,7 @@ def _pad_axis(values: Any, axis: int, size: int, step: int, padding: str) -> tup
 
 
 def _iterate_places(values: tf.Tensor, axis: int, size: int, step: int, padding: str) -> Iterator[tf.Tensor]:
-    """Yield the elements that all windows have at each position along an axis."""
+    """Yield, for each position in a window, the elements of all windows along an axis."""
     values, count = _pad_axis(values, axis, size, step, padding)
     for place in range(size):
         yield values[(*(slice(None),) * axis, slice(place, place + (count - 1) * step + 1, step))]

@@ -52,7 +52,7 @@ _num_draws: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 Found = tuple[dict[str, Any], list[object]]
 
 
-# PyTorch cannot mix DTensors and unsharded tensors, so the outermost call converts both ways (decisions/0018).
+# torch cannot mix DTensors and unsharded tensors, so the outermost call converts both ways (decisions/0018).
 class TorchBackend(Backend):
     """Keras on torch (see `layoutmap.adapters.keras.protocol`)."""
 
@@ -66,7 +66,7 @@ class TorchBackend(Backend):
         (TorchLayer, "_post_build"),
         (TorchLayer, "_post_track_variable"),
         (keras.Model, "_post_quantize"),
-    )  # all would read what has no value yet; `values_changed` does their work
+    )  # these methods would read variables without values, and `values_changed` replaces them
     global_init = MappingProxyType(
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
@@ -86,10 +86,10 @@ class TorchBackend(Backend):
         return NAMES
 
     def compute_on(self, mesh: Mesh) -> None:
-        """Change Keras's default device, which is a GPU where the machine has one, for a mesh of CPUs, too."""
+        """Set Keras's default device to the mesh's device type, also for CPUs on a machine with GPUs."""
         kind = convert_device_type(str(get_engine("torch").bind(mesh).device_type))
         if torch.device(keras_core.DEFAULT_DEVICE).type != kind:
-            # For good: models live after their scope, and Keras makes their inputs.
+            # The change is permanent, because models outlive their scope and Keras creates their inputs.
             keras_core.DEFAULT_DEVICE = kind
 
     @contextmanager
@@ -110,7 +110,7 @@ class TorchBackend(Backend):
         """Store a variable's value so that later assignments keep its layout."""
         if _is_kept_unsharded(assignment):
             held = torch.nn.Parameter(torch.as_tensor(_to_numpy(held)), requires_grad=held.requires_grad)
-        # On the instance, as Keras has no place for it; a copy of the variable gets one that knows the copy.
+        # Keras has no hook for this, so set the methods on the instance. A copy of the variable gets its own.
         own = variable.__dict__
         own["_direct_assign"] = functools.partial(_assign_value, variable)
         own["__array__"] = functools.partial(_convert_to_array, variable)
@@ -242,7 +242,7 @@ def _convert_to_array(variable: keras.Variable, dtype: Any = None, copy: bool | 
 
 
 def _is_stale(layer: keras.Layer) -> bool:
-    """Return whether the parameters that torch tracks for a layer differ from its variables' tensors."""
+    """Return whether torch tracks parameters of a layer that differ from its variables' tensors."""
     known = layer._modules.get("_torch_params")
     held = {variable.path: variable._value for variable in layer.variables}
     if known is None or known.keys() != held.keys():

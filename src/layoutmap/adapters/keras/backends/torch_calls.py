@@ -1,4 +1,4 @@
-"""Calls of layers on the mesh: plain tensors go in and come out, and gradients pass both ways."""
+"""Call layers on the mesh with unsharded inputs and outputs. Gradients pass both ways."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run_outer_call(session: KerasSession, values: object) -> Generator[None]:
     here = session.on_thread
     here.sums_up = not all(map(is_batch_divisible, keras.tree.flatten(values)))
     sums = SummingUp() if here.sums_up else nullcontext()
-    # The session's lock first, as where weights are made: two threads would else wait for each other.
+    # Take the session's lock first, as weight creation does. Another order could deadlock two threads.
     with (
         set_temporarily(here, "call_depth", here.call_depth + 1),
         session.lock,
@@ -97,7 +97,7 @@ def wrap_call(layer: keras.Layer, session: KerasSession, name: str) -> Callable[
         if _is_running(session):
             if session.on_thread.sums_up:
                 args, kwargs = _map_values(reduce_gradient, (args, kwargs))
-            # Once here, not by each of those who use it. Rows of an embedding sharded by rows are a sum, too.
+            # Convert once here, not at each use. The rows of a row-sharded embedding are a partial sum, too.
             return _constrain_to_batch_layout(
                 _map_values(reduce_partial, function(*args, **kwargs)), layer, session
             )
@@ -116,7 +116,7 @@ def wrap_call(layer: keras.Layer, session: KerasSession, name: str) -> Callable[
 
 
 def _wrap_weight_layouts(layer: keras.Layer, session: KerasSession, name: str) -> Callable[..., object]:
-    """Return a layer's `call` that computes with its weights in their computing layouts.
+    """Wrap a layer's `call` to compute with weights in their compute layouts.
 
     What is sharded over the dim of the batch, too, is gathered for the call, as FSDP does it; the gradient goes the
     same way back, reduced and scattered.
@@ -133,7 +133,8 @@ def _wrap_weight_layouts(layer: keras.Layer, session: KerasSession, name: str) -
             for variable, layout in gathered:
                 stored = variable._value
                 variable._value = session.engine.relayout(stored, layout, pad=True)
-                note_redistributed(stored, variable._value)  # a layer may assign to it, as spectral norms do
+                # a layer may assign to the weight, as spectral norms do
+                note_redistributed(stored, variable._value)
             return function(*args, **kwargs)
         finally:
             for (variable, _), value in zip(gathered, before, strict=True):
@@ -143,7 +144,7 @@ def _wrap_weight_layouts(layer: keras.Layer, session: KerasSession, name: str) -
 
 
 def _find_computing_layouts(layer: keras.Layer, session: KerasSession) -> list[tuple[keras.Variable, Layout]]:
-    """Return a layer's weights that compute in another layout than they are stored in, with that layout."""
+    """Return the weights of a layer with another compute layout than their stored one, and that layout."""
     found: list[tuple[keras.Variable, Layout]] = []
     for variable in layer._trainable_variables:
         layout = getattr(variable, "layout", None)
@@ -155,7 +156,7 @@ def _find_computing_layouts(layer: keras.Layer, session: KerasSession) -> list[t
 
 
 def wrap_own_losses(method: Callable[..., object], session: KerasSession) -> Callable[..., object]:
-    """Return a layer's loss method with unsharded results outside calls and steps."""
+    """Wrap a layer's loss method to return unsharded results outside calls and steps."""
 
     @functools.wraps(method)
     def compute_losses() -> object:
@@ -168,7 +169,7 @@ def wrap_own_losses(method: Callable[..., object], session: KerasSession) -> Cal
 
 
 def _constrain_to_batch_layout(outputs: object, layer: object, session: KerasSession) -> object:
-    """Return a model's output in a step sharded along the batch only, as losses reduce over other axes."""
+    """Shard a model's output in a step only along the batch, because losses reduce over other axes."""
     if session.on_thread.model_in_step is not layer:
         return outputs
     return place_batch(outputs, session, lambda value: isinstance(value, torch.Tensor))

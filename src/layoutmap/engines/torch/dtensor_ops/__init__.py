@@ -1,4 +1,4 @@
-"""Operators that DTensor computes wrongly, slowly or not at all, computed right inside `mode.computing(mesh)`.
+"""Correct the operators that DTensor computes wrongly, slowly, or not at all.
 
 guard          DTensor computes in its own way what `proven` names; any other operator is computed on gathered tensors
 mode           looks each function up in the tables below; `unwrap_python` opens functions so that their calls are seen

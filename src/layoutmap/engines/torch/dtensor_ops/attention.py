@@ -1,4 +1,4 @@
-"""Attention of DTensors: each device attends for its own part of the batch and its own heads, without a gather.
+"""Compute attention of DTensors: each device handles its part of the batch and its heads, without a gather.
 
 Attention over an axis that is sharded otherwise, along the sequence or inside a head, gathers that axis first.
 """
@@ -82,7 +82,7 @@ def _draw_mask_by_shards(
     kept: dict[int, int],
 ) -> torch.Tensor:
     """Return this device's shard of dropout factors, drawn for this shard only."""
-    if p > 1:  # torch raises the error
+    if p > 1:  # torch itself raises the error
         return _draw_mask(shape, dtype, device, p, mesh, kept)
     placements = make_placements(mesh, kept)
     return get_local(draw_sharded_mask(shape, dtype, device, p, mesh, placements, over=1 - p))
@@ -115,7 +115,7 @@ def _attend_with_mask(
         scores = scores.masked_fill(~kept, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    # Fully masked rows give zeros, as in torch's kernels, not NaN.
+    # As in torch's kernels, fully masked rows give zeros, not NaN.
     nothing = torch.isneginf(scores).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(nothing, 0), -1).masked_fill(nothing, 0)
     return ((weights * drawn) @ value).to(dtype)
@@ -182,11 +182,11 @@ def _describe_weights(given: Kwargs) -> tuple[tuple[int, ...], torch.dtype, torc
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
-_HOW = {
+_HANDLERS = {
     F.scaled_dot_product_attention: _compute_attention,
     F.multi_head_attention_forward: _attend_with_projections,
 }
-ATTENTION = {function: functools.partial(attend, _draw_mask) for function, attend in _HOW.items()}
+ATTENTION = {function: functools.partial(attend, _draw_mask) for function, attend in _HANDLERS.items()}
 ATTENTION_BY_SHARDS = {
-    function: functools.partial(attend, _draw_mask_by_shards) for function, attend in _HOW.items()
+    function: functools.partial(attend, _draw_mask_by_shards) for function, attend in _HANDLERS.items()
 }

@@ -1,4 +1,4 @@
-"""`cross_entropy` and `nll_loss`: each device computes its rows, and of them its classes.
+"""Compute `cross_entropy` and `nll_loss` with each device handling its rows and classes.
 
 Their mean is the sum by the weight of the labels that count, in all rows; before torch 2.14 DTensor takes it from the
 shard of one device (pytorch/pytorch#185167). A language model's logits are its largest tensor, and often sharded along
@@ -119,7 +119,7 @@ def _select_label_weights(weights: torch.Tensor, labels: torch.Tensor, counted: 
 
 
 class _Classes:
-    """Compute losses of `size` classes along an axis, which some mesh dims shard."""
+    """Compute losses over classes that some mesh dims shard."""
 
     def __init__(self, axis: int, size: int, mesh: DeviceMesh, along: Collection[int]) -> None:
         self._axis, self._size, self._mesh, self._along = axis, size, mesh, along
@@ -177,7 +177,7 @@ class _DeviceMean(OwnGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        # Each device uses the mean for its own part, so the gradients are summed.
+        # Each device uses the mean for its own part, so sum the gradients.
         of_gradient = make_replicated_placements(ctx.mesh)
         for dim in ctx.dims:
             of_gradient[dim] = Partial()

@@ -1,4 +1,4 @@
-"""DTensor's public conversions on this library's meshes: `to_local`, `full_tensor`, `redistribute`, and back.
+"""Replace DTensor's `to_local`, `full_tensor`, `redistribute`, and constructors on this library's meshes.
 
 Torch's own are called like any program inside of a model's call: the modes there take the local tensors, and those that
 a collective has not filled yet, for global ones. These convert outside of all modes, and wait for collectives. Devices
@@ -198,14 +198,14 @@ def distribute_tensor(
             ranks = simulation.list_ranks(device_mesh)
             tensor = simulation.copy_to_ranks(tensor, ranks).requires_grad_(tensor.requires_grad)
         if type(simulation.get_first_piece(tensor)) not in (torch.Tensor, torch.nn.Parameter):
-            # During graph recording, torch's own implementation would send tensors without values.
+            # torch's own implementation would send tensors without values during graph recording.
             return _redistribute_normalized(replicate_tensor(tensor.detach(), device_mesh), wanted)
         return own(tensor, device_mesh, wanted, src_data_rank=src_data_rank)
 
 
 # Devices may compute with different parts of a local tensor, so its gradient is summed (decisions/0151).
 class _GradientLayout:
-    """Placements of a DTensor's gradient. Without `named` ones, they follow from the DTensor's own."""
+    """Determine the placements of a DTensor's gradient."""
 
     def __init__(self, placements: Sequence[Placement], named: Sequence[Placement] | None = None) -> None:
         self._placements, self._named = tuple(placements), None if named is None else tuple(named)
@@ -226,7 +226,7 @@ class _GradientLayout:
 
 
 def _note_parts(local: torch.Tensor, placements: Sequence[Placement]) -> None:
-    """Note that devices use their own tensors as shards or summands, so that gradients of their source are partial."""
+    """Record that devices use their tensors as shards or summands, so that the source's gradient is partial."""
     dims = {dim for dim, each in enumerate(placements) if not each.is_replicate()}
     nodes, seen = [local.grad_fn] if dims else [], set[object]()
     while nodes:

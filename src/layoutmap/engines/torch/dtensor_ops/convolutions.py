@@ -1,4 +1,4 @@
-"""Convolutions of DTensors: sharded along the batch, or the output channels, each device convolves its own.
+"""Compute convolutions of DTensors sharded along the batch or the output channels.
 
 A sharded weight meets an input of other channels in DTensor: pytorch/pytorch#186129.
 """

@@ -1,4 +1,4 @@
-"""Patch DTensor's dispatcher, so that a function of this library decides about each operator.
+"""Patch DTensor's dispatcher, so that this library decides how each operator is computed.
 
 `guard` decides. The dispatcher asks about each operator once for some shapes and placements, and remembers the answer.
 """
@@ -106,8 +106,8 @@ _HANDLED = (
 )
 
 
-class OperatorsGuarded:
-    """Patch that lets `answer` decide about DTensor's operators, and clears DTensor's cached decisions.
+class OperatorGuardPatch:
+    """Let `answer` decide about DTensor's operators, and clear DTensor's cached decisions.
 
     Args:
         answer: Called with a function that returns what `DTensor` would do, the operator, its arguments, positional
@@ -143,7 +143,7 @@ class OperatorsGuarded:
             handler = functools.partial(_call_answer, self._answer, _HANDLERS_OF_DTENSOR[op])
             _DISPATCHER._custom_op_handlers[op] = handler
         setattr(_Planner, _SEARCH, _find_cheapest_path)
-        _clear_sharding_caches()  # drop answers from before the guard
+        _clear_sharding_caches()  # drop answers cached before the guard
 
     def remove(self) -> None:
         """Restore DTensor's own decisions."""

@@ -1,4 +1,4 @@
-"""Functions of DTensors that are computed on gathered tensors, and the warning of operators that are.
+"""Compute functions on gathered DTensors, and warn about it.
 
 Each process computes all of it, from tensors that were gathered for it; its result is replicated.
 """
@@ -61,14 +61,14 @@ def compute_gathered(
     for each in changed:
         if isinstance(each, DTensor):
             write(each, plain[id(each)])
-    given = {id(plain[id(each)]): each for each in changed}  # the result may be an argument
+    given = {id(plain[id(each)]): each for each in changed}  # the result may be one of the changed arguments
 
-    def on_mesh(value: Any) -> Any:
+    def replicate_result(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         return given[id(value)] if id(value) in given else replicate_tensor(value, mesh)
 
-    return tree_map(on_mesh, result)
+    return tree_map(replicate_result, result)
 
 
 def find_changed(function: Function, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
@@ -122,14 +122,14 @@ def format_function(function: Function) -> str:
     return f"{module.removesuffix('._tensor')}.{function.__name__}"
 
 
-_warned: set[str] = set()
+_warned_functions: set[str] = set()
 
 
 def warn_of_gathering(name: str, why: str) -> None:
     """Warn that a function is computed on gathered tensors, once for each function."""
-    if name in _warned:  # warn once per function
+    if name in _warned_functions:  # warn once per function
         return
-    _warned.add(name)
+    _warned_functions.add(name)
     why = next(iter(why.strip().splitlines()), "")
     text = format_message(
         f"{name}: computed on gathered tensors, by each process",

@@ -1,4 +1,4 @@
-"""The operators that DTensor may compute by its own rules: torch's database has proven them. Others are gathered.
+"""Let DTensor compute only proven operators by its own rules. Others are gathered.
 
 DTensor asks about each operator of torch, in forward and backward passes, before it computes it for the first time on
 arguments of some shapes and placements. What it may do it remembers, so a proven operator costs nothing from then on.
@@ -23,7 +23,7 @@ from layoutmap.engines.tested import is_before
 from layoutmap.engines.torch.backward import get_backward_node
 from layoutmap.engines.torch.changes import change, meshes
 from layoutmap.engines.torch.dtensor_ops.dispatch import (
-    OperatorsGuarded,
+    OperatorGuardPatch,
     decompose_operator,
     list_argument_specs,
     list_specs,
@@ -63,24 +63,24 @@ from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_spec, has_
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 from layoutmap.engines.torch.unseen import get_memory
 
-_FROM_THE_START = (
+_AXIS_POSITIONS = (
     {"cumsum": 1, "argmax": 1, "argmin": 1, "select_backward": 2, "slice_backward": 2}
     if is_before("torch", "2.14")
     else {}
 )
-"""Operators whose axis DTensor takes for another one if it is negative, or fails for: its place among the arguments."""
+"""The position of the axis argument of operators for which DTensor mishandles a negative axis."""
 
 _ADDS_BOOLEANS = is_before("torch", "2.14")
-"""Whether DTensor adds up a partial `or` of booleans as a sum where it is multiplied with numbers."""
+"""Whether DTensor wrongly sums a partial `or` of booleans that is multiplied with numbers."""
 
 _EXTREMES = frozenset(("amax", "amin", "argmax", "argmin"))
 
 _RESHAPING = frozenset(("t_", "transpose_", "squeeze_", "unsqueeze_"))
-"""Operators that change the shape of a tensor in place, and are views of it without the underscore."""
+"""In-place operators that change a tensor's shape. Without the underscore they return views."""
 
 
 class _ShardingQuery(threading.local):
-    """Whether DTensor is asked on this thread how it would compute: it tries operators on tensors without values."""
+    """Track whether this thread queries DTensor's sharding, which runs operators on tensors without values."""
 
     is_open = False
 
@@ -93,7 +93,7 @@ class _ShardingQuery(threading.local):
             self.is_open = before
 
 
-asked = _ShardingQuery()
+sharding_query = _ShardingQuery()
 
 
 def guard_mesh(device_mesh: DeviceMesh) -> None:
@@ -113,7 +113,7 @@ def _propagate_changes(op: OpOverload, changed: list[torch.Tensor], args: Args, 
 
 
 def _note_copy(source: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Note the source of a redistributed tensor, because views of it are copies."""
+    """Record the source of a redistributed tensor, because views of it are copies."""
     if isinstance(source, DTensor) and source.device_mesh in meshes:
         note_redistributed(source, make_dtensor(local, spec))
 
@@ -181,7 +181,7 @@ def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any
         if get_memory(view) is not get_memory(args[0]):
             _refuse_shape(op, args[0], view)
         return take_view_shape(op, args, kwargs, view)
-    place = _FROM_THE_START.get(name, len(args))
+    place = _AXIS_POSITIONS.get(name, len(args))
     if place < len(args) and args[place] is not None and args[place] < 0:
         rank = args[0].ndim if place == 1 else len(args[1])
         return op(*args[:place], args[place] % max(rank, 1), *args[place + 1 :], **kwargs)
@@ -204,7 +204,7 @@ def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any
     can_compute = not (is_empty or is_filled or is_uneven)
     if _is_proven(op, name, args, kwargs) and _can_pass(tensors, name) and can_compute:
         try:
-            with asked.mark_open():
+            with sharding_query.mark_open():
                 answer = own()
         except (NotImplementedError, RuntimeError) as error:
             why = f"DTensor has no rule: {next(iter(str(error).strip().splitlines()), '')}"
@@ -251,7 +251,7 @@ def _is_proven(op: OpOverload, name: str, args: Args, kwargs: Kwargs) -> bool:
         return (args[place] if place < len(args) else kwargs.get("reduction")) in REDUCTIONS[name]
     if name in ALONG and not _is_aligned(args[0], args[1], args):
         return False
-    # In backward passes; `lookups` handles forward passes.
+    # This decides about backward passes. `lookups` handles forward passes.
     if name == "gather" and is_axis_sharded(args[0], args[1]):
         return False
     changes_shape = torch.Tag.inplace_view in op.tags and name != "detach"
@@ -361,4 +361,4 @@ def _write_result(op: OpOverload, old: DTensor, new: torch.Tensor) -> None:
     _propagate_changes(op, [old], (old,), {})
 
 
-OPERATORS_GUARDED = OperatorsGuarded(_answer_operator, _propagate_changes, _note_copy)
+OPERATORS_GUARDED = OperatorGuardPatch(_answer_operator, _propagate_changes, _note_copy)

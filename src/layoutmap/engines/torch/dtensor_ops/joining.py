@@ -1,4 +1,4 @@
-"""Joining tensors end to end: caches begin with an empty tensor of one axis, which torch lets be joined with any other.
+"""Concatenate DTensors, also with empty tensors of one axis, which caches start with.
 
 Before torch 2.14 DTensor takes that tensor for one with all the others' axes.
 """

@@ -52,7 +52,7 @@ def _compute_linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Ten
 
 
 class _Plan(NamedTuple):
-    """Where the result and the gradients of a product are.
+    """The layouts of a product's result and gradients.
 
     Attributes:
         result: The spec of the result.

@@ -1,4 +1,4 @@
-"""Track the tensors that a program takes out of DTensors, by `to_local` or `full_tensor`, inside of a model's call.
+"""Track tensors that a program takes out of DTensors with `to_local` or `full_tensor` in a model's call.
 
 A plain tensor that meets a DTensor there counts as the global tensor, the same on each device. A shard is not, so what
 is computed from one has a mark:
@@ -22,9 +22,9 @@ from layoutmap.engines.torch.modes import list_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves
 
-# torch.save writes attributes of tensors, and torch.load refuses them, so marks are in a table of their own (0151).
+# torch.save writes tensor attributes, which torch.load then refuses, so store marks in a separate table (0151).
 _marks: Any = WeakIdKeyDictionary()
-"""Whether a tensor differs between devices, by tensor."""
+"""For each local tensor, whether it differs between devices."""
 
 
 def mark_local(local: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
@@ -60,7 +60,7 @@ def mark_results(function: Function, args: Args, kwargs: Kwargs, result: Any) ->
 
 
 def refuse_mixed(function: Function, args: Args, kwargs: Kwargs, changed: Sequence[torch.Tensor]) -> None:
-    """Refuse to compute a shard with a DTensor that is not replicated, or to change a DTensor by one.
+    """Raise if a shard is combined with a sharded DTensor, or a DTensor is changed by one.
 
     Raises:
         EngineError: There is such a DTensor.
@@ -75,7 +75,7 @@ def refuse_mixed(function: Function, args: Args, kwargs: Kwargs, changed: Sequen
 
 
 def refuse_shard(what: str, value: object) -> None:
-    """Refuse a tensor that differs between devices where the global tensor is needed.
+    """Raise for a shard in place of the global tensor.
 
     Raises:
         EngineError: It differs.

@@ -1,4 +1,4 @@
-"""Rows and elements that are looked up by their number, in a tensor that may be sharded along the axis of the numbers.
+"""Look up rows and elements by index in tensors that may be sharded along the indexed axis.
 
 Each device takes what is in its shard, and zero for the rest, and the sum is made at once. DTensor does the same, but
 sums that it has still to make share what they leave out, and a number that no device has gives zero. Here that is an
@@ -155,7 +155,7 @@ def _flatten_axis(shape: Sequence[int], axis: int) -> list[int]:
 
 
 def check_numbers(numbers: torch.Tensor, size: int, name: str, axis: int = 0) -> None:
-    """Raise an IndexError where a number is not from 0 to below the size, if it can be known at once."""
+    """Raise an IndexError for an index outside the axis, if the values are known immediately."""
     numbers = reduce_partial(numbers)
     local = get_local(numbers) if isinstance(numbers, DTensor) else numbers
     what = f"{name}: index out of range: axis {axis} has size {size}"

@@ -1,4 +1,4 @@
-"""Masks of dropout for `draws="tiles"`: each device draws its part of one mask, the same on every mesh.
+"""Draw dropout masks for `draws="tiles"`: each device draws its shard of a mask that does not depend on the mesh.
 
 A call takes one number from the generator of the program. An element is kept if a hash of that number plus the
 element's place in the global tensor is large enough, so a part of a mask can be computed alone, on any device and in a

@@ -1,4 +1,4 @@
-"""Write changes of redistributed slices back. For torch they are views of a DTensor, but they are copies.
+"""Write changes of redistributed slices back to their source, because these slices are copies and not views.
 
 `weight[2:4]` of a weight whose rows are sharded is taken of the gathered weight. For torch it is a view: what changes
 one changes the other, with their gradients. Here the gathered memory knows of which tensor it is a copy:
@@ -36,14 +36,14 @@ check_names("torch", (torch._C, "_disabled_torch_function_impl"))
 _ORIGIN = "_layoutmap_origin"  # attribute of a copied storage: its source
 _COPIES = "_layoutmap_copies"  # attribute of a storage: its copies
 copied: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-"""The memories in use that are copies."""
+"""Storages that are copies of others."""
 outdated: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-"""Copies that have former values."""
+"""Copies with outdated values."""
 
 
 # A slice of a DTensor may be a copy, so its source is stored to receive later writes (decisions/0151).
 class _Origin(NamedTuple):
-    """Tensor that a redistributed copy was made from.
+    """The tensor from which a redistributed copy was made.
 
     Attributes:
         source: That tensor, outside of autograd.
@@ -180,15 +180,17 @@ def _mark(memory: torch.UntypedStorage, *, is_seen: bool) -> None:
 
 
 def _check_arguments(function: Function, values: object) -> None:
-    if function not in QUESTIONS:
+    if function not in METADATA_METHODS:
         refuse_outdated(format_function(function), values)
     if not outdated:
         _stop_watching_functions()
 
 
 _METHODS = ("size", "dim", "stride", "numel", "is_floating_point", "is_complex", "is_contiguous", "__len__")
-QUESTIONS = frozenset(getattr(torch.Tensor, name) for name in (*_METHODS, "storage_offset", "__hash__"))
-"""Methods that ask for something else than values."""
+METADATA_METHODS = frozenset(
+    getattr(torch.Tensor, name) for name in (*_METHODS, "storage_offset", "__hash__")
+)
+"""Methods that do not read values."""
 
 
 def _format_tensor(tensor: DTensor) -> str:

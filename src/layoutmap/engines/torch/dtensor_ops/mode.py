@@ -1,4 +1,4 @@
-"""Where DTensors compute right: `computing(device_mesh)`.
+"""Define the context in which DTensors compute correctly: `enable_dtensor_ops`.
 
 Operators that DTensor is not known to compute right are computed on gathered tensors: see `guard`. These functions are
 looked up in tables before they come to that, and computed without a gather, or with what one device draws:
@@ -60,7 +60,7 @@ from layoutmap.engines.torch.dtensor_ops.local_values import (
 )
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS
 from layoutmap.engines.torch.dtensor_ops.losses import LOSSES
-from layoutmap.engines.torch.dtensor_ops.memories import QUESTIONS, outdated, refuse_outdated
+from layoutmap.engines.torch.dtensor_ops.memories import METADATA_METHODS, outdated, refuse_outdated
 from layoutmap.engines.torch.dtensor_ops.norms import NORMS
 from layoutmap.engines.torch.dtensor_ops.randomness import RANDOM, RANDOM_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.recurrent import RECURRENT
@@ -102,7 +102,7 @@ _HANDLERS = {
 _BY_SHARDS = {
     f: skip_function_modes(handler) for f, handler in {**RANDOM_BY_SHARDS, **ATTENTION_BY_SHARDS}.items()
 }
-_INTO_PLAIN = skip_function_modes(compute_gathered)
+_COMPUTE_GATHERED = skip_function_modes(compute_gathered)
 _BACKWARD = (torch.Tensor.backward, torch.autograd.grad)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
@@ -129,7 +129,7 @@ def enable_dtensor_ops(device_mesh: DeviceMesh, *, by_shards: bool = False) -> G
 
 
 class _DTensorFunctionMode(TorchFunctionMode):
-    """Looks each function up that is called with a DTensor."""
+    """Look up a handler for each function called with a DTensor."""
 
     def __init__(self, by_shards: bool) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class _DTensorFunctionMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (type(func) is _PROPERTY or func in QUESTIONS) and type(args[0]) is DTensor:
+        if (type(func) is _PROPERTY or func in METADATA_METHODS) and type(args[0]) is DTensor:
             with disable_function_modes():  # nothing is computed, so modes need not see it
                 return func(*args, **kwargs)
         if outdated:
@@ -168,7 +168,7 @@ class _DTensorFunctionMode(TorchFunctionMode):
                 ) from error
         handler = known.handler
         if changed and not all(isinstance(each, DTensor) for each in changed):
-            handler = _INTO_PLAIN
+            handler = _COMPUTE_GATHERED
         elif is_mixed:
             args, kwargs = _replicate_arguments(args, kwargs, found.device_mesh)
         if handler is not None:
@@ -181,7 +181,7 @@ class _DTensorFunctionMode(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class _FunctionTraits:
-    """The known properties of a function of torch.
+    """Properties of a torch function that determine its handling.
 
     Attributes:
         handler: What computes it; `None`: DTensor, or what it calls is looked up.

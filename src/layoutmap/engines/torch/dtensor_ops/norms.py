@@ -1,4 +1,4 @@
-"""Normalization over a sharded batch: mean, variance and running statistics are those of the global batch."""
+"""Compute normalizations over a sharded batch with the statistics of the global batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DTensors outside of a model's calls, where no function mode looks: a program reads and changes weights there.
+"""Correct operations on DTensors outside a model's calls, where no function mode runs.
 
 From the first tensor on a mesh on, operators are guarded, plain tensors count as replicated, and these are right:
 
@@ -36,7 +36,7 @@ from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
 from layoutmap.engines.torch.dtensor_ops import conversions
 from layoutmap.engines.torch.dtensor_ops.gathered import compute_product, gather_and_wait
-from layoutmap.engines.torch.dtensor_ops.guard import asked, guard_mesh, is_guarded
+from layoutmap.engines.torch.dtensor_ops.guard import guard_mesh, is_guarded, sharding_query
 from layoutmap.engines.torch.dtensor_ops.local_values import refuse_shard
 from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
 from layoutmap.engines.torch.dtensor_ops.mode import enable_dtensor_ops, set_replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
@@ -148,7 +148,7 @@ def _format_scalar(own: Callable[..., str], tensor: DTensor, format_spec: str) -
 
 
 def _refuse_address(own: Function, tensor: DTensor, *args: object, **kwargs: object) -> object:
-    """Refuse `tensor.data_ptr()`, through which kernels would read a shard as the global tensor."""
+    """Raise for `tensor.data_ptr()`, through which kernels would read a shard as the global tensor."""
     asking = sys._getframe(find_user_stacklevel({"functools"}) - 1)  # pyright: ignore[reportPrivateUsage]
     asked_in = asking.f_globals.get("__name__")
     # `copy.deepcopy` only compares the address.
@@ -187,7 +187,7 @@ def _rebuild_tensor(own: Function, pieces: object, known: Args, *form: object) -
         return tensor
 
 
-_SAID = "_layoutmap_said"  # attribute of a counting mode that has warned
+_WARNED = "_layoutmap_said"  # attribute of a counting mode that has warned
 
 
 @skip_function_modes
@@ -200,7 +200,7 @@ def _count_flops(
     kwargs: Kwargs | None = None,
 ) -> object:
     """Run an operator under `FlopCounterMode`, which counts the operations of one device."""
-    if asked.is_open:
+    if sharding_query.is_open:
         return func(*args, **(kwargs or {}))
     leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
     each = next((each for each in leaves if is_guarded(each.device_mesh)), None)
@@ -208,8 +208,8 @@ def _count_flops(
         found = own(mode, func, types, args, kwargs)
         # The mode does not handle sizes and strides, which simulated devices query by operators.
         return func(*args, **(kwargs or {})) if found is NotImplemented and not types else found
-    if not hasattr(mode, _SAID):
-        setattr(mode, _SAID, True)
+    if not hasattr(mode, _WARNED):
+        setattr(mode, _WARNED, True)
         warning = LayoutMapWarning(
             "FlopCounterMode counts the operations of one device",
             facts={"mesh": str(tuple(each.device_mesh.shape))},
@@ -254,7 +254,7 @@ def _patch_static(instead: Function) -> Callable[[Any], object]:
 
 
 class _Distributing:
-    """The patch of `distribute_tensor`: programs import the function itself, so its code is replaced."""
+    """Patch `distribute_tensor` by replacing its code, because programs import the function itself."""
 
     _NAME = "layoutmap_distribute"
     _CODE = distribute_tensor.__code__
@@ -283,14 +283,14 @@ def _distribute(
 
 
 class _PlainTensorsReplicated:
-    """The patch that has plain tensors count as replicated among DTensors, on the thread that installs it."""
+    """Treat unsharded tensors as replicated next to DTensors, on the thread that installs this."""
 
     def install(self) -> None:
-        """Have them count."""
+        """Start to treat them as replicated."""
         set_replicates_plain_tensors(True)
 
     def remove(self) -> None:
-        """Have torch refuse them again."""
+        """Let torch refuse them again."""
         set_replicates_plain_tensors(False)
 
 

@@ -1,4 +1,4 @@
-"""The operators of torch that DTensor computes right in its own way, on torch 2.13.
+"""List the torch operators that DTensor computes correctly, on torch 2.13.
 
 `tests/engines/torch/test_op_database.py` runs torch's database of operators on random layouts, and finds no wrong
 number; what only optimizers use is shown by their tests. An operator that is not named here is computed on gathered
@@ -41,18 +41,18 @@ _foreach_reciprocal _foreach_rsqrt _foreach_sign _foreach_sqrt _foreach_sub _for
 PROVEN = frozenset(
     f"{_ELEMENTWISE} {_VIEWS} {_REDUCTIONS} {_PRODUCTS} {_PARTS} {_ALONG} {_MADE} {_OPTIMIZERS}".split()
 )
-"""Right, with sums that are still to be made over the mesh made first."""
+"""Correct after pending partial sums are reduced."""
 
 ALONG = frozenset(_ALONG.split())
-"""Right if all tensors of the target's rank have its size in each axis but that of the index, and not in place."""
+"""Correct if not in place, and if tensors of the target's rank differ in size only along the index axis."""
 
 SUMS_PASS = frozenset(
     f"{_VIEWS} add alias bmm cat clone copy detach div mean mm mul neg stack sub sum zero".split()
 )
-"""Right for tensors that are such a sum, too: the result is one."""
+"""Correct for partial sums, too. The result is a partial sum."""
 
 ANY_ORDER = frozenset(f"{_ELEMENTWISE} {_PRODUCTS} {_MADE} {_OPTIMIZERS}".split())
-"""Right for tensors that are sharded over several mesh dims in another order than the mesh's, too."""
+"""Correct for tensors sharded over several mesh dims in any order, too."""
 
 _LOSSES = "binary_cross_entropy binary_cross_entropy_with_logits huber_loss mse_loss smooth_l1_loss soft_margin_loss"
 REDUCTIONS: dict[str, tuple[int, ...]] = {
@@ -60,7 +60,7 @@ REDUCTIONS: dict[str, tuple[int, ...]] = {
     "nll_loss_forward": (0, 2),
     "nll_loss_backward": (0, 2),
 }
-"""Right with these reductions only, by torch's numbers: none and a sum. Means are taken for those of a shard."""
+"""Correct only with these reductions, by torch's numbers: none and sum. A mean would be that of a shard."""
 
 _SMALL = """
 _cdist_backward _cdist_forward _ctc_loss _ctc_loss_backward _embedding_bag _embedding_bag_forward_only
@@ -69,4 +69,4 @@ masked_select multi_margin_loss multi_margin_loss_backward multilabel_margin_los
 searchsorted select_scatter slice_scatter take trace unbind
 """
 QUIET = frozenset(_SMALL.split())
-"""Gathered without a warning: there is no other way, or what it is called on is small."""
+"""Gathered without a warning, because there is no alternative or the tensors are small."""

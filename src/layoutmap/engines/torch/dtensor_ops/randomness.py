@@ -1,4 +1,4 @@
-"""Random numbers for DTensors: all of them are drawn, as the plain program draws them, then sharded.
+"""Draw random numbers for DTensors as the unsharded program does, and then shard them.
 
 So dropout and its like give the numbers of one device on any mesh, and the default generator ends in the same state.
 In DTensor each device draws its own: pytorch/pytorch#168058.
@@ -37,7 +37,7 @@ from layoutmap.engines.torch.trees import tree_map
 
 @contextmanager
 def same_draws(mesh: DeviceMesh, gather: Gather) -> Generator[None]:
-    """Refuse random numbers that are drawn in here, if those of another process are different.
+    """Raise if random numbers drawn in the block differ between processes.
 
     Args:
         mesh: The `DeviceMesh`.
@@ -89,7 +89,7 @@ def _read_arguments(input: object, p: float, train: bool) -> tuple[Any, float, b
 
 
 def _compute_dropout_by_shards(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """Compute a dropout of which each device draws its own shard."""
+    """Compute dropout with each device drawing only its own shard of the mask."""
     x, p, train = _read_arguments(*args, **kwargs)
     of_channels = "feature" in function.__name__
     # Other values are errors that torch raises.

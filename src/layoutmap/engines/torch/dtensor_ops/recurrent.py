@@ -1,4 +1,4 @@
-"""Recurrent layers of DTensors: each device runs its part of the batch, with the weights gathered."""
+"""Run recurrent layers on DTensors: each device runs its part of the batch with gathered weights."""
 
 from __future__ import annotations
 

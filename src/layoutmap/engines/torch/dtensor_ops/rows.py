@@ -1,4 +1,4 @@
-"""Functions that each device computes on its own shards, as they treat images, channels or elements apart.
+"""Compute functions that treat images, channels, or elements independently on each device's shards.
 
 DTensor has a rule for some of them, but none for their gradients (of pooling: pytorch/pytorch#182526).
 """

@@ -1,4 +1,4 @@
-"""A function of plain tensors, computed by each device on its own shards of DTensors.
+"""Compute functions of unsharded tensors on each device's shards of DTensors.
 
 That is right wherever the function treats the positions of an axis apart from each other: images of a batch, heads of
 an attention. What is sharded along other axes is gathered first.

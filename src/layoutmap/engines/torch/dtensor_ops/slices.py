@@ -1,4 +1,4 @@
-"""Assignments to slices of DTensors, and the gradients of tensors of which a slice was changed.
+"""Assign to slices of DTensors, and handle the gradients of tensors with changed slices.
 
 Torch's slices are views. DTensor's slices along a sharded axis are copies, and an assignment to one is lost without a
 word. Where a slice is a view, its gradient goes through a view again, of a gradient that has the layout of the tensor.
@@ -26,13 +26,13 @@ from layoutmap.engines.torch.storages import get_base
 
 
 def keep_gradient(changed: torch.Tensor) -> None:
-    """Have the gradient of a DTensor of which a view was changed come in the layout in which that was a view."""
+    """Keep the gradient of a DTensor with a changed view in the layout of that view's source."""
     base = get_base(changed)
     if isinstance(base, DTensor) and base.requires_grad and not base.is_leaf:
         mesh, placements = base.device_mesh, find_reachable_placements(base)
 
         def place(gradient: torch.Tensor) -> DTensor:
-            # torch may have created zeros that are no DTensor.
+            # torch may have created zeros that are not DTensors, so replicate them.
             return move_to_placements(reduce_partial(replicate_gradient(gradient, mesh)), placements)
 
         base.register_hook(place)  # pyright: ignore[reportUnknownMemberType]

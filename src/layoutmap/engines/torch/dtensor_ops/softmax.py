@@ -1,4 +1,4 @@
-"""`softmax` and `log_softmax` along an axis that is sharded: DTensor gathers it.
+"""Compute `softmax` and `log_softmax` along a sharded axis, which DTensor would gather.
 
 Devices exchange two numbers of each row instead: the largest, and the sum of exponentials.
 """

@@ -1,4 +1,4 @@
-"""Reduce partial sums over the mesh at once, where DTensor would leave them pending.
+"""Reduce partial sums over the mesh immediately, where DTensor would defer it.
 
 A product of what is sharded along the axis that it sums over, and a gradient that comes back through what is sharded,
 is a sum that is still to be made. DTensor makes it when it must, and then shards the result along the first axis, where
@@ -32,7 +32,7 @@ def is_batch_divisible(value: object) -> bool:
 
 
 class SummingUp(TorchFunctionMode):
-    """While open, products and their gradients are summed up at once."""
+    """Reduce the results of products immediately while open."""
 
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

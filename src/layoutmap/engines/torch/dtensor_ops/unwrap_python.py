@@ -43,8 +43,8 @@ def _return_false(*args: object) -> bool:
     return False
 
 
-class _Unasked:
-    """Torch, or `torch.overrides`, without the question."""
+class _WithoutOverrideCheck:
+    """Stand in for torch, or `torch.overrides`, without the check for overrides."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._module = module
@@ -52,8 +52,8 @@ class _Unasked:
     def __getattr__(self, name: str) -> object:
         found = getattr(self._module, name)
         if found is torch.overrides:
-            return _Unasked(found)
+            return _WithoutOverrideCheck(found)
         return _return_false if name.startswith(_QUESTION) else found
 
 
-_TORCH = _Unasked(torch)
+_TORCH = _WithoutOverrideCheck(torch)

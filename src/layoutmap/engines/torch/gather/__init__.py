@@ -1,4 +1,4 @@
-"""Weights that are gathered for a call and freed after it, and gradients that are summed up at the end of a pass.
+"""Gather weights for a module's call, and reduce gradients at the end of a backward pass.
 
 fsdp           weights sharded over the dim of the batch, gathered by one collective; `fsdp_saved` for the backward pass
 fully_shard    the same by torch's own fully_shard, ahead of time; `fully_sharded` has the state that torch keeps

@@ -1,4 +1,4 @@
-"""Several weights that are sharded over one mesh dim, gathered by one collective, and their gradients scattered by one.
+"""Gather several weights sharded over one mesh dim with one collective, and reduce-scatter their gradients.
 
 A weight that is sharded over the dim of the batch is gathered when its layer computes. One weight at a time costs a
 collective each; the weights of a block, one behind the other in memory, cost one for all of them, forward and backward.
@@ -89,7 +89,7 @@ class Gather:
 class _AllGather(AutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, gather: Gather, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
-        # Otherwise torch materializes zeros that are no DTensors for unused outputs.
+        # Otherwise torch would create zeros that are not DTensors for unused outputs.
         ctx.set_materialize_grads(False)
         ctx.gather = gather
         columns = torch.split(gather.pop_rows(), [place.local_size for place in gather.places], dim=1)
@@ -147,7 +147,7 @@ class _ReduceScatter(AutogradFunction):
 
 
 class Cast(AutogradFunction):
-    """DTensor in another dtype. Its gradient is cast back before it is reduced."""
+    """Cast a DTensor. Its gradient is cast back before it is reduced."""
 
     @staticmethod
     def forward(ctx: Ctx, tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
@@ -168,7 +168,7 @@ def _cast_local(tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
 
 
 class _Placements:
-    """How one tensor is placed, sharded over the mesh dim and gathered over it."""
+    """The placements of one tensor: sharded over the mesh dim, and gathered over it."""
 
     def __init__(self, tensor: torch.Tensor, mesh_dim: int) -> None:
         self.spec, self.mesh_dim = get_spec(tensor), mesh_dim

@@ -1,4 +1,4 @@
-"""Weights that were gathered for a forward pass are freed after it, and gathered again for the backward pass.
+"""Free gathered weights after the forward pass, and gather them again for the backward pass.
 
 Autograd keeps what an operation needs backwards, so weights that were gathered would stay for as long as its graph.
 Here it keeps a note instead: which weight, and which view of it. Nothing is emptied under anybody's hands: who else
@@ -117,14 +117,14 @@ class _Weights:
 
 @skip_function_modes
 def cut_from_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor for autograd to keep: without its node, which would keep itself alive by its own result.
+    """Return a tensor without its autograd node, which would keep itself alive through its own result.
 
     Autograd attaches the node again when it unpacks the tensor.
     """
     if tensor.grad_fn is None:
         return tensor
     if type(tensor) is DTensor and not (tensor.is_conj() or tensor.is_neg()):
-        # Faster than `detach`, which uses DTensor's dispatcher.
+        # `detach` would use DTensor's slow dispatcher.
         return make_dtensor(get_local(tensor), get_spec(tensor))
     return tensor.detach()
 

@@ -1,4 +1,4 @@
-"""Weights that are sharded over one mesh dim, gathered ahead of time and reduced by torch's own `fully_shard`.
+"""Gather weights ahead of time, and reduce gradients, with torch's own `fully_shard`.
 
 It is applied to modules that hold nothing but the parameters, one for each set that is gathered together. A program's
 own modules have no hook and no state of it, and hold the sharded parameters whenever none of their calls is open.
@@ -49,7 +49,7 @@ with Needed("torch"):
 
 @dataclass(slots=True)
 class _CallOrder:
-    """Order in which the units of a model are called, as the last call showed it."""
+    """The order in which the units of a model were last called."""
 
     outermost: Unit | None = None
     last: Unit | None = None
@@ -57,7 +57,7 @@ class _CallOrder:
     ahead: set[Unit] = field(default_factory=set["Unit"])
 
 
-# Your modules keep their class and hooks, so `fully_shard` runs on these helper modules (decisions/0017).
+# User modules must keep their class and hooks, so apply `fully_shard` to these helper modules (decisions/0017).
 class Unit(torch.nn.Module):
     """Parameters that one call of `fully_shard` gathers together.
 
@@ -99,7 +99,7 @@ class Unit(torch.nn.Module):
         self._apply_to([each for _, each in parameters], mesh, options)
         # GPUs overlap with streams instead.
         self.state = FullySharded(self, is_asynchronous=mesh.device_type == "cpu")
-        self.state.call_before_reducing(self._lay_out_gradients)
+        self.state.call_before_reducing(self._redistribute_gradients)
         if below is not None:
             self.order.outermost = self
             self.state.begin()
@@ -222,7 +222,7 @@ class Unit(torch.nn.Module):
 
     @skip_function_modes
     def begin_backward(self) -> None:
-        """Gather the parameters in a backward pass, if they are not."""
+        """Gather the parameters for a backward pass, if they are not gathered."""
         if self.state.is_in_backward:
             return
         if torch.is_grad_enabled():
@@ -247,8 +247,8 @@ class Unit(torch.nn.Module):
         part = get_local(make_partial_sum(gradient, spec, self._mesh_dim)).contiguous()
         return make_dtensor(part, replace_placement(spec, self._mesh_dim, Partial(), part.dtype))
 
-    def _lay_out_gradients(self) -> None:
-        """Lay out gradients of sharded parameters that were used without being gathered: others are added to them."""
+    def _redistribute_gradients(self) -> None:
+        """Redistribute gradients of parameters used without being gathered, because others are added to them."""
         for sharded, _ in self._sharded:
             gradient = sharded.grad
             if isinstance(gradient, DTensor) and gradient.placements != sharded.placements:

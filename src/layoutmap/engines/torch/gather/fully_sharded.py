@@ -1,4 +1,4 @@
-"""The state that torch's `fully_shard` keeps of a module, and its steps, to be taken without its hooks."""
+"""Access the state and steps of torch's `fully_shard` without its hooks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class FullySharded:
         )
 
     def call_before_reducing(self, function: Callable[[], object]) -> None:
-        """Have a function called each time before gradients are reduced, also at the end of a backward pass."""
+        """Call a function before each reduction of gradients, also at the end of a backward pass."""
         if self._group is not None:
             reduce = self._group.post_backward
 
@@ -75,7 +75,7 @@ class FullySharded:
             self._group.post_backward = post_backward
 
     def begin(self) -> None:
-        """Get ready for the first call: all modules below it are known."""
+        """Prepare the first call, when all modules below are known."""
         self._state._lazy_init()
 
     @property
@@ -85,7 +85,7 @@ class FullySharded:
 
     @property
     def is_called(self) -> bool:
-        """Whether a call of it, or of a module above it, is open."""
+        """Whether a call of the module, or of one above it, is open."""
         return self._state._state_ctx.iter_forward_root is not None
 
     @property
@@ -95,13 +95,13 @@ class FullySharded:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward pass has begun with it, and not ended."""
+        """Whether its backward pass has begun and not ended."""
         both = (self._state, self._group)
         return all(each._training_state.name == "PRE_BACKWARD" for each in both if each is not None)
 
     @property
     def has_failed(self) -> bool:
-        """Whether a backward pass has begun that did not end."""
+        """Whether a backward pass began but did not end."""
         return self._state._state_ctx.post_backward_final_callback_queued
 
     def reset_after_failure(self) -> None:

@@ -1,4 +1,4 @@
-"""Gradients that are partial sums are reduced over the mesh together, at the end of each backward pass.
+"""Reduce partial gradients together at the end of each backward pass.
 
 Where the batch is sharded over a mesh dim, each device has the gradients of its own examples. DTensor leaves it to
 whoever reads them to make the sum: to each operation of the optimizer, for each parameter. Here they are laid end to
@@ -113,13 +113,13 @@ class _BackwardPass:
         self._waiting: dict[int, DTensor] = {}
 
     def set_aside(self, parameter: DTensor) -> None:
-        """Set the existing gradient aside, apart from the new one."""
+        """Set the existing gradient aside while the new one is reduced."""
         assert parameter.grad is not None
         self._earlier[id(parameter)] = parameter, parameter.grad
         parameter.grad = None
 
     def wait_for(self, parameter: DTensor) -> None:
-        """Have a gradient that has come reduced with the others."""
+        """Defer the reduction of a gradient that has arrived, to reduce it with others."""
         self._waiting[id(parameter)] = parameter
 
     @skip_function_modes

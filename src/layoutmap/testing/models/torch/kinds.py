@@ -100,7 +100,7 @@ def _pad_places(number: int) -> Rule:
 
 
 def _resize_first(change: Callable[[int], int]) -> Rule:
-    """Return the rule that changes the size of the first axis, unless it becomes 0."""
+    """Return a rule that changes the size of the first axis, but never to 0."""
     return lambda shape, drawn: (change(shape[0]), *shape[1:]) if change(shape[0]) else None
 
 
