@@ -32,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -98,10 +98,13 @@ class _Lowering:
     Args:
         primitive: The primitive.
         form: Computes the same with operators of JAX; the primitive itself is lowered by JAX's own rule in it.
+        is_wrong: Whether XLA may be wrong for these parameters.
     """
 
-    def __init__(self, primitive: Primitive, form: Form):
-        self._primitive, self._form = primitive, form
+    def __init__(
+        self, primitive: Primitive, form: Form, is_wrong: Callable[[Mapping[str, Any]], bool] = lambda _: True
+    ):
+        self._primitive, self._form, self._is_wrong = primitive, form, is_wrong
         # Table, primitive, and JAX's own rule, recorded before the rule is replaced.
         self._found: list[tuple[dict[Primitive, Any], object, object]] = []
 
@@ -111,7 +114,7 @@ class _Lowering:
             entry = table.get(self._primitive)
             if entry is not None and all(entry is not ours for _, _, ours in self._found):
                 ours = dataclasses.replace(
-                    entry, rule=functools.partial(_lower_corrected, self._form, entry.rule)
+                    entry, rule=functools.partial(_lower_corrected, self._form, self._is_wrong, entry.rule)
                 )
                 self._found.append((table, entry, ours))
                 table[self._primitive] = ours
@@ -123,9 +126,16 @@ class _Lowering:
             self._found.remove(found)
 
 
-def _lower_corrected(form: Form, plain: Form, context: Any, *operands: object, **params: object) -> object:
+def _lower_corrected(
+    form: Form,
+    is_wrong: Callable[[Mapping[str, Any]], bool],
+    plain: Form,
+    context: Any,
+    *operands: object,
+    **params: object,
+) -> object:
     axes = context.module_context.axis_context
-    if _inside.get() or not _is_partitioned(axes):
+    if _inside.get() or not _is_partitioned(axes) or not is_wrong(params):
         return plain(context, *operands, **params)
     token = _inside.set(True)
     _devices.set(None if _without_devices.get() else _count_devices(axes))
@@ -247,7 +257,7 @@ def _reduce_window(primitive: Primitive, operand: jax.Array, **params: Any) -> j
     """
     dilation = params["base_dilation"]
     if primitive is lax.reduce_window_sum_p and max(dilation, default=1) > 1:
-        operand = _dilate(operand, jnp.zeros((), operand.dtype), [step - 1 for step in dilation])
+        operand = _insert_gaps(operand, jnp.zeros((), operand.dtype), [step - 1 for step in dilation])
         params["base_dilation"] = (1,) * operand.ndim
     shape = jax.eval_shape(functools.partial(primitive.bind, **params), operand).shape
     moved = [params[name] for name in ("window_dimensions", "window_strides", "base_dilation", "padding")]
@@ -262,13 +272,13 @@ def _reduce_window(primitive: Primitive, operand: jax.Array, **params: Any) -> j
 
 def _pad(operand: jax.Array, value: jax.Array, *, padding_config: Sequence[Sequence[int]]) -> jax.Array:
     """Pad an operand, with the padding between its elements as a separate operation, which XLA shards wrongly."""
-    operand = _dilate(operand, value, [interior for _, _, interior in padding_config])
+    operand = _insert_gaps(operand, value, [interior for _, _, interior in padding_config])
     return lax.pad_p.bind(
         operand, value, padding_config=tuple((low, high, 0) for low, high, _ in padding_config)
     )
 
 
-def _dilate(operand: jax.Array, value: jax.Array, gaps: Sequence[int]) -> jax.Array:
+def _insert_gaps(operand: jax.Array, value: jax.Array, gaps: Sequence[int]) -> jax.Array:
     """Put values between the elements of an operand: each element becomes the first of a row, and rows are joined."""
     for axis, gap in enumerate(gaps):
         length = operand.shape[axis]
@@ -574,13 +584,13 @@ _PATCHES = Patches(
             )
         ),
         _Lowering(lax.fft_p, _transform_fourier),
-        _Lowering(lax.pad_p, _pad),
+        _Lowering(lax.pad_p, _pad, lambda params: any(gap for *_, gap in params["padding_config"])),
         *(
             _Lowering(each, functools.partial(_reduce_window, each))
             for each in (lax.reduce_window_sum_p, lax.reduce_window_max_p, lax.reduce_window_min_p)
         ),
         _Lowering(lax.dynamic_slice_p, _slice),
-        _Lowering(lax.slice_p, _slice_statically),
+        _Lowering(lax.slice_p, _slice_statically, lambda params: params["strides"] is not None),
         _Lowering(lax.dynamic_update_slice_p, _update),
         far_products.PATCH,
     ]
