@@ -144,7 +144,8 @@ def test_an_argument_gets_the_layout_of_its_rule(layout_map, to_array, axis_type
     for n in range(3):
         before, (loss, cache) = cache, step(params, cache, x)
         assert {"(batch, unsharded, model)"} == layouts(cache)
-        assert n == 0 or before[0]["k"].is_deleted()
+        # From 0.11 on, JAX keeps an array that was fetched, as the first result is below.
+        assert n < 2 or before[0]["k"].is_deleted()
         if n == 0:
             jax.tree.map(np.testing.assert_allclose, jax.device_get((loss, cache)), jax.device_get(expected))
     assert len(traced) == 1, "it is compiled once"

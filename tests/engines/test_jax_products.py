@@ -35,7 +35,7 @@ MESHES = ((2, 4), (4, 2), (2, 2, 2))
 
 
 def mesh_of(sizes):
-    return Mesh(np.array(jax.devices()).reshape(sizes), ("x", "y", "z")[: len(sizes)])
+    return Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), ("x", "y", "z")[: len(sizes)])
 
 
 def correct():
@@ -201,6 +201,15 @@ def test_slices_that_begin_outside(seed):
     """Slices and updates are moved inside of the array, as on one device, and not in each shard."""
     correct()
     _, *case = drawn_slice(seed)
+
+    assert is_right(*case)
+
+
+@pytest.mark.parametrize("seed", few(range(8), 0))
+def test_windows_padding_strides_and_sorts(seed):
+    """They are those of one device where shards are uneven, or begin between padded elements."""
+    correct()
+    _, *case = drawn_window(seed)
 
     assert is_right(*case)
 
@@ -497,6 +506,26 @@ def drawn_slice(seed):
     return f"{how} {sizes} at {starts} of {shape} in {specs}", function, operands, mesh, [P()] * 3, None, one
 
 
+def drawn_window(seed):
+    """The same, of padding, windows, strides, and sorts along an axis in shards of any size, or its gradient."""
+    rng = random.Random(seed)
+    mesh = mesh_of(rng.choice([(2,), (3,), (4,), (2, 4)]))
+    length, window = rng.choice([2, 3, 4, 5, 7, 8, 12]), rng.choice([2, 3, 4, 8])
+    low, high, gap = rng.choice([0, 1, 2, 7]), rng.choice([0, 1, 3, 7]), rng.choice([0, 1, 2])
+    low, gap = (-1, gap + 1) if rng.random() < 0.2 else (low, gap)
+    how = rng.choice(["pad", "sum", "sum", "max", "stride", "sort"])
+    options = {"window": window, "stride": rng.choice([1, 2, 3]), "padding": (low, high, gap)}
+    is_gradient = rng.random() < 0.4
+    specs = [P("x") if rng.random() < 0.7 else None for _ in range(2)]
+    pair = (
+        functools.partial(windowed, how, options, is_gradient, each, mesh) for each in ([None] * 2, specs)
+    )
+    one, function = pair
+    operands = [np.random.default_rng(seed).permutation(length).astype("float32")]
+    name = f"{'gradient of ' * is_gradient}{how} of {length}, {options}, in {specs}"
+    return name, function, operands, mesh, [P()], None, one
+
+
 def drawn_calls(seed):
     """The same, of two calls of one function, each in layouts of its own."""
     name, function, operands, mesh, specs, result_spec = drawn_gather(seed)
@@ -556,6 +585,33 @@ def sliced(how, sizes, specs, mesh, operand, updates, starts):
     return constrain(jax.lax.dynamic_update_slice(operand, updates, starts), specs[2])
 
 
+def windowed(how, options, is_gradient, specs, mesh, operand):
+    """An operator along the axis of a vector in layouts, or its gradient."""
+    if is_gradient:
+        inner = functools.partial(windowed, how, options, False, specs, mesh)
+        return jax.grad(lambda x: (inner(x) ** 2).sum())(operand)
+
+    def constrain(value, spec):
+        return value if spec is None else jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
+
+    x = constrain(operand + 1, specs[0])
+    low, high, gap = options["padding"]
+    window, stride = (options["window"],), (options["stride"],)
+    if how == "pad":
+        result = jax.lax.pad(x, np.float32(9), [(low, high, gap)])
+    elif how == "stride":
+        result = jax.lax.slice(x, (max(low, 0) % x.size,), x.shape, stride)
+    elif how == "sort":
+        result = jax.numpy.sort(x)
+    else:
+        start, reduce = (-np.inf, jax.lax.max) if how == "max" else (0.0, jax.lax.add)
+        dilation = (gap + 1,) if how == "sum" else (1,)
+        padding = [(max(low, window[0] - 1), high)]
+        result = jax.lax.reduce_window(x, start, reduce, window, stride, padding, dilation)
+        result = jax.numpy.maximum(result, -1)
+    return constrain(result, specs[1])
+
+
 def added(updates, indices, rows):
     """The gradient of a table whose rows were read."""
     table = jax.numpy.zeros((rows, *updates.shape[indices.ndim :]), updates.dtype)
@@ -603,6 +659,7 @@ KINDS = {
     "scatters": drawn_scatter,
     "updates": drawn_update,
     "slices": drawn_slice,
+    "windows": drawn_window,
     "calls": drawn_calls,
 }
 

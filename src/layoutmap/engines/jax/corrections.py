@@ -11,6 +11,10 @@ is right in every layout. docs/xla-faults.md has the faults, each as a program o
     the gradients of pooling                                         the axes that windows go over are gathered
     a sum of rows at indices, as the gradient of a gather, in uneven shards: XLA adds what pads them, too
                                                                      nothing is put there
+    a scatter at unsigned indices, as the gradient of a sort, in uneven shards     they are signed
+    padding between elements, and a dilation of windows              the gaps are an axis of their own
+    windows that move over an axis in uneven shards                  the axis is gathered
+    a slice with a stride that reads one element                     it has no stride
     a product that adds up over three axes or more                   it adds up over one that is made of them
     a Fourier transform along an axis with too few elements in a shard     the axis is gathered
     a slice that begins outside of a sharded axis, or an update that does: XLA moves it inside in each shard
@@ -28,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -94,10 +98,13 @@ class _Lowering:
     Args:
         primitive: The primitive.
         form: Computes the same result with JAX operators. Inside it, JAX's own rule lowers the primitive.
+        is_wrong: Whether XLA may be wrong for these parameters.
     """
 
-    def __init__(self, primitive: Primitive, form: Form):
-        self._primitive, self._form = primitive, form
+    def __init__(
+        self, primitive: Primitive, form: Form, is_wrong: Callable[[Mapping[str, Any]], bool] = lambda _: True
+    ):
+        self._primitive, self._form, self._is_wrong = primitive, form, is_wrong
         # Table, primitive, and JAX's own rule, recorded before the replacement.
         self._found: list[tuple[dict[Primitive, Any], object, object]] = []
 
@@ -107,7 +114,7 @@ class _Lowering:
             entry = table.get(self._primitive)
             if entry is not None and all(entry is not ours for _, _, ours in self._found):
                 ours = dataclasses.replace(
-                    entry, rule=functools.partial(_lower_corrected, self._form, entry.rule)
+                    entry, rule=functools.partial(_lower_corrected, self._form, self._is_wrong, entry.rule)
                 )
                 self._found.append((table, entry, ours))
                 table[self._primitive] = ours
@@ -119,9 +126,16 @@ class _Lowering:
             self._found.remove(found)
 
 
-def _lower_corrected(form: Form, plain: Form, context: Any, *operands: object, **params: object) -> object:
+def _lower_corrected(
+    form: Form,
+    is_wrong: Callable[[Mapping[str, Any]], bool],
+    plain: Form,
+    context: Any,
+    *operands: object,
+    **params: object,
+) -> object:
     axes = context.module_context.axis_context
-    if _is_lowering_form.get() or not _is_partitioned(axes):
+    if _is_lowering_form.get() or not _is_partitioned(axes) or not is_wrong(params):
         return plain(context, *operands, **params)
     token = _is_lowering_form.set(True)
     _num_devices.set(None if _without_devices.get() else _count_devices(axes))
@@ -236,6 +250,47 @@ def _find_window_axes(*, window_dimensions: Sequence[int], **_: object) -> set[i
     return {axis for axis, size in enumerate(window_dimensions) if size > 1}
 
 
+def _reduce_window(primitive: Primitive, operand: jax.Array, **params: Any) -> jax.Array:
+    """Reduce windows, with the axes gathered that windows move over in shards that may be uneven.
+
+    A dilation is a separate operation, as for padding. Only sums have one on an axis that a gradient shards.
+    """
+    dilation = params["base_dilation"]
+    if primitive is lax.reduce_window_sum_p and max(dilation, default=1) > 1:
+        operand = _insert_gaps(operand, jnp.zeros((), operand.dtype), [step - 1 for step in dilation])
+        params["base_dilation"] = (1,) * operand.ndim
+    shape = jax.eval_shape(functools.partial(primitive.bind, **params), operand).shape
+    moved = [params[name] for name in ("window_dimensions", "window_strides", "base_dilation", "padding")]
+    axes = {
+        axis
+        for axis, (size, stride, step, padding) in enumerate(zip(*moved, strict=True))
+        if (size, stride, step, *padding) != (1, 1, 1, 0, 0)
+        and not (_is_even(operand.shape[axis]) and _is_even(shape[axis]))
+    }
+    return _gather_axes(primitive.bind(_gather_axes(operand, axes), **params), axes)
+
+
+def _pad(operand: jax.Array, value: jax.Array, *, padding_config: Sequence[Sequence[int]]) -> jax.Array:
+    """Pad an operand, with the padding between its elements as a separate operation, which XLA shards wrongly."""
+    operand = _insert_gaps(operand, value, [interior for _, _, interior in padding_config])
+    return lax.pad_p.bind(
+        operand, value, padding_config=tuple((low, high, 0) for low, high, _ in padding_config)
+    )
+
+
+def _insert_gaps(operand: jax.Array, value: jax.Array, gaps: Sequence[int]) -> jax.Array:
+    """Put values between the elements of an operand: each element becomes the first of a row, and rows are joined."""
+    for axis, gap in enumerate(gaps):
+        length = operand.shape[axis]
+        if gap and length > 1:
+            rows = jnp.expand_dims(operand, axis + 1)
+            config = tuple((0, gap * (each == axis + 1), 0) for each in range(rows.ndim))
+            rows = lax.pad_p.bind(rows, value, padding_config=config)
+            joined = rows.reshape(*operand.shape[:axis], length * (gap + 1), *operand.shape[axis + 1 :])
+            operand = lax.slice_in_dim(joined, 0, length * (gap + 1) - gap, axis=axis)
+    return operand
+
+
 # -- scatters
 
 
@@ -246,6 +301,7 @@ def _scatter(
     numbers = params["dimension_numbers"]
     written = _find_written_axes(operand, updates, numbers)
     operand = _gather_axes(operand, written)
+    indices = _make_signed(indices)
     if primitive is lax.scatter_p:
         return _gather_axes(primitive.bind(operand, indices, updates, **params), written)
     rows = [axis for axis in range(updates.ndim) if axis not in numbers.update_window_dims]
@@ -261,6 +317,15 @@ def _scatter(
     indices = _gather_axes(indices, {rows.index(axis) for axis in uneven - masked})
     result = primitive.bind(operand, indices, _gather_axes(updates, uneven - masked), **params)
     return _gather_axes(result, written)
+
+
+def _make_signed(indices: jax.Array) -> jax.Array:
+    """Return indices of a signed type. XLA ends the process for unsigned ones where it pads shards, as a sort has."""
+    if not jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
+        return indices
+    signed = np.int64 if indices.dtype.itemsize == 8 else np.int32
+    largest = indices.dtype.type(min(jnp.iinfo(indices.dtype).max, jnp.iinfo(signed).max))
+    return lax.min(indices, largest).astype(signed)
 
 
 def _find_written_axes(
@@ -280,6 +345,20 @@ def _slice(operand: jax.Array, *starts: jax.Array, slice_sizes: Sequence[int]) -
     """Slice from indices inside of the operand. XLA gets slices of one element right."""
     starts = _clamp_starts(starts, operand.shape, [size if size > 1 else 0 for size in slice_sizes])
     return lax.dynamic_slice_p.bind(operand, *starts, slice_sizes=slice_sizes)
+
+
+def _slice_statically(
+    operand: jax.Array, *, start_indices: _Axes, limit_indices: _Axes, strides: _Axes | None
+) -> jax.Array:
+    """Slice without a stride where the result has one element, because XLA reads another element in shards."""
+    strides = list(strides or (1,) * operand.ndim)
+    limits = list(limit_indices)
+    for axis, start in enumerate(start_indices):
+        if 0 < limits[axis] - start <= strides[axis]:
+            limits[axis], strides[axis] = start + 1, 1
+    return lax.slice_p.bind(
+        operand, start_indices=start_indices, limit_indices=tuple(limits), strides=tuple(strides)
+    )
 
 
 def _update(operand: jax.Array, update: jax.Array, *starts: jax.Array) -> jax.Array:
@@ -505,7 +584,13 @@ _PATCHES = Patches(
             )
         ),
         _Lowering(lax.fft_p, _transform_fourier),
+        _Lowering(lax.pad_p, _pad, lambda params: any(gap for *_, gap in params["padding_config"])),
+        *(
+            _Lowering(each, functools.partial(_reduce_window, each))
+            for each in (lax.reduce_window_sum_p, lax.reduce_window_max_p, lax.reduce_window_min_p)
+        ),
         _Lowering(lax.dynamic_slice_p, _slice),
+        _Lowering(lax.slice_p, _slice_statically, lambda params: params["strides"] is not None),
         _Lowering(lax.dynamic_update_slice_p, _update),
         far_products.PATCH,
     ]
