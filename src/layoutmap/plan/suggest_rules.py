@@ -154,12 +154,19 @@ def _write_rules(plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> Rule
 
 def _find_pattern_parts(members: Group, group: Group, owners: Mapping[str, str]) -> tuple[str, ...]:
     """Return the parts of a pattern for some variables of a group that matches no variable outside of the group."""
-    paths, of_group = [a.variable.path for a in members], {a.variable.path for a in group}
-    unwanted = [path for path, owner in owners.items() if owner not in of_group]
-    for regex in (make_path_regex([a.variable.path for a in group]), match_numbers(paths)):
+    unwanted = [path for path, owner in owners.items() if owner not in {a.variable.path for a in group}]
+    paths = _list_like_paths(members)
+    for regex in (make_path_regex(_list_like_paths(group)), match_numbers(paths)):
         if not any(re.match(regex, path) for path in unwanted):
             return ("", *regex[:-1].split(r"\."))
     return ("", f"({'|'.join(map(re.escape, paths))})")
+
+
+def _list_like_paths(members: Group) -> list[str]:
+    """Return the paths of a group, and those of its tied weights that differ from these only in numbers."""
+    # A pattern for other weights of the group may match such a path.
+    paths = [path for a in members for path in (a.variable.path, *a.variable.aliases)]
+    return [path for path in paths if split_at_numbers(path) == split_at_numbers(paths[0])]
 
 
 class _Reasons:
