@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from decoders import MESHES, make_dense, make_weight, models
 from hypothesis import given
@@ -78,6 +80,16 @@ def test_an_odd_block_has_rules_of_its_own():
         (rule.number, rule.pattern) for rule in odd
     ]
     assert () == (*plan.problems, *plan.lint())
+
+
+def test_an_odd_tied_weight_has_its_rule_under_all_paths():
+    """The rule of the others matches a path of the tied weight, so that weight's own rule matches it first."""
+    tied = replace(make_weight("net.l2.weight", (30, 16)), aliases=("net.l5.weight",))
+    variables = [tied, *(make_weight(f"net.l{n}.weight", (16, 16)) for n in (3, 4, 6))]
+    rules = suggest(variables)
+
+    assert [r"net\.l(2|5)\.weight$", r"net\.l\d+\.weight$"] == [rule.pattern for rule in rules.rules]
+    assert () == make_plan(variables, rules).problems
 
 
 @pytest.mark.parametrize(

@@ -163,9 +163,16 @@ def _write_rules(plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> Rule
 
 def _find_pattern_parts(members: Group, group: Group, owners: Mapping[str, str]) -> tuple[str, ...]:
     """Find a pattern that matches some variables of a group and no variable outside the group."""
-    paths, of_group = [a.variable.path for a in members], {a.variable.path for a in group}
+    of_group = {a.variable.path for a in group}
     unwanted = [path for path, owner in owners.items() if owner not in of_group]
-    return find_full_pattern_parts(paths, [a.variable.path for a in group], unwanted)
+    return find_full_pattern_parts(_list_like_paths(members), _list_like_paths(group), unwanted)
+
+
+def _list_like_paths(members: Group) -> list[str]:
+    """Return the paths of a group, and those of its tied weights that differ from these only in numbers."""
+    # A pattern for other weights of the group may match such a path.
+    paths = [path for a in members for path in (a.variable.path, *a.variable.aliases)]
+    return [path for path in paths if split_at_numbers(path) == split_at_numbers(paths[0])]
 
 
 class _Reasons:
