@@ -143,9 +143,22 @@ def causes_of_the_loss():
     return sorted(causes)
 
 
+def count_model_sums():
+    """Return the number of sums over `model` by phase and cause, where up is a column and down a row."""
+    step = lm.plan(
+        Stack, layout_map("model"), inputs=Shape(), on="h100", loss=loss_of, library="torch"
+    ).cost.step
+    counts = Counter()
+    for each in step.collectives:
+        if each.dims == ("model",):
+            counts[f"{each.kind} {each.phase} {each.cause}"] += each.calls
+    return counts
+
+
 def main(names):
     counts = {name: counted(name) for name in names}
     more = {"attention": assumed_of_attention(), "advised": advised(), "of the loss": causes_of_the_loss()}
+    more["sums"] = count_model_sums()
     left = dist.is_initialized()
     print(
         json.dumps({"counted": counts, "taken": {name: taken(name) for name in names}, "left": left} | more)

@@ -415,6 +415,15 @@ def test_a_scale_with_a_rule_that_contradicts_its_kernel_is_reported():
     assert [("contradicts its kernel", "up.scale")] == derived(("data",))
 
 
+def test_errors_of_the_plan_are_counted():
+    """Weights with errors are not judged, so that "nothing found" alone would be wrong."""
+    findings = plan_of(GOOD, mesh="data=2,model=3").lint()
+    assert (
+        [],
+        "nothing found beside 21 errors of the plan; batches are assumed to be sharded over data",
+    ) == ([*findings], findings.line)
+
+
 def test_repeated_blocks_are_reported_once():
     """In the text, with the numbers of all of them, and the line below counts what is reported."""
     text = str(plan_of(but({r".*up\.bias": ("data",)})).lint())

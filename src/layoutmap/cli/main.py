@@ -340,7 +340,7 @@ def _run_explain(options: Any) -> int:
 def _run_lint(options: Any) -> int:
     findings = make_single_plan(options.model, options).lint(options.batch_dim)
     print_text(translate_to_yaml(str(findings)), sys.stdout, get_width(sys.stdout, options.wide))
-    return PROBLEMS if findings else SUCCESS
+    return PROBLEMS if findings or findings.num_errors else SUCCESS
 
 
 def _run_diff(options: Any) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 _RULE = re.compile(
-    r"""layout_map(\.activations)?\[r?(["'])(.+?)\2\](?: = \(([^()]*)\))?"""
+    r"""layout_map(\.activations)?\[r?(["'])(.+?)\2\](?: = \(((?:[^()]|\([^()]*\))*)\))?"""
 )  # groups: owner, quote, pattern, specs
+_CHANGE = re.compile(r"""(change rule \d+ to )\(((?:[^()]|\([^()]*\))*)\)""")
 _OPTION = re.compile(r"""(?:layout_map\.)?\b(rest|uneven) ?= ?"(\w+)\"""")
 _POLICIES = re.compile(r"""\buneven=\("(\w+)", "(\w+)"\)""")
 _RAW = re.compile(r"""\br"([^"]+)\"""")
@@ -18,9 +19,12 @@ def translate_to_yaml(text: str) -> str:
     Example:
         >>> print(translate_to_yaml(r'add a rule: layout_map[r"up\\.kernel$"] = (None, "model")'))
         add a rule: 'up\\.kernel$': [null, model]
+        >>> print(translate_to_yaml("change rule 3 to ('model', None)"))
+        change rule 3 to [model, null]
         >>> print(translate_to_yaml('say layout_map.rest = "replicated"'))
         say rest: replicated
     """
+    text = _CHANGE.sub(lambda found: f"{found[1]}{_format_specs(found[2])}", text)
     text = _OPTION.sub(r"\1: \2", _POLICIES.sub(r"uneven: [\1, \2]", _RULE.sub(_format_rule, text)))
     return _RAW.sub(r"'\1'", text)
 
@@ -29,6 +33,12 @@ def _format_rule(found: re.Match[str]) -> str:
     activations, _, pattern, specs = found.groups()
     line = f"'{pattern}'"
     if specs is not None:
-        named = (each.strip().strip("\"'") for each in specs.rstrip(", ").split(","))
-        line += f": [{', '.join('null' if each in ('None', '') else each for each in named)}]"
+        line += f": {_format_specs(specs)}"
     return f"activations: {{{line}}}" if activations else line
+
+
+def _format_specs(specs: str) -> str:
+    """Return the specs of a layout, given as the items of a Python tuple, as a list of YAML."""
+    text = re.sub(r"\bNone\b", "null", specs.rstrip(", ").replace("(", "[").replace(")", "]"))
+    unquoted = text.replace("'", "").replace('"', "")
+    return f"[{unquoted}]"

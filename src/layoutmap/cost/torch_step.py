@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -150,6 +151,23 @@ def _make_fake_dtensor(assignment: Assignment) -> object:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Origin of a tensor's values.
+
+    Args:
+        path: Path of the weight that it copies; empty: it was computed.
+        layer: The layer that computed it. A partial sum is reduced later, in another layer.
+        number: Number of the computation; 0: none.
+        causes: Causes of the collectives that it went through, which are renamed if it turns out to be a gradient.
+    """
+
+    path: str = ""
+    layer: str = ""
+    number: int = 0
+    causes: tuple[list[str], ...] = ()
+
+
 def _count_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -165,7 +183,8 @@ class _OperationCounter(TorchDispatchMode):
         self.flops: dict[str, int] = {}
         self.traffic = self.kept = self.peak = self._held = 0
         self._calls: list[tuple[CollectiveKind, tuple[str, ...], int, list[str], Phase]] = []
-        self._storages: dict[Any, tuple[int, list[str] | None]] = {}
+        self._storages: dict[Any, tuple[int, _Source]] = {}
+        self._num_computed = 0
         self._named: dict[Any, str] = {}
         self._phase: Phase = "forward"
         self.layers: list[str] = []
@@ -197,8 +216,8 @@ class _OperationCounter(TorchDispatchMode):
 
     def name_gradient(self, gradient: torch.Tensor, path: str) -> None:
         """Record the weight of a gradient as the cause of its collectives."""
-        _, cause = self._storages.get(get_storage_key(get_local(gradient)), (0, None))
-        if cause is not None:
+        _, source = self._storages.get(get_storage_key(get_local(gradient)), (0, _Source()))
+        for cause in source.causes:
             cause[0] = path
 
     def list_collectives(self) -> Iterator[Collective]:
@@ -219,10 +238,11 @@ class _OperationCounter(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         name = func.overloadpacket.__name__
-        cause = self._find_cause(inputs, name)
+        is_copy = name in _COPIES or name in _KINDS
+        source = self._find_source(inputs, name, args) if is_copy else None
         self.fuses |= name.startswith("_scaled_dot_product") and "math" not in name
         if func.namespace in _COMMUNICATING and name not in _SILENT:
-            cause = self._add_collective(name, args, kwargs, inputs, cause)
+            source = self._add_collective(name, args, kwargs, inputs, source or _Source())
             outputs = outputs or inputs[:1]
         elif func.namespace == "aten" and not can_return_view(func):  # views move no bytes
             self.traffic += sum(map(_count_bytes, (*inputs, *outputs)))
@@ -230,36 +250,50 @@ class _OperationCounter(TorchDispatchMode):
                 dtype = format_dtype(inputs[0].dtype)
                 number = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
                 self.flops[dtype] = self.flops.get(dtype, 0) + int(number)
+        if source is None:
+            self._num_computed += 1
+        computed = _Source("", self._current_layer, self._num_computed)
         for output in outputs:
-            self._track_memory(output, cause)
+            self._track_memory(output, source, computed)
         return result
 
-    def _find_cause(self, inputs: Sequence[torch.Tensor], name: str) -> list[str] | None:
-        """Return the cause of the input that a result copies, or None for other results."""
-        if name not in _COPIES and name not in _KINDS:
-            return None
+    @property
+    def _current_layer(self) -> str:
+        """The layer that computes. Code without a layer and the loss belong to the last one."""
+        return (self.layers[-1] if self.layers else "") or self.last_layer
+
+    def _find_source(self, inputs: Sequence[torch.Tensor], name: str, args: Args) -> _Source:
+        """Return the source of a result that copies its inputs, or adds them."""
+        # DTensor divides a replicated tensor by the size of a mesh dim to add it to partial sums.
+        if name == "div" and len(args) > 1 and args[1] in self.policy.mesh.shape:
+            return _Source()
+        found: list[_Source] = []
         for each in inputs:
             key = get_storage_key(each)
             if self._named.get(key):
-                return [self._named[key]]
-            if key in self._storages and self._storages[key][1] is not None:
-                return self._storages[key][1]
-        return None
+                found.append(_Source(self._named[key]))
+            elif key in self._storages:
+                found.append(self._storages[key][1])
+        first = next((each for each in found if each.path or each.causes), _Source())
+        last = max(found, key=lambda each: each.number, default=first)
+        # Gradients are joined to be reduced together.
+        return replace(last, path=first.path, causes=() if name == "cat" else first.causes)
 
     def _add_collective(
-        self, name: str, args: Args, kwargs: Kwargs, inputs: Sequence[torch.Tensor], cause: Any
-    ) -> list[str]:
+        self, name: str, args: Args, kwargs: Kwargs, inputs: Sequence[torch.Tensor], source: _Source
+    ) -> _Source:
         kind = _KINDS.get(name)
         dims, size = self._find_dims([*args, *kwargs.values()])
         if kind is None or not dims:
-            return [""]
-        # Attribute code without a layer and the loss to the last layer.
-        cause = [cause[0] if cause else (self.layers and self.layers[-1]) or self.last_layer]
+            return _Source()
+        # The layer that computed partial sums causes their reduction, and the one that reads a tensor its gathering.
+        layer = source.layer if "reduce" in kind else ""
+        cause = [source.path or layer or self._current_layer]
         num_bytes = max(map(_count_bytes, inputs))
         if name == "all_gather_into_tensor":
             num_bytes *= size
         self._calls.append((kind, dims, num_bytes, cause, self._phase))
-        return cause
+        return replace(source, causes=(*source.causes, cause))
 
     def _find_dims(self, args: Args) -> tuple[tuple[str, ...], int]:
         """Return the mesh dims of a collective, and the number of its devices."""
@@ -275,18 +309,18 @@ class _OperationCounter(TorchDispatchMode):
                 break  # a mesh of one device
         return (), 1
 
-    def _track_memory(self, tensor: torch.Tensor, cause: list[str] | None) -> None:
-        """Count a tensor's memory until it is freed."""
+    def _track_memory(self, tensor: torch.Tensor, source: _Source | None, computed: _Source) -> None:
+        """Count a tensor's memory until it is freed, and store its source, which is `computed` if it is no copy."""
         key = get_storage_key(tensor)
         if key in self._named:
             return
         if key in self._storages:
-            if cause is not None:
-                self._storages[key] = (self._storages[key][0], cause)
+            if source is not None:
+                self._storages[key] = (self._storages[key][0], source)
             return
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
-        self._storages[key] = num_bytes, cause
+        self._storages[key] = num_bytes, source or computed
         self._held += num_bytes
         self.peak = max(self.peak, self._held - self.kept)
         # Finalize the storage, because views keep it alive.

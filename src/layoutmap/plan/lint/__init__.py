@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from layoutmap.core.errors import PlanError
+from layoutmap.core.errors import PlanError, format_count
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.specs import BatchDim, format_batch_dim, spec_from_dims
@@ -53,11 +53,13 @@ class Findings:
         batch_dim: The mesh dim that was taken for the one that the batch is sharded over; `None`: there is none or it
             is not known, so nothing was judged by it.
         is_known: Whether that was said or read off a model, and not assumed by rules for activations or by its name.
+        num_errors: Number of the plan's errors. Variables that do not fit their layouts are not judged.
     """
 
     problems: tuple[Problem, ...]
     batch_dim: BatchDim | None
     is_known: bool = False
+    num_errors: int = 0
 
     def __iter__(self) -> Iterator[Problem]:
         return iter(self.problems)
@@ -81,6 +83,8 @@ class Findings:
         """The number of findings, and the mesh dims over which batches are sharded, as one line."""
         count = len(group_problems(self.problems))
         found = f"{count} finding{'' if count == 1 else 's'}" if count else "nothing found"
+        if self.num_errors:
+            found += f" beside {format_count(self.num_errors, 'error')} of the plan"
         if self.batch_dim:
             how = "are sharded" if self.is_known else "are assumed to be sharded"
             return f"{found}; batches {how} over {escape_text(format_batch_dim(self.batch_dim))}"
@@ -103,7 +107,7 @@ def lint_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> Findings:
     found = [*write_changes(findings, plan)]
     if plan.cost is not None:
         found += load_cost_package().lint(linted)
-    return Findings(tuple(found), linted.batch_dim, is_known)
+    return Findings(tuple(found), linted.batch_dim, is_known, len(plan.errors))
 
 
 def sort_weights(plan: PlanTable, batch_dim: BatchDim | None = None) -> tuple[Linted, bool]:

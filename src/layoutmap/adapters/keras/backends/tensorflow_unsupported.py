@@ -57,7 +57,7 @@ def find_unsupported(layer: Any, path: str, weights: list[str]) -> Iterator[Unsu
             why="DTensor has no loops, so each time step is compiled separately, which takes long for "
             "long series",
             fix="no action is needed; to compile faster, use shorter series, or another backend",
-            severity="warning" if (steps or 0) > _MANY_STEPS else "note",
+            severity="warning" if (steps or 0) > _SLOW_NUM_STEPS else "note",
         )
     is_int8 = isinstance(layer, (L.Dense, L.EinsumDense)) and layer.quantization_mode == "int8"
     if is_int8 and getattr(layer, "inputs_quantizer", None) is not None:
