@@ -32,10 +32,11 @@ START, END = "<!-- newest: made by tools/newest.py -->", "<!-- /newest -->"
 TRIED = {
     "torch": (
         "torch",
-        ("keras", "safetensors"),
+        ("keras", "safetensors", "transformers"),
         (
             *("engines/torch", "engines/test_torch.py", "adapters/test_torch_contract.py"),
             *("adapters/test_torch_numbers.py", "adapters/test_keras_contract_torch.py"),
+            *("adapters/test_torch_tools.py", "adapters/test_torch_own_rows.py"),
         ),
     ),
     "jax": (

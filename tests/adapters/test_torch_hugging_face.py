@@ -332,7 +332,13 @@ def test_any_trainer_in_several_processes(tmp_path, size):
         (tmp_path / str(each)).mkdir()
         if each == 1:
             assert_well(in_processes(1, ("trained", tmp_path / "1", "", "resumed")), "trained")
-        work = ("trained", tmp_path / str(each), resume, *TRAINED_LONG, *OWN_ROWS)
+        work = (
+            "trained",
+            tmp_path / str(each),
+            resume,
+            *OWN_ROWS,
+            *TRAINED_LONG,
+        )  # either mode after the other
         assert_well(in_processes(each, work), "trained")
     assert_trained_as_one_process(tmp_path, size, (*TRAINED_LONG, *OWN_ROWS))
 

@@ -29,7 +29,7 @@ def listed(num_processes):
         name.strip(" `"): during.partition(",")[0].strip()
         for name, during in rows
         if (num_processes == 1 or "one process" not in during)
-        and not (is_before("torch", "2.14") and "from torch 2.14 on" in during)
+        and ("before torch 2.14" if not is_before("torch", "2.14") else "from torch 2.14 on") not in during
     }
 
 

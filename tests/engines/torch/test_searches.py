@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.dtensor import relayout
 from layoutmap.engines.tested import is_before
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops import dispatch
@@ -149,3 +150,19 @@ def test_sizes_that_are_read_off_are_those_of_torch(kind, monkeypatch):
         ]
         assert of_rank == [[*piece.size()], [*piece.stride()], [piece.storage_offset()]]
     assert bool(entered) == (kind != "nothing")
+
+
+@pytest.mark.parametrize("specs", [("batch", "model"), ("model", "batch"), (None, ("batch", "model"))])
+def test_shards_become_partial_sums_from_torch_2_14_on(specs):
+    """A program that asks for partial sums reads and computes their sum; an older torch refuses to make them."""
+    values = torch.arange(64.0).view(8, 8)
+    tensor = relayout(values, Layout(specs, Mesh(None, "batch=2,model=4")))
+    for dims in ({0}, {1}, {0, 1}):
+        placements = [Partial() if dim in dims else each for dim, each in enumerate(tensor.placements)]
+        if is_before("torch", "2.14"):
+            with pytest.raises(RuntimeError, match="for internal use only"):
+                tensor.redistribute(placements=placements)
+            continue
+        made = tensor.redistribute(placements=placements)
+        for found in (made.full_tensor(), (made * 2).full_tensor() / 2, (made @ torch.eye(8)).full_tensor()):
+            assert torch.equal(values, found)

@@ -18,12 +18,14 @@ import torch.utils.checkpoint as torch_checkpoint
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.engines.patches import Attribute, Patches, set_temporarily
-from layoutmap.engines.tested import check_names
+from layoutmap.engines.tested import check_names, is_before
 from layoutmap.engines.torch.backward import get_backward_pass
 from layoutmap.engines.torch.dtensor_ops import SummingUp
 from layoutmap.engines.torch.operators import Function
 
-check_names("torch", (torch_checkpoint, "_checkpoint_without_reentrant_generator CheckpointFunction"))
+# From torch 2.14 on, `checkpoint` calls another function, and the one of this name only for programs that use it.
+_GENERATOR = "_checkpoint_without_reentrant_generator" + ("" if is_before("torch", "2.14") else "_impl")
+check_names("torch", (torch_checkpoint, f"{_GENERATOR} CheckpointFunction"))
 
 
 class _ThreadState(threading.local):
@@ -131,7 +133,7 @@ def _wrap_reentrant(own: Function) -> object:
 
 _CHECKPOINTS = Patches(
     [
-        Attribute(torch_checkpoint, "_checkpoint_without_reentrant_generator", _wrap_generator),
+        Attribute(torch_checkpoint, _GENERATOR, _wrap_generator),
         Attribute(torch_checkpoint, "CheckpointFunction", _wrap_reentrant),
     ]
 )

@@ -143,7 +143,7 @@ class _ProcessesAsOne:
     """Patch that makes accelerate count the processes of a sharded model as one.
 
     Attributes:
-        rows: The scope of a model to which each process passes its own rows.
+        rows: The scope of the model that was prepared last, if each process passes its own rows to it.
     """
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ def _count_as_one(*values: object) -> None:
     contexts = [each for each in map(_find_context, values) if each is not None]
     if contexts:
         change(_AS_ONE)
-        _AS_ONE.rows = next(filter(has_own_rows, contexts), _AS_ONE.rows)
+        _AS_ONE.rows = next(filter(has_own_rows, contexts), None)
 
 
 def patch_trainer() -> Iterator[Attribute]:
