@@ -338,7 +338,7 @@ def num_collectives(model, x, y, folder):
     "specs", [("batch", None), (None, "model")], ids=["a kernel in parts", "logits in parts"]
 )
 def test_a_step_gathers_what_a_layer_needs_once(specs, tmp_path):
-    """One collective sums the loss and a gradient, and there is one beside it: an update by slots and decay has none."""
+    """One collective sums the loss and a gradient, one is beside it, and an update by slots and decay has none."""
 
     def make_model():
         model = keras.Sequential([keras.Input((16,)), L.Dense(8, use_bias=False, name="d1")])

@@ -29,7 +29,7 @@ _current = threading.local()
 
 
 class WriteOrderError(Exception):
-    """Raised while a step is traced whose writes cannot wait for its end."""
+    """Raised in the trace of a step with a write that cannot wait for its end."""
 
     ag_pass_through = True
 
@@ -39,12 +39,12 @@ class _Writes:
 
     def __init__(self) -> None:
         self.graph = tf.compat.v1.get_default_graph()
-        self.values: dict[int, tuple[Any, tf.Tensor]] = {}
+        self.values: dict[int, tuple[Callable[[tf.Tensor], object], tf.Tensor]] = {}
 
     def write_all(self) -> None:
         """Write the variables, and raise if another operation of the step could read or write one of them."""
-        for variable, value in self.values.values():
-            variable.write_now(value)
+        for write, value in self.values.values():
+            write(value)
         written = 0
         for operation in self.graph.get_operations():
             is_variable = any(each.dtype == tf.resource for each in operation.inputs)
@@ -55,26 +55,29 @@ class _Writes:
             raise WriteOrderError("a variable is written without DVariable.assign")
 
 
-def postpone_write(variable: Any, compute: Callable[[], Any]) -> bool:
+def collect_write(
+    variable: tf.Variable, compute: Callable[[], tf.Tensor], write: Callable[[tf.Tensor], object]
+) -> bool:
     """Collect the value of a variable that the step being traced writes, and return whether it is collected.
 
     Args:
-        variable: Variable with a method `write_now`.
+        variable: The variable.
         compute: Function that returns the value.
+        write: Function that writes the value at the end of the step.
     """
     writes: _Writes | None = getattr(_current, "writes", None)
     if writes is None or tf.executing_eagerly():
         return False
     if tf.compat.v1.get_default_graph() is not writes.graph:
         raise WriteOrderError(variable.name)
-    writes.values[id(variable)] = variable, compute()
+    writes.values[id(variable)] = write, compute()
     return True
 
 
-def read_postponed(variable: Any) -> tf.Tensor | None:
+def read_collected(variable: tf.Variable) -> tf.Tensor | None:
     """Return the value of a variable that is collected, or None."""
     writes: _Writes | None = getattr(_current, "writes", None)
-    found = writes.values.get(id(variable)) if writes is not None and not tf.executing_eagerly() else None
+    found = writes.values.get(id(variable)) if writes and not tf.executing_eagerly() else None
     if found is None:
         return None
     if not record.could_possibly_record():
@@ -87,7 +90,7 @@ def read_postponed(variable: Any) -> tf.Tensor | None:
 class CombinedFunction:
     """`tf.function` of a step that writes its variables at its end, or of the plain step where that could differ."""
 
-    def __init__(self, step: Callable[..., Any], **options: Any):
+    def __init__(self, step: Callable[..., object], **options: Any):
         @functools.wraps(step)
         def write_at_end(*args: object) -> object:
             with set_temporarily(_current, "writes", _Writes()):
@@ -108,7 +111,7 @@ class CombinedFunction:
         """Return the function traced for some arguments."""
         return self._call("get_concrete_function", *args)
 
-    def __call__(self, *args: object) -> Any:
+    def __call__(self, *args: object) -> object:
         """Run the step."""
         leaves = tf.nest.flatten(args)
         signature = tuple((tuple(each.shape), each.dtype) for each in leaves if isinstance(each, tf.Tensor))

@@ -23,7 +23,7 @@ from layoutmap.engines.tensorflow.arrays import (
     relayout_in_trace,
     to_numpy,
 )
-from layoutmap.engines.tensorflow.combined import postpone_write, read_postponed
+from layoutmap.engines.tensorflow.combined import collect_write, read_collected
 from layoutmap.engines.tensorflow.devices import make_native_layout
 from layoutmap.engines.tensorflow.selfcheck import check_computing
 from layoutmap.engines.tensorflow.traces import check_trace_at_end
@@ -165,40 +165,36 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         Raises:
             LayoutError: The value has another shape.
         """
-        if postpone_write(self, lambda: self._convert_placed(value)):
+        if collect_write(self, lambda: self._convert_placed(value), super().assign):
             return self
         return self._replace_result(super().assign(self._place_value(value), *args, **kwargs))
 
     def assign_add(self, delta: object, *args: object, **kwargs: object) -> Any:
         """Add a sharded or unsharded value (see `assign`)."""
-        if postpone_write(self, lambda: self.read_value() + self._convert_placed(delta)):
+        if collect_write(self, lambda: self.read_value() + self._convert_placed(delta), super().assign):
             return self
         return self._replace_result(super().assign_add(self._place_value(delta), *args, **kwargs))
 
     def assign_sub(self, delta: object, *args: object, **kwargs: object) -> Any:
         """Subtract a sharded or unsharded value (see `assign`)."""
-        if postpone_write(self, lambda: self.read_value() - self._convert_placed(delta)):
+        if collect_write(self, lambda: self.read_value() - self._convert_placed(delta), super().assign):
             return self
         return self._replace_result(super().assign_sub(self._place_value(delta), *args, **kwargs))
-
-    def write_now(self, value: object) -> None:
-        """Assign a value in the variable's layout in a trace, even if writes wait for the end of its step."""
-        super().assign(value)
 
     def _convert_placed(self, value: object) -> tf.Tensor:
         placed: Any = self._place_value(value)
         return tf.convert_to_tensor(placed, dtype=self.dtype)
 
-    def _read_variable_op(self, *args: Any, **kwargs: Any) -> tf.Tensor:
-        postponed = read_postponed(self)
-        return super()._read_variable_op(*args, **kwargs) if postponed is None else postponed
+    def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
+        collected = read_collected(self)
+        return super()._read_variable_op(no_copy) if collected is None else collected
 
     # DTensor gathers rows of a variable only if axis 0 is not sharded, and those of a tensor in any layout.
-    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         """Return some rows of the value."""
         return tf.gather(self.read_value(), indices, name=name)
 
-    def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
+    def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         """Return some elements or rows of the value (see `tf.gather_nd`)."""
         return tf.gather_nd(self.read_value(), indices, name=name)
 

@@ -69,7 +69,7 @@ class _MeshStep:
     def _compile_step(self) -> Callable[..., object]:
         """Return the step as a `tf.function`."""
         # DTensor may refuse the step, so it can be compiled again with more gathered (decisions/0010).
-        # Collectives that were joined made it no faster (decisions/0274).
+        # It waits for collectives, so its sums are combined (decisions/0274).
         return CombinedFunction(
             self._step, autograph=False, jit_compile=bool(self._model.jit_compile) or None
         )
