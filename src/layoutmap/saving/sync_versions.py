@@ -19,26 +19,20 @@ class TreeIdentity:
     """Identity of a tree that is trained, since each update makes another tree of other arrays."""
 
 
-class _ArrayTable:
-    """Values by array, which cannot be hashed. An entry is dropped with its array."""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[ref[Any], Any]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
-
-    def get(self, array: Array) -> Any:
-        return self._entries.get(id(array), (None, None))[1]
-
-    def set(self, array: Array, value: object) -> None:
-        key = id(array)
-        self._entries[key] = (ref(array, lambda _: self._entries.pop(key, None)), value)
+# Trees change with each update, so their versions are stored by their arrays (decisions/0241). Arrays cannot be hashed,
+# so tables have their ids, and lose an entry with its array.
+_Table = dict[int, tuple[ref[Any], Any]]
+_trained: _Table = {}
+_synced: _Table = {}
 
 
-# Trees change with each update, so their versions are stored by their arrays (decisions/0241).
-_trained = _ArrayTable()
-_synced = _ArrayTable()
+def _get_entry(table: _Table, array: Array) -> Any:
+    return table.get(id(array), (None, None))[1]
+
+
+def _set_entry(table: _Table, array: Array, value: object) -> None:
+    key = id(array)
+    table[key] = (ref(array, lambda _: table.pop(key, None)), value)
 
 
 def has_identity(model: object) -> bool:
@@ -62,8 +56,8 @@ def find_identity(trainer: object, arrays: Iterable[Array], last: object) -> obj
     first = None if has_identity(trainer) else next(iter(arrays), None)
     if first is None:
         return trainer if has_identity(trainer) else TreeIdentity()
-    identity = _trained.get(first) or last or TreeIdentity()
-    _trained.set(first, identity)
+    identity = _get_entry(_trained, first) or last or TreeIdentity()
+    _set_entry(_trained, first, identity)
     return identity
 
 
@@ -85,11 +79,11 @@ def record_arrays(identity: object, arrays: Iterable[Array], version: int) -> No
     """Record that arrays of a tree have this version, unless they have one of this trainer already."""
     versions: Versions = WeakKeyDictionary({identity: version})
     for array in arrays:
-        own = _synced.get(array)
+        own = _get_entry(_synced, array)
         if own is None:
-            _synced.set(array, versions)
+            _set_entry(_synced, array, versions)
         elif identity not in own:
-            _synced.set(array, WeakKeyDictionary({**own, identity: version}))
+            _set_entry(_synced, array, WeakKeyDictionary({**own, identity: version}))
 
 
 def find_missed_version(
@@ -100,6 +94,6 @@ def find_missed_version(
     if has_identity(sampler):
         found.append(_received.get(sampler, {}))
     elif _synced:
-        found += filter(None, map(_synced.get, list_arrays()))
+        found += filter(None, (_get_entry(_synced, array) for array in list_arrays()))
     missed = ((own, new) for each in found for key, own in each.items() if own < (new := _newest[key]))
     return next(missed, None)
