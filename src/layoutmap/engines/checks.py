@@ -23,8 +23,14 @@ _MAX_REMEMBERED = 512
 # -- devices
 
 
-def check_device_memory(layout: Layout, framework: str, why: str) -> None:
+def check_device_memory(layout: Layout, framework: str, why: str, way: str = "") -> None:
     """Refuse a layout in host memory, for a framework that stores its arrays on devices.
+
+    Args:
+        layout: The layout.
+        framework: The name of the framework.
+        why: Where the framework stores arrays.
+        way: What else the framework offers, as a part of the error's fix.
 
     Raises:
         EngineError: It is in host memory.
@@ -34,7 +40,7 @@ def check_device_memory(layout: Layout, framework: str, why: str) -> None:
             f"{framework} cannot store an array in {layout.host_memory}",
             facts={"layout": str(layout)},
             why=why,
-            fix="leave memory out, or use JAX",
+            fix=f"leave memory out{way}, or use JAX",
         )
 
 

@@ -65,8 +65,13 @@ def convert_layout(layout: Layout) -> tuple[DeviceMesh, tuple[Placement, ...]]:
 
 
 def check_memory(layout: Layout) -> None:
-    """Raise for a layout in host memory."""
-    check_device_memory(layout, "torch", "a DTensor has its shards on the devices of its mesh")
+    """Refuse a layout in host memory: `fully_shard` offloads all weights that it gathers (decisions/0310)."""
+    check_device_memory(
+        layout,
+        "torch",
+        "a DTensor has its shards on the devices of its mesh",
+        ', or offload all weights that fully_shard gathers: scope(fully_shard={"offload_policy": CPUOffloadPolicy()})',
+    )
 
 
 def fit_layout(
