@@ -67,6 +67,7 @@ STATE = {
     "cost.jax.attention._calls": "the step that is traced on this thread, whose calls of attention are named",
     "engines.jax.meshless._inner": "inner programs without their mesh: equal layers share them while JAX keeps them",
     "engines.jax.meshless._get_unspecified": "JAX's word for a sharding that is not given",
+    "adapters.jax.step_programs._MAY_TRACE": "whether a program may be traced, in this context",
     "engines.jax.shardy.check_passes": "whether jaxlib has Shardy's passes, asked once",
     "rules.zoo.list_models": "the list of published models, read once",
     "cost.machines.load_devices": "the devices of machines.yaml, read once",

@@ -144,9 +144,9 @@ FAULTS = (
         "an axis that does not divide is no problem",
         "core/layout.py",
         "    def find_uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:\n"
-        '        """Return the axes of a shape of this rank that the layout cannot split evenly."""\n',
+        '        """Return the axes of a shape that the layout cannot split evenly."""\n',
         "    def find_uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:\n"
-        '        """Return the axes of a shape of this rank that the layout cannot split evenly."""\n'
+        '        """Return the axes of a shape that the layout cannot split evenly."""\n'
         "        return ()\n",
     ),
     Fault(

@@ -70,7 +70,8 @@ def test_host_memory_is_refused_elsewhere():
     (error,) = plan.errors
     assert "up.kernel" == error.subject
     assert "cannot store an array in pinned_host" in error.what
-    assert error.fix.startswith("leave memory out, ") and error.fix.endswith("or use JAX")
+    assert error.fix.startswith("leave memory out, ")
+    assert error.fix.endswith("or use JAX")
     assert ("CPUOffloadPolicy()" in error.fix) == (keras.backend.backend() == "torch")
     with pytest.raises(lm.PlanError, match="pinned_host"):
         make_map("pinned_host").build(make_model, library="keras")

@@ -357,7 +357,7 @@ def test_chunks_that_do_not_cover_their_variable_are_refused(
     forge(step, ("variables", 0, "chunks"), forged)
     lines = message(lambda: StepSource(LocalStorage(tmp_path)))
 
-    assert f"ValueError('w: {found}')" == lines[1].rpartition("are not: ")[2]
+    assert f"ValueError('w: {found}')" == lines[1].rpartition("is invalid: ")[2]
 
 
 def test_bytes_that_two_chunks_have_are_read_as_each_says(tmp_path: Path) -> None:

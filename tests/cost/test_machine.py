@@ -141,7 +141,7 @@ def test_a_machine_without_a_number_has_the_devices_of_the_mesh():
         ("h100:0", "names no machine", "write it as in h100:64"),
         ("h100:8:8", "names no machine", "write it as in h100:64"),
         ("", "names no machine", "write it as in h100:64"),
-        ("nowhere.yaml:big:8", "nowhere.yaml cannot be read", "name a file of devices"),
+        ("nowhere.yaml:big:8", "nowhere.yaml cannot be read", "name a UTF-8 file of devices"),
     ],
 )
 def test_a_name_of_no_machine_is_refused(name, what, fix):
