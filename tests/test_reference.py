@@ -74,6 +74,12 @@ def _kinds():
         and call.args
         and ast.unparse(call.func) in ("Problem", "_make_problem", "_describe_layout_error")
     ]
-    kinds = [call.args[0] for call in calls]
+    kinds = [
+        kind
+        for call in calls
+        for kind in (
+            [call.args[0].body, call.args[0].orelse] if isinstance(call.args[0], ast.IfExp) else call.args[:1]
+        )
+    ]
     assert {"kind"} == {ast.unparse(kind) for kind in kinds if not isinstance(kind, ast.Constant)}
     return {kind.value for kind in kinds if isinstance(kind, ast.Constant)}

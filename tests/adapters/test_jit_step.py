@@ -300,7 +300,7 @@ def test_what_is_donated_cannot_be_passed_again(layout_map):
     result = step(params, laid_out(plain_params(1), layout_map.mesh))
     for again in ((params, result), (result, params)):
         with pytest.raises(
-            lm.LayoutError, match=r"(?s)was donated, and has no values.*fix .*use the step's result"
+            lm.LayoutError, match=r"(?s)was donated, and has no values.*fix .*pass the result of the step"
         ):
             step(*again)
     assert [] == misplaced(step(result, jax.tree.map(jnp.copy, result)))  # both fixes
@@ -605,8 +605,6 @@ def test_a_repeated_call_goes_straight_to_jax(layout_map, monkeypatch):
         compiled({**params, "w": before["w"]}, x)
     with pytest.raises(lm.LayoutError, match="are the same array, which is donated"):
         compiled({**params, "w": [params["w"][0]] * 2}, x)
-    with pytest.raises(lm.LayoutError, match="take a batch of 2 rows"):
-        compiled(params, x[:3])
     for change in (jax.clear_caches, lambda: jax.config.update("jax_default_matmul_precision", "float32")):
         change()
         for _ in range(2):

@@ -102,7 +102,7 @@ def test_the_two_faults_of_keras_hubs_map_for_llama_are_found():
         ("swapped", "llama3_backbone.transformer_layer_1.self_attention_layer.query_dense.kernel"),
         ("replicated table", "llama3_backbone.token_embedding.reverse_embeddings"),
     ] == [(p.kind, p.subject) for p in shipped]
-    assert "= ('data', 'model', None)" in shipped.problems[0].fix
+    assert "change rule 2 to ('data', 'model', None)" in shipped.problems[0].fix
     (left,) = lm.plan(make, fixed).lint()
     assert "shadowed rule" == left.kind  # Keras's own, for which one of the fixes stands now
 

@@ -135,8 +135,8 @@ def test_experts_on_some_devices_are_refused():
     layout_map = lm.LayoutMap(lm.create_mesh("model=4"), {"up": ("model", None, None)})
     model = layout_map.build(make_experts, library="torch")
     message = (
-        r"a shard in the place of the global tensor(.|\n)*why(.|\n)*to_local\(\) gives each device its own part"
-        r"(.|\n)*fix(.|\n)*DTensor.from_local\(part, mesh, placements\)"
+        r"a shard in the place of the global tensor(.|\n)*why(.|\n)*to_local\(\) returns the shard of each device"
+        r"(.|\n)*fix(.|\n)*DTensor.from_local\(shard, mesh, placements\)"
     )
 
     with pytest.raises(EngineError, match=message):

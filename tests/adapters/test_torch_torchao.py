@@ -42,7 +42,7 @@ def test_state_in_fewer_bits_is_refused_before_the_first_step(make_optimizer, me
     """Shards of 2,048 elements have float32 state, those of 4,096 blocks of their own: neither is one device's."""
     model = lm.LayoutMap(mesh, RULES).build(make_model, library="torch")
     before = [whole(each.detach()).clone() for each in model.parameters()]
-    with pytest.raises(lm.ScopeError, match=f"^{make_optimizer.__name__}: exp_avg of a "):
+    with pytest.raises(lm.ScopeError, match=f"^{make_optimizer.__name__}: its state exp_avg for a "):
         step(model, make_optimizer(model.parameters(), lr=0.1))
 
     for old, each in zip(before, model.parameters(), strict=True):
@@ -77,7 +77,7 @@ def test_check_parity_names_the_optimizer():
     batch = torch.ones(4, 64), torch.zeros(4, 64)
     with (
         torch.compiler.set_stance("force_eager"),
-        pytest.raises(lm.ScopeError, match=r"^AdamW8bit: exp_avg of a sharded weight"),
+        pytest.raises(lm.ScopeError, match=r"^AdamW8bit: its state exp_avg for a sharded weight"),
     ):
         lm.check_parity(make, lm.LayoutMap("batch=2,model=4", RULES), batch, library="torch")
 

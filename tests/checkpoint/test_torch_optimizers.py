@@ -387,7 +387,7 @@ def test_another_optimizer_is_refused(trained_on_mesh) -> None:
     *_, directory = trained_on_mesh
     model, optimizer = made(1)
     momentum = OPTIMIZERS["momentum"](trained(model))
-    assert "the checkpoint is not that of SGD" == unchanged_by(
+    assert "the checkpoint has no state of SGD" == unchanged_by(
         lambda: lm.load(model, directory, optimizer=momentum), model, momentum
     )
     _, others = made(2)

@@ -57,7 +57,7 @@ def test_swapped_arguments(function, name):
     """The fix is the call with its arguments in their order."""
     assert f"""\
 {function}: the arguments are swapped
-  why   the layout map is the second one
+  why   the layout map is the second argument
   fix   write lm.{function}({name}, layout_map)""" == refused(lambda: getattr(lm, function)(MAP, make_model))
 
 

@@ -208,7 +208,7 @@ def test_a_memory_that_the_devices_do_not_have_is_refused(monkeypatch):
     )
     monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
     layout = lm.Layout(["model"], lm.create_mesh("model=2,other=4"), memory="unpinned_host")
-    with pytest.raises(lm.EngineError, match=r'no unpinned_host memory here(?s:.*)use memory="pinned_host"'):
+    with pytest.raises(lm.EngineError, match=r'have no unpinned_host memory(?s:.*)use memory="pinned_host"'):
         lm.dtensor.relayout(np.ones(8, np.float32), layout)
 
 

@@ -90,7 +90,7 @@ def choose_preset(options: Any, mesh: Mesh | None, model: PublishedModel | None)
     ):
         if value and not there:
             raise LayoutMapError(
-                f"{option} {value} does not apply to {of}",
+                f"{option} {value} is {of}",
                 why="it has no effect here",
                 fix="leave it out; layoutmap --help has examples",
             )

@@ -81,7 +81,7 @@ class Sync:
             The sampler: the same object, or a new one if it is a pytree, which cannot be changed.
 
         Raises:
-            PlanError: A model is not as planned. Nothing has changed.
+            PlanError: A model has changed since the plan. Nothing was moved.
             CheckpointError: A checksum differs. Nothing has changed, unless with `donate`.
         """
         arrays = list(self._trainer.read(trainer).values())

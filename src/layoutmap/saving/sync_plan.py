@@ -192,7 +192,7 @@ class End:
         if found != planned:
             changed = [path for path in {**planned, **found} if planned.get(path) != found.get(path)]
             raise PlanError(
-                f"the {self.name}has changed since the plan",
+                f"the {self.name} has changed since the plan",
                 facts={path: f"{planned.get(path)}, now {found.get(path)}" for path in changed[:_MAX_SHOWN]},
                 why=f"{format_count(len(changed), 'variable')} differ in shape, dtype, or layout",
                 fix="plan again: sync = layoutmap.plan_sync(trainer, sampler)",

@@ -112,7 +112,7 @@ def _refuse_stale(optimizer: torch.optim.Optimizer, path: str) -> None:
         f"{kind} was created before its weights were sharded",
         facts={"weight": path},
         why="the model now holds another, sharded tensor, which this step would not train",
-        fix=f"create the optimizer after apply, and copy its state: new =  {kind}(model.parameters(), "
+        fix=f"create the optimizer after apply, and copy its state: new = {kind}(model.parameters(), "
         "...); new.load_state_dict(old.state_dict())",
     )
 
