@@ -1,6 +1,7 @@
 """What only Keras on TensorFlow can do: `tf.data`, loops with a `GradientTape`, checkpoints, SavedModels."""
 
 import contextlib
+import math
 
 import forked
 import keras
@@ -330,7 +331,8 @@ def num_collectives(model, x, y, folder):
     (written,) = folder.rglob("*.xplane.pb")
     planes = xplane_pb2.XSpace.FromString(written.read_bytes()).planes
     names = [p.event_metadata[e.metadata_id].name for p in planes for line in p.lines for e in line.events]
-    return sum(name.rpartition(":")[2] == "CollectiveReduceV2" for name in names) / 8
+    # On a busy machine the profiler misses an event of a device.
+    return math.ceil(sum(name.rpartition(":")[2] == "CollectiveReduceV2" for name in names) / 8)
 
 
 @pytest.mark.every_case
