@@ -327,7 +327,7 @@ def test_an_error_of_dtensor_is_also_of_tensorflows_class():
     tensor = relayout(SQUARE, PLACED[1], engine="tensorflow")
     for add in (tf.add, tf.function(lambda a, b: a + b)):
         with pytest.raises(
-            tf.errors.UnimplementedError, match="mixes a tensor on a mesh with a plain one"
+            tf.errors.UnimplementedError, match="mixes a tensor on a mesh with an unsharded one"
         ) as caught:
             add(tensor, tf.constant(SQUARE))
         assert isinstance(caught.value, EngineError)

@@ -72,7 +72,8 @@ def _kinds():
         for call in ast.walk(ast.parse(source))
         if isinstance(call, ast.Call)
         and call.args
-        and ast.unparse(call.func) in ("Problem", "_make_finding", "_describe_layout_error")
+        and ast.unparse(call.func)
+        in ("Problem", "_make_contradiction", "_make_finding", "_describe_layout_error")
     ]
     kinds = [
         kind

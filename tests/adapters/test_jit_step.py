@@ -580,7 +580,10 @@ def test_known_calls_are_not_checked_again(layout_map, monkeypatch):
 def test_a_repeated_call_goes_straight_to_jax(layout_map, monkeypatch):
     """A call like the one before is not flattened, and each unsafe call after it is refused as a first one is."""
     layout = lm.Layout(["model", None], layout_map.mesh)
-    weight = lambda: lm.dtensor.relayout(np.ones((8, 8), np.float32), layout)  # noqa: E731
+
+    def weight():
+        return lm.dtensor.relayout(np.ones((8, 8), np.float32), layout)
+
     x, keys = np.ones((4, 8), np.float32), jax.random.split(jax.random.key(0), 4)
     keys = jax.device_put(keys, jax.sharding.NamedSharding(weight().sharding.mesh, jax.P("batch")))
 

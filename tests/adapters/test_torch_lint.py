@@ -97,6 +97,22 @@ def test_published_models_are_passed_unless_sharding_splits_their_heads(name, on
     assert on_16 == found(16)
 
 
+@pytest.mark.parametrize(
+    ("weight", "bias", "kind"),
+    [("model", "batch", "contradicts its kernel"), (None, "model", "replicated partner")],
+)
+def test_the_kind_of_a_finding_does_not_depend_on_the_name_of_the_weight(weight, bias, kind):
+    """Torch calls a kernel `weight`; a bias over another dim is the one that contradicts."""
+    layout_map = lm.LayoutMap("batch=2,model=4", {r"0\.weight": (weight, None), r"0\.bias": (bias,)})
+    layout_map[r"2\.weight"] = (None, "model")
+
+    def make():
+        return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+
+    plan = lm.plan(make, layout_map, library="torch")
+    assert [kind] == [each.kind for each in plan.lint(batch_dim="batch") if each.kind != "no rule"]
+
+
 def test_parallelize_module_and_fully_shard_are_passed_and_a_block_left_out_is_found():
     """Drawn meshes, names, heads and blocks: no finding, and of one block that was not parallelized exactly one."""
     seeds = map(str, some(range(20261128_100, 20261128_150), *range(20261128_100, 20261128_105)))

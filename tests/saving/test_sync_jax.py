@@ -84,9 +84,6 @@ def programs(monkeypatch):
             return {"jit": jit, "device_put": put}.get(name) or getattr(jax, name)
 
     monkeypatch.setattr(moving, "jax", Jax())
-    monkeypatch.setattr(
-        moving, "can_copy_between", lambda devices: False
-    )  # as on devices that share no memory
     return texts, sent
 
 
@@ -120,12 +117,10 @@ def test_drawn_pairs_sync_bit_for_bit_with_the_planned_bytes(part, programs):
             )
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_drawn_pairs_sync_bit_for_bit_between_devices_that_share_memory(part, monkeypatch):
-    """CPU devices of one process copy in memory: nothing is compiled, and the trainer may donate its arrays then."""
-    monkeypatch.setattr(moving, "_Program", None)
+def test_the_trainer_may_donate_its_arrays_after_a_sync():
+    """On drawn pairs of meshes and layouts the sampler keeps its values, dtypes, and shardings."""
     donate = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)
-    for seed in range(part * 50, part * 50 + (50 if EVERYTHING else 5)):
+    for seed in range(50 if EVERYTHING else 3):
         trainer, sampler = draw_pair(seed)
         expected = {name: np.asarray(array.astype(sampler[name].dtype)) for name, array in trainer.items()}
         synced = lm.plan_sync(trainer, sampler)(verify=True)
@@ -293,7 +288,7 @@ def test_a_sampler_that_missed_a_sync_is_reported():
         guards[0]()
     _, lines = interrupt_after(-1, syncs[0])
     guards[0]()
-    interrupt_after(lines * 3 // 4, lambda: syncs[0](version=8))
+    interrupt_after(lines // 2, lambda: syncs[0](version=8))
     with pytest.raises(lm.PlanError, match=r"last sync of this sampler was not called or failed"):
         guards[0]()
 

@@ -59,8 +59,12 @@ KERAS_ON_TENSORFLOW = f"""
 import keras
 library = "keras"
 {PLAN}
-problems = [sorted({{p.kind for p in plan.problems}}) for plan in plans()]
 import tensorflow as tf
+from tensorflow.python.eager import core, execute
+failing = core._status_to_exception, execute.execute
+problems = [sorted({{p.kind for p in plan.problems}}) for plan in plans()]
+import layoutmap.engines.tensorflow.engine
+assert failing == (core._status_to_exception, execute.execute)
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
 )

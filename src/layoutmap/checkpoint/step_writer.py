@@ -34,7 +34,7 @@ from layoutmap.core.blocks import Ends, Index, NumpyArray, get_slice_ends
 from layoutmap.core.errors import CheckpointError, join_names
 
 PATIENCE_SECONDS = 600.0
-"""How long processes wait for another one while its data file does not grow."""
+"""Seconds to wait for another process while its data file does not grow."""
 _GRACE_SECONDS = 10.0  # after a failure, process 0 waits this long so that the others can read the reason
 # minimum and maximum time between polls of other processes' files
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.25

@@ -31,7 +31,7 @@ UnevenSetting = Uneven | tuple[Uneven, ...]
 """A policy, or several: each after `"pad"` is for variables that cannot be padded."""
 
 Axes = tuple[tuple[int, ...], ...]
-"""For each axis of a derived variable, the parent axes that it joins, major to minor; `()`: none."""
+"""Parent axes that each axis of a derived variable joins, major to minor. `()`: none."""
 
 
 def check_uneven(value: object, where: str) -> UnevenSetting:

@@ -189,10 +189,9 @@ def plan_sync(
     are not. A tied weight moves once.
 
     On JAX, the first sync compiles the programs: one program if both meshes have the same devices, else three, for the
-    trainer's devices, all devices, and the sampler's devices. CPU devices of one process copy in memory instead.
-    Processes with devices of either mesh all call the sync. On torch, both models are in one process group, and all of
-    its processes call the sync. Between two engines, and for padded arrays on JAX, values go through the memory of one
-    process.
+    trainer's devices, all devices, and the sampler's devices. Processes with devices of either mesh all call the sync.
+    On torch, both models are in one process group, and all of its processes call the sync. Between two engines, and for
+    padded arrays on JAX, values go through the memory of one process.
 
     Args:
         trainer: Model or tree of sharded arrays, of any supported library.

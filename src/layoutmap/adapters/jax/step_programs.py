@@ -172,7 +172,7 @@ def _can_hold_any(tree: Tree) -> bool:
     """Return whether a tree can be made of shardings, which classes that check their fields refuse."""
     try:
         tree.unflatten([object()] * tree.num_leaves)
-    except Exception:
+    except Exception:  # the class checks its fields and may raise anything
         return False
     return True
 

@@ -67,7 +67,7 @@ Form = Callable[..., object]
 _without_devices: ContextVar[bool] = ContextVar("layoutmap_lowers_without_devices", default=False)
 _is_lowering_form: ContextVar[bool] = ContextVar("layoutmap_lowers_a_form", default=False)
 _num_devices: ContextVar[int | None] = ContextVar("layoutmap_lowers_for_devices", default=None)
-"""The number of devices of the program that is lowered; `None`: not known yet."""
+"""Number of devices of the program that is being lowered. `None`: not known yet."""
 
 
 def install_corrections(shape: Sequence[int]) -> None:

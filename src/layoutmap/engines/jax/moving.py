@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from layoutmap.core.blocks import Index, compute_block_shape, make_full_index, normalize_index
 from layoutmap.core.pieces import Move, Piece, find_pieces
 from layoutmap.engines.jax.arrays import wait_on_cpu
-from layoutmap.engines.jax.cpu_copies import ShardCopies, can_copy_between
 from layoutmap.engines.jax.devices import Device
 from layoutmap.engines.jax.programs import leave_program_context
 from layoutmap.engines.jax.trees import find_memory
@@ -49,24 +48,19 @@ def make_mover(moves: Sequence[Move], arrays: Arrays, likes: Arrays) -> Callable
         if found is not None and 0 not in targets[k].shape:
             shardings[k] = found
             groups.setdefault((_sort_devices(found), _sort_devices(targets[k].sharding)), []).append(k)
-    programs: list[tuple[list[int], Callable[[Arrays], list[jax.Array]]]]
-    if can_copy_between(device for both in groups for devices in both for device in devices):
-        kept = [targets[k] for k in shardings]
-        programs = [(list(shardings), ShardCopies([(each.sharding, each.dtype) for each in kept]))]
-    else:
-        programs = [
-            (
-                numbers,
-                _Program(
-                    [
-                        _Transfer.find(shardings[k], arrays[moves[k].sources[0]].dtype, targets[k], *devices)
-                        for k in numbers
-                    ],
-                    *devices,
-                ),
-            )
-            for devices, numbers in groups.items()
-        ]
+    programs = [
+        (
+            numbers,
+            _Program(
+                [
+                    _Transfer.find(shardings[k], arrays[moves[k].sources[0]].dtype, targets[k], *devices)
+                    for k in numbers
+                ],
+                *devices,
+            ),
+        )
+        for devices, numbers in groups.items()
+    ]
 
     def move_arrays(new: Arrays) -> list[jax.Array]:
         with leave_program_context():

@@ -116,7 +116,10 @@ class CombinedFunction:
         leaves = tf.nest.flatten(args)
         signature = tuple((tuple(each.shape), each.dtype) for each in leaves if isinstance(each, tf.Tensor))
         if signature in self._compiled:
-            return (self._combined or self._plain)(*args)
+            try:
+                return (self._combined or self._plain)(*args)
+            except WriteOrderError:  # traced again, for another constant among the arguments
+                pass
         result = self._call("__call__", *args)
         self._compiled.add(signature)
         return result

@@ -25,6 +25,7 @@ from layoutmap.engines.checks import (
     make_no_devices_error,
     resolve_device_names,
 )
+from layoutmap.engines.tensorflow.refusals import explain_refusals
 from layoutmap.engines.tensorflow.selfcheck import wait_for_devices
 
 dtensor = tf.experimental.dtensor
@@ -94,6 +95,7 @@ def make_native_mesh(mesh: Mesh) -> NativeMesh:
     """Return DTensor's mesh for a mesh."""
     bound = bind_mesh(mesh)
     wait_for_devices()
+    explain_refusals()
     everywhere = [_expand_name(name) for name in bound.devices or ()]
     return dtensor.Mesh(
         dim_names=list(mesh.dim_names),

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import tensorflow as tf
 
 from layoutmap.core.errors import EngineError
+from layoutmap.engines.patches import Attribute
 from layoutmap.engines.tested import Needed, check_names
 
 with Needed("tensorflow"):
@@ -49,9 +50,8 @@ _CLASSES = {kind: type("EngineError", (_Refusal, kind), {}) for kind in _KINDS}
 
 def is_refusal(error: tf.errors.OpError) -> bool:
     """Return whether an error says that DTensor does not compute an operation or a function."""
-    if isinstance(
-        error, tf.errors.InvalidArgumentError
-    ):  # of DTensor's own functions, which name the argument
+    # DTensor's own functions raise this class for invalid arguments, which are no refusals.
+    if isinstance(error, tf.errors.InvalidArgumentError):
         return bool(_UNPLACED.search(error.message))
     return isinstance(error, _KINDS) and bool(_REFUSAL.search(error.message))
 
@@ -88,10 +88,10 @@ def explain_refusal(error: tf.errors.OpError) -> tf.errors.OpError:
         name, number, shape = found.groups()
         return _CLASSES[type(error)](
             error,
-            f"{shorten_function_name(name)} mixes a tensor on a mesh with a plain one",
-            facts={"plain": f"input {number} {shape}"},
-            why="DTensor takes no plain tensors outside of run_on, and a gradient starts from a plain 1",
-            fix="compute in a block of layoutmap.dtensor.run_on(mesh), or pass the plain tensor to "
+            f"{shorten_function_name(name)} mixes a tensor on a mesh with an unsharded one",
+            facts={"unsharded": f"input {number} {shape}"},
+            why="outside of run_on, DTensor takes only tensors on a mesh, and a gradient starts from an unsharded 1",
+            fix="compute in a block of layoutmap.dtensor.run_on(mesh), or pass the unsharded tensor to "
             "layoutmap.dtensor.copy_to_mesh first",
         )
     named = _NAMED.search(error.message)
@@ -136,8 +136,15 @@ def _leave_refusals(plain: Callable[..., bool]) -> Callable[..., bool]:
     return exit_block
 
 
-# All three stay for the whole process, since any code may use tensors on a mesh.
-core._status_to_exception = _explain_conversion(core._status_to_exception)
-execute.execute = _explain_execution(execute.execute)
-_exit: Any = InterpolateRuntimeError
-_exit.__exit__ = _leave_refusals(_exit.__exit__)
+_PATCHES = (
+    Attribute(core, "_status_to_exception", _explain_conversion),
+    Attribute(execute, "execute", _explain_execution),
+    Attribute(InterpolateRuntimeError, "__exit__", _leave_refusals),
+)
+
+
+# They stay until the process ends, because tensors on a mesh outlive every scope (decisions/0300).
+def explain_refusals() -> None:
+    """Raise refusals of DTensor as errors of this library from now on. The first mesh of the process calls this."""
+    for patch in _PATCHES:
+        patch.install()

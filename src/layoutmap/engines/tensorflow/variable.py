@@ -32,7 +32,7 @@ dtensor = tf.experimental.dtensor
 
 
 class DVariable(dtensor.DVariable):  # type: ignore[misc]
-    """Store a `tf.Variable` in a layout. Copies and unpickled variables keep the layout.
+    """Store the value of a `tf.Variable` in a layout.
 
     Copies and unpickled variables keep the layout.
 

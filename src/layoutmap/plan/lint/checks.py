@@ -336,7 +336,12 @@ def find_contradictions(linted: Linted, reported: Collection[int]) -> Iterator[F
                     yield _make_follower_finding(w.assignment, kernel.assignment, kernel.name, follows)
                 else:
                     fix = f"shard its outputs as {w.name} is"
-                    yield _make_contradiction(kernel.assignment, w.assignment, w.name, fix, layout)
+                    yield Finding(
+                        _make_contradiction(
+                            "contradicts its bias", kernel.assignment, w.assignment, w.name, fix
+                        ),
+                        ((kernel.assignment, layout),),
+                    )
             break
     assignments = {(a.variable.model, a.variable.path): a for a in linted.plan.assignments}
     for a in linted.plan.assignments:
@@ -354,14 +359,14 @@ def _make_follower_finding(a: Assignment, kernel: Assignment, name: str, layout:
     """Return the finding that a variable should be sharded as its kernel is, or replicated if the layout is `None`."""
     fix = "shard it as those axes of the kernel are" if layout else "replicate it"
     layout = layout or Layout.replicated(a.layout.mesh, len(a.variable.shape))
-    return _make_contradiction(a, kernel, name, fix, layout)
+    return Finding(_make_contradiction("contradicts its kernel", a, kernel, name, fix), ((a, layout),))
 
 
-def _make_contradiction(a: Assignment, other: Assignment, name: str, fix: str, layout: Layout) -> Finding:
-    """Return the finding that a variable should change, since it is sharded differently from its kernel or bias."""
+def _make_contradiction(kind: str, a: Assignment, other: Assignment, name: str, fix: str) -> Problem:
+    """Return the problem that a variable is sharded differently from its kernel or bias."""
     path = a.variable.path
-    problem = Problem(
-        "contradicts its kernel" if name.endswith("kernel") else "contradicts its bias",
+    return Problem(
+        kind,
         "warning",
         path,
         f"{path}: is sharded differently from {name}, with which it is used",
@@ -372,7 +377,6 @@ def _make_contradiction(a: Assignment, other: Assignment, name: str, fix: str, l
         "the two are sharded differently, so one of them is resharded in every step",
         fix,
     )
-    return Finding(problem, ((a, layout),))
 
 
 def _find_unused_dims(linted: Linted) -> Iterator[Finding]:

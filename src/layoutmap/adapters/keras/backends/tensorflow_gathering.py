@@ -28,7 +28,7 @@ from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 
 class Gathering(IntEnum):
-    """How much the models of a scope gather during computation. Higher levels gather more."""
+    """Degree to which the models of a scope gather during computation. Higher levels gather more."""
 
     AS_PLANNED = 0
     BETWEEN_LAYERS = 1
