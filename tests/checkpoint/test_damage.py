@@ -246,6 +246,21 @@ def test_a_missing_manifest_is_said(tmp_path: Path) -> None:
     assert is_good(tmp_path, 2, NEW)
 
 
+@pytest.mark.parametrize("instead", ["nothing", "folder", "pipe"])
+def test_a_missing_data_file_is_said(tmp_path: Path, instead: str) -> None:
+    """A data file that is not there, or is not a file, is refused by name, and nothing waits for a pipe."""
+    save(tmp_path, 1, OLD)
+    file = tmp_path / "step-1" / DATA
+    file.unlink()
+    if instead == "folder":
+        file.mkdir()
+    if instead == "pipe":
+        os.mkfifo(file)
+
+    assert f"{tmp_path}/step-1/{DATA}: the file is missing" == message(lambda: read_all(tmp_path))[0]
+    assert 1 <= len(list(StepSource(LocalStorage(tmp_path), 1).problems()))
+
+
 @pytest.mark.parametrize("name", [NAME, DATA])
 def test_a_truncated_file_is_said(tmp_path: Path, name: str) -> None:
     """A file of any other length than was written, shorter or longer, is refused by name."""

@@ -133,6 +133,21 @@ def test_a_pickle_that_names_anything_else_is_refused(
     assert ["c"] == [each.name for each in tmp_path.iterdir()]
 
 
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    """A file that is missing, truncated, or is not a file of torch's, is refused when the tensor is checked."""
+    source = saved(tmp_path / "c", {"w": torch.ones(64)})
+    (file,) = (tmp_path / "c").glob("*.distcp")
+    data = file.read_bytes()
+    for damaged in (data[: len(data) // 2], b"\0" * len(data), None):
+        file.unlink()
+        if damaged is not None:
+            file.write_bytes(damaged)
+        with pytest.raises(CheckpointError):
+            open_source(tmp_path / "c").check("w")
+
+    assert ["w"] == list(source.variables)
+
+
 @pytest.mark.parametrize(("second", "found"), [(1, "2 chunks"), (2, None), (3, "no chunks")])
 def test_chunks_that_do_not_cover_a_tensor_are_refused(
     tmp_path: Path, second: int, found: str | None

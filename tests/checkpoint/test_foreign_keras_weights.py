@@ -84,6 +84,18 @@ def test_what_leads_out_of_the_file_is_refused(tmp_path: Path) -> None:
         open_source(tmp_path / "b.weights.h5")
 
 
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    """A truncated file, and an index that names a file that is not there, are refused with what HDF5 says."""
+    trained().save_weights(tmp_path / "x.weights.json", max_shard_size=1e-6)
+    (tmp_path / "x_00001.weights.h5").unlink()
+    with pytest.raises(CheckpointError, match=r"x_00001\.weights\.h5: the file is missing"):
+        open_source(tmp_path / "x.weights.json")
+    file = tmp_path / "x_00000.weights.h5"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="the file cannot be read"):
+        open_source(file)
+
+
 def test_what_would_become_larger_is_refused(tmp_path: Path) -> None:
     """Neither a compressed archive is read, nor values that are compressed or not there: a KB could become a TB."""
     model = trained()

@@ -97,6 +97,26 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path, other: str) 
     assert all(np.array_equal(a, b) for a, b in zip(before, values_of(model), strict=True))
 
 
+@pytest.mark.parametrize("name", ["data-00000.safetensors", "manifest.json"])
+def test_a_damaged_step_changes_nothing(tmp_path: Path, name: str) -> None:
+    """Whichever of some bits is flipped, a model that exists keeps all of its values."""
+    lm.save(make(), tmp_path)
+    file = tmp_path / "step-0" / name
+    data = bytearray(file.read_bytes())
+    model = make(seed=1)
+    before = values_of(model)
+    for place in range(len(data) - 1, max(0, len(data) - 160), -7):
+        data[place] ^= 1 << place % 8
+        file.write_bytes(data)
+        with pytest.raises(CheckpointError):
+            lm.load(model, tmp_path)
+        assert all(np.array_equal(a, b) for a, b in zip(before, values_of(model), strict=True))
+        data[place] ^= 1 << place % 8
+    file.write_bytes(data)
+    lm.load(model, tmp_path)
+    assert all(np.array_equal(a, b) for a, b in zip(values_of(make()), values_of(model), strict=True))
+
+
 @pytest.mark.parametrize(("how", "times"), [({}, 1), ({"room_bytes": 0}, 2), ({"verify": "while"}, 1)])
 def test_what_has_no_room_is_read_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], times: int

@@ -8,6 +8,7 @@ import pytest
 from checkpoint.saves import is_good, save, values_of, writers
 from checkpoint.test_step_writer import run_all
 
+from layoutmap.checkpoint.manifest import NAME
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import open_storage
 from layoutmap.checkpoint.step_writer import StepWriter
@@ -32,6 +33,11 @@ def change(directory: str, folder: str, name: str, edit: Any) -> None:
     if (new := edit(bytearray(data))) is not None:
         with storage.create(folder, name) as sink:
             sink.write(bytes(new))
+
+
+def flipped(data: bytearray) -> bytearray:
+    data[len(data) * 2 // 3] ^= 1
+    return data
 
 
 def test_steps_are_saved_read_and_deleted(directory: str) -> None:
@@ -128,6 +134,26 @@ def test_a_truncated_file_is_found_while_it_is_read(directory: str) -> None:
     with pytest.raises(CheckpointError, match="its values differ from the saved ones") as found:
         StepSource(open_storage(directory)).read("d2.kernel")
     assert "missing bytes  8192" in str(found.value)
+
+
+def test_a_flipped_bit_is_found(directory: str) -> None:
+    """One flipped bit in a file of data is found, and the variable named."""
+    save(directory, 3, values_of(0))
+    change(directory, *data_of(directory), flipped)
+    step = StepSource(open_storage(directory))
+
+    assert ["d2.kernel: its values differ from the saved ones"] == [
+        str(problem).splitlines()[0] for problem in step.problems()
+    ]
+
+
+def test_a_flipped_bit_in_the_manifest_is_found(directory: str) -> None:
+    """One flipped bit in the manifest is found when the step is opened."""
+    save(directory, 3, values_of(0))
+    change(directory, open_storage(directory).folder(3), NAME, flipped)
+
+    with pytest.raises(CheckpointError, match="the manifest was damaged or changed"):
+        StepSource(open_storage(directory))
 
 
 def test_of_two_saves_of_a_step_one_is_kept(directory: str) -> None:
