@@ -45,11 +45,11 @@ def write_safetensors(folder: str, arrays: Arrays) -> None:
     """Write arrays in this library's format."""
     from layoutmap.checkpoint.manifest import Manifest
     from layoutmap.checkpoint.source import SavedVariable
-    from layoutmap.checkpoint.step_writer import StepWriter, begin_step
-    from layoutmap.checkpoint.storage import LocalStorage, make_token
+    from layoutmap.checkpoint.step_writer import StepWriter, create_step_if_space
+    from layoutmap.checkpoint.storage import LocalStorage, make_random_token
     from layoutmap.checkpoint.writer import WriteTask
 
-    token, total = make_token(), sum(each.nbytes for each in arrays.values())
+    token, total = make_random_token(), sum(each.nbytes for each in arrays.values())
     storage = LocalStorage(folder)
     variables = [SavedVariable(name, each.shape, each.dtype.name) for name, each in arrays.items()]
     todo: list[WriteTask] = []
@@ -58,9 +58,9 @@ def write_safetensors(folder: str, arrays: Arrays) -> None:
         todo.append(WriteTask(each, [index for index, _ in parts], lambda parts=parts: iter(parts)))
     manifest = Manifest(0, {"id": token}, None, {}, (), variables, {})
     with StepWriter(
-        storage, begin_step(storage, 0, token, total), manifest, todo, total_bytes=total
+        storage, create_step_if_space(storage, 0, token, total), manifest, todo, total_bytes=total
     ) as writer:
-        writer.write()
+        writer.write_step()
 
 
 def read_safetensors(folder: str, shape: tuple[int, int]) -> Arrays:

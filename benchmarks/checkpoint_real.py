@@ -95,7 +95,7 @@ def measure_backend(backend: str, size: str, directory: str, dtype: str) -> None
     engine, saved, num_bytes = get_engine(backend), lm.describe(directory), 0
     with measured_phase("compare"):
         for path, variable in get_adapter("keras").variables(model).items():
-            for index, shard in engine.to_shards(variable.value):
+            for index, shard in engine.iterate_shards(variable.value):
                 num_bytes += shard.nbytes
                 assert shard.tobytes() == saved.read(path, index).astype(shard.dtype).tobytes(), path
     measured["gib_in_shards"] = num_bytes / 2**30

@@ -70,7 +70,7 @@ def draw_arrays(num_bytes: int) -> dict[str, tuple[tuple[int, int], str]]:
     return arrays
 
 
-def count_bytes(num_bytes: int) -> int:
+def count_task_bytes(num_bytes: int) -> int:
     """Return the exact bytes of the arrays that `draw_arrays` returns."""
     sizes = {"float32": 4, "bfloat16": 2}
     return sum(rows * width * sizes[dtype] for (rows, width), dtype in draw_arrays(num_bytes).values())
@@ -265,7 +265,7 @@ def serve(library: str) -> None:
             before, start, processor = reset_peak(), time.perf_counter(), time.process_time()
             loaded = side.load(way, num_bytes, folder, existing)
             answer["peak"] = read_status("VmHWM") - before
-            size = count_bytes(num_bytes)
+            size = count_task_bytes(num_bytes)
             answer["own"] = size // NUM_PROCESSES if library == "torch" else size
         answer["seconds"] = time.perf_counter() - start
         answer["processor"] = time.process_time() - processor
@@ -528,13 +528,13 @@ def run(args: Any, root: str, total: int, small: int) -> None:
             if owner == library:
                 server.ask(do="save", way=name, bytes=small, folder=f"{root}/small {way}")
         expected[library] = server.ask(do="make", bytes=total, check=True)["checksum"]
-    about = f"{count_bytes(total) >> 20:,} MiB in {NUM_ARRAYS} arrays, {args.rounds} rounds, "
+    about = f"{count_task_bytes(total) >> 20:,} MiB in {NUM_ARRAYS} arrays, {args.rounds} rounds, "
     about += f"{NUM_CORES} cores, load {os.getloadavg()[0]:.1f} at the start"
     print(about)
     saved: dict[str, list[Times]] = {}
     if "save" in args.only:
         saved = measure_saves(servers, args, root, total)
-        print_table("save, durable", saved, count_bytes(total), ("copy", "jax orbax", "torch DCP"), {})
+        print_table("save, durable", saved, count_task_bytes(total), ("copy", "jax orbax", "torch DCP"), {})
     if not {"load", "memory"} & {*args.only}:
         return
     for way, (library, name) in ways.items():
@@ -572,7 +572,7 @@ def run(args: Any, root: str, total: int, small: int) -> None:
         print_table(
             "load on another mesh, from the page cache",
             loads,
-            count_bytes(total),
+            count_task_bytes(total),
             ("jax orbax", "jax orbax zarr3", "torch DCP"),
             {way: f"   peak {peak}" for way, peak in peaks.items()},
         )

@@ -38,13 +38,13 @@ def draw(seed):
         keras.config.set_dtype_policy(dtype)
         make, inputs = draw_keras_model(name, rows, sizes)
         library, optimizer = "keras", numbers.choice(("adamw", "sgd", "adafactor"))
-    layout_map, kind = draw_map(make, inputs, library, (data, model), numbers)
+    layout_map, kind = draw_layout_map(make, inputs, library, (data, model), numbers)
     facts = " ".join(f"{key} {value}" for key, value in sizes.items())
     options = {"inputs": inputs, "batch_dim": "data", "optimizer": optimizer, "library": library}
     return f"{name} {seed}, {data}x{model}, {kind}, {dtype}, {rows} rows, {facts}", make, layout_map, options
 
 
-def draw_map(make, inputs, library, grid, numbers):
+def draw_layout_map(make, inputs, library, grid, numbers):
     """Return a common layout map, or one with random rules, and its kind."""
     import layoutmap as lm
     from layoutmap.testing.models import maps
@@ -63,7 +63,9 @@ def draw_map(make, inputs, library, grid, numbers):
     rules, uneven = {}, "error"
     if kind == "drawn":
         text = ",".join(f"{each.name}={each.size}" for each in mesh.mesh_dims)
-        drawn = maps.draw_map(Choices(numbers.randrange), shapes, {}, maps.Devices(mesh.size, mesh=text))
+        drawn = maps.draw_layout_map(
+            Choices(numbers.randrange), shapes, {}, maps.Devices(mesh.size, mesh=text)
+        )
         rules, uneven = dict(drawn.rules), drawn.uneven
     else:
         turn = 0

@@ -37,7 +37,7 @@ def count(folder, number, seed):
     import layoutmap as lm
     from layoutmap.cost.cost import Cost
     from layoutmap.cost.jax import lowered
-    from layoutmap.cost.machines import find_machine
+    from layoutmap.cost.machines import resolve_machine
 
     drawn_step_models.MESHES = ((1, 1),)
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def count(folder, number, seed):
         except lm.LayoutMapError as error:
             print(f"{name}: {error.what}", file=sys.stderr)
             continue
-        machine = find_machine(TARGET, layout_map.mesh)
+        machine = resolve_machine(TARGET, layout_map.mesh)
         facts = {"name": name}
         for known, counted in (("estimate", estimate), ("compiled", compiled)):
             facts[known] = {
@@ -82,7 +82,7 @@ def measure_one(folder, seed):
 
     device = jax.devices()[0]
     options = compiler.get_compile_options(1, 1, np.array([[device.id]]))
-    with shardy.make_context():
+    with shardy.make_mlir_context():
         module = shardy.parse_module((folder / f"{seed}.mlir").read_bytes())
         (main,) = (each for each in module.body.operations if str(each.name) == '"main"')
         types = [str(each) for each in main.type.inputs]

@@ -135,14 +135,14 @@ def measure_kind(kind: str, blocks: int) -> dict[str, float]:
     """Return the milliseconds of each comparison in this process."""
     library, _, backend = kind.partition("-")
     os.environ["KERAS_BACKEND"] = backend or "jax"
-    programs = Timer(agreement.check_program)
+    programs = Timer(agreement.check_same_program)
     # These compare batches and torch's random numbers. A step that is not due counts count_call alone.
     timers = [
-        Timer(agreement.check_alike, is_gathering=True),
+        Timer(agreement.compare_texts, is_gathering=True),
         Timer(agreement.compute_checksum),
         Timer(agreement.CallSchedule.count_call),
     ]
-    agreement.check_program, agreement.check_alike, agreement.compute_checksum = programs, *timers[:2]  # type: ignore[assignment]
+    agreement.check_same_program, agreement.compare_texts, agreement.compute_checksum = programs, *timers[:2]  # type: ignore[assignment]
     due = list[bool]()
 
     def count_call(schedule: agreement.CallSchedule) -> bool:

@@ -128,21 +128,21 @@ def compare_drawn(number, seed):
     from layoutmap.testing import models
 
     warnings.simplefilter("ignore")
-    choose, quotients, refused = module.choose_compiled, [], {}
+    choose, quotients, refused = module.choose_best_compiled, [], {}
 
     def compare_all(outcome, compiled):
         found = choose(outcome, compiled)
-        known = {each.cost: each for each in found.experts if each.compiled_bytes is not None}
-        limit, seconds = outcome.best.limit, []
+        known = {each.cost_key: each for each in found.experts if each.compiled_bytes is not None}
+        limit, seconds = outcome.best.max_bytes, []
         for each in outcome.experts:
             if each.figures is not None:
-                figures = known[each.cost].figures if each.cost in known else compiled(each)
+                figures = known[each.cost_key].figures if each.cost_key in known else compiled(each)
                 if figures.peak_bytes <= limit:
                     seconds.append(figures.seconds)
         quotients.append((found.best.figures.seconds / min(seconds), len(seconds)))
         return found
 
-    module.choose_compiled = compare_all
+    module.choose_best_compiled = compare_all
     for each in range(seed, seed + number):
         library = ("nnx", "keras", "pytree")[each % 3]
         case = models.draw(each, library)

@@ -36,7 +36,7 @@ def draw_pair(seed: int, mib: float, meshes: list[str]) -> tuple[list[tuple[int,
     """Draw shapes, two layouts for each, and whether values are cast."""
     import layoutmap as lm
     from layoutmap.testing.models.choices import Choices
-    from layoutmap.testing.models.maps import draw_specs
+    from layoutmap.testing.models.maps import draw_sharding_specs
 
     choices = Choices.from_seed(seed)
     chosen = choices.sample(meshes, 2)
@@ -45,7 +45,9 @@ def draw_pair(seed: int, mib: float, meshes: list[str]) -> tuple[list[tuple[int,
     layouts = []
     for text in chosen:
         mesh = lm.Mesh(None, text)
-        drawn = [lm.Layout(draw_specs(choices, mesh, (size, width), "error"), mesh) for size in rows[:6]]
+        drawn = [
+            lm.Layout(draw_sharding_specs(choices, mesh, (size, width), "error"), mesh) for size in rows[:6]
+        ]
         layouts.append(drawn * (NUM_ARRAYS // 6))
     shapes = [(size, width) for size in rows[:6]] * (NUM_ARRAYS // 6)
     return shapes, layouts, bool(seed % 2)

@@ -45,7 +45,7 @@ def measure_method(method: str, size: str) -> None:
         shapes = dict(make_model(size).named_parameters())
     layout_map = lm.LayoutMap.from_tp_plan(TP_PLAN, mesh, parameters=shapes)
     layout_map[r".*norm\d?\.(weight|bias)$"] = (None,)
-    native = {path: engine().native(layout_map.get(path), p.ndim) for path, p in shapes.items()}
+    native = {path: engine().make_native_layout(layout_map.get(path), p.ndim) for path, p in shapes.items()}
     # Run the lazy imports and one-time setup of both methods before the timer starts.
     warm = lm.LayoutMap(mesh, {"weight": ("model", None), "bias": ("model",)})
     with warm.scope():
@@ -106,7 +106,9 @@ def hash_shards(model: Decoder) -> str:
         layout = layout_map[path] or lm.Layout.replicated(mesh, parameter.ndim)
         shard: Any = parameter.detach()
         if not isinstance(shard, DTensor):
-            shard = distribute_tensor(shard, *engine().native(layout, shard.ndim), src_data_rank=None)
+            shard = distribute_tensor(
+                shard, *engine().make_native_layout(layout, shard.ndim), src_data_rank=None
+            )
         total.update(shard.to_local().contiguous().view(torch.uint8).numpy())
     return total.hexdigest()
 

@@ -62,7 +62,7 @@ def measure_method(method: str) -> None:
     warm = Tape(1)
     with warm.record_operations():
         layer = nn.Linear(8, 8).bfloat16()  # triggers torch's lazy imports
-    warm.recipe(layer.weight).blocks([(slice(0, 8), slice(0, 4))])
+    warm.make_recipe(layer.weight).compute_blocks([(slice(0, 8), slice(0, 4))])
     torch.manual_seed(0)
     before, start, busy = read_peak_bytes(), time.perf_counter(), time.process_time()
     recorded = 0.0
@@ -75,7 +75,7 @@ def measure_method(method: str) -> None:
             model = Model()
         recorded = time.process_time() - busy
         tensors = [
-            tape.recipe(p).blocks([get_shard_index(p.shape, method.endswith("columns"))])[0]
+            tape.make_recipe(p).compute_blocks([get_shard_index(p.shape, method.endswith("columns"))])[0]
             if tape.is_deferred(p)
             else p
             for p in model.parameters()

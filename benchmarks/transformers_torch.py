@@ -81,7 +81,7 @@ def try_family(name: str, seed: int) -> None:
     choose = random.Random(f"{seed} {name}")
     layout_map = lm.LayoutMap("batch=2,model=2", rest="replicated")
     for path, weight in unsharded.named_parameters():
-        layout_map[f"^{path.replace('.', '[.]')}$"] = draw_specs(choose, weight.shape)
+        layout_map[f"^{path.replace('.', '[.]')}$"] = draw_sharding_specs(choose, weight.shape)
     warnings.simplefilter("ignore")
     stage = "training"
     try:
@@ -114,7 +114,7 @@ def try_family(name: str, seed: int) -> None:
         )
 
 
-def draw_specs(choose: random.Random, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+def draw_sharding_specs(choose: random.Random, shape: tuple[int, ...]) -> tuple[str | None, ...]:
     """Return random valid specs of a weight that shard at most two axes."""
     dims = choose.sample(["batch", "model"], 2)
     spec: list[str | None] = [None] * len(shape)

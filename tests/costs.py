@@ -3,7 +3,7 @@
 import layoutmap as lm
 from layoutmap.core.variables import Use, VariableSpec
 from layoutmap.cost.cost import Cost
-from layoutmap.cost.machines import find_machine
+from layoutmap.cost.machines import resolve_machine
 from layoutmap.cost.table import Collective, StepCost
 from layoutmap.scope.plan import make_plan
 
@@ -43,4 +43,4 @@ def plan(rules=None, found=None, mesh=MESH, on="h100:64", **changes):
     """The plan of the model, with its cost."""
     rules = rules or {r".*up\.kernel": ("data", "model"), "tokens": ("model", None)}
     made = make_plan(weights(), lm.LayoutMap(mesh, rules))
-    return made.add_cost(Cost(step(found, mesh, **changes), find_machine(on, mesh)))
+    return made.add_cost(Cost(step(found, mesh, **changes), resolve_machine(on, mesh)))

@@ -26,7 +26,7 @@ def moved(make_model, batch):
     def make_moved():
         made.append(make_model())
         if len(made) == 2:
-            adapter.complete(made[1], batch)
+            adapter.create_lazy_variables(made[1], batch)
             signs = np.random.default_rng(0)
             for variable in made[1].trainable_variables:
                 value = np.asarray(variable)

@@ -60,7 +60,7 @@ def test_components_are_those_of_tensorflow():
     values = generate_values((6, 4), "float32", seed=3)
     tensor = relayout(values, X_Y, engine="tensorflow")
     parts = [part.numpy() for part in dtensor.unpack(tensor)]
-    packed = dtensor.pack(parts, engine().native(X_Y, 2))
+    packed = dtensor.pack(parts, engine().make_native_layout(X_Y, 2))
 
     assert len(parts) == len(unpack(tensor))
     for theirs, ours in zip(parts, unpack(tensor), strict=True):
@@ -191,7 +191,7 @@ def test_gradients_pass_through_relayout_in_a_compiled_function(kind):
     layout = Layout([None, "y"], GRID)
     for move in (
         lambda source: relayout(source, layout),
-        lambda source: dtensor.relayout(source, engine().native(layout, 2)),
+        lambda source: dtensor.relayout(source, engine().make_native_layout(layout, 2)),
     ):
         gradient = compiled(lambda source, move=move: differentiate(source, move), source)
 

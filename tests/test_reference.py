@@ -73,7 +73,7 @@ def _kinds():
         if isinstance(call, ast.Call)
         and call.args
         and ast.unparse(call.func)
-        in ("Problem", "_make_contradiction", "_make_finding", "_describe_layout_error")
+        in ("Problem", "_make_contradiction_problem", "_make_weight_finding", "_make_problem_from_error")
     ]
     kinds = [
         kind

@@ -65,7 +65,7 @@ FAULTS = (
     Fault(
         "a rule matches anywhere in a path",
         "rules/index.py",
-        "pattern.search if self._anywhere else pattern.match",
+        "pattern.search if self._matches_anywhere else pattern.match",
         "pattern.search",
     ),
     Fault(
@@ -84,8 +84,8 @@ FAULTS = (
     Fault(
         "gradients of grouped convolutions are left to XLA",
         "engines/jax/corrections.py",
-        "for size in shape) and not _permanent:",
-        "for size in shape) and not _permanent and not shape:",
+        "for size in shape) and not _permanent_use:",
+        "for size in shape) and not _permanent_use and not shape:",
         "nnx",
     ),
     Fault(
@@ -113,14 +113,15 @@ FAULTS = (
     Fault(
         "a checkpoint puts a chunk where its neighbour belongs",
         "checkpoint/reader.py",
-        "target[found.place] = values if found.part is None else values[found.part]",
-        "target[found.place] = np.flip(values if found.part is None else values[found.part])",
+        "target[overlap.block_index] = values if overlap.chunk_index is None else values[overlap.chunk_index]",
+        "target[overlap.block_index] = np.flip(values if overlap.chunk_index is None else values[overlap.chunk_index])",
     ),
     Fault(
         "a batch that does not divide loses its last rows",
         "adapters/keras/backends/jax_steps.py",
-        "leaf = engine.canonicalize(np.array(leaf))",
-        "leaf = session.engine.canonicalize(np.array(leaf)[: max(len(leaf) // 4 * 4, 1)] if leaf.ndim else leaf)",
+        "leaf = engine.canonicalize_values(np.array(leaf))",
+        "rows = np.array(leaf)[: max(len(leaf) // 4 * 4, 1)] if leaf.ndim else leaf; "
+        "leaf = session.engine.canonicalize_values(rows)",
     ),
     Fault(
         "slots are counted twice in the memory of a plan",
@@ -137,23 +138,23 @@ FAULTS = (
     Fault(
         "rules that match nothing are not reported",
         "plan/planner.py",
-        "problems = [*correct_typos(problems, unused), *of_rules]",
-        "problems = [*correct_typos(problems, unused), *(p for p in of_rules if p.kind != 'unused rule')]",
+        "problems = [*suggest_typo_corrections(problems, unused), *of_rules]",
+        "problems = [*suggest_typo_corrections(problems, unused), *(p for p in of_rules if p.kind != 'unused rule')]",
     ),
     Fault(
         "an axis that does not divide is no problem",
         "core/layout.py",
         "    def find_uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:\n"
-        '        """Return the axes of a shape that the layout cannot split evenly."""\n',
+        '        """Return the axes of a shape that the layout cannot split evenly. Unknown sizes count as even."""\n',
         "    def find_uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:\n"
-        '        """Return the axes of a shape that the layout cannot split evenly."""\n'
+        '        """Return the axes of a shape that the layout cannot split evenly. Unknown sizes count as even."""\n'
         "        return ()\n",
     ),
     Fault(
         "the command line drops the limit of memory",
         "cli/main.py",
-        "made.set_limits(device_memory=options.device_memory,",
-        "made.set_limits(device_memory=None,",
+        "plan.set_limits(device_memory=options.device_memory,",
+        "plan.set_limits(device_memory=None,",
     ),
     Fault(
         "the page has a verdict of its own",
@@ -211,15 +212,15 @@ FAULTS = (
     Fault(
         "a dropped element is dropped in one shard only",
         "engines/torch/dtensor_ops/randomness.py",
-        "mask = place_like(plain(_allocate_like(x).fill_(1), p, True), x)",
-        "mask = place_like(plain(_allocate_like(x).fill_(1), p, True).flip(0), x)",
+        "mask = shard_like(plain(_allocate_like(x).fill_(1), p, True), x)",
+        "mask = shard_like(plain(_allocate_like(x).fill_(1), p, True).flip(0), x)",
         "torch",
     ),
     Fault(
         "an array of a model that exists counts as replicated",
         "inspecting/inspect.py",
-        "        if place.mesh == mesh:\n            return place\n",
-        "        if place.mesh == mesh:\n            return Layout.replicated(mesh, rank)\n",
+        "        if placement.mesh == mesh:\n            return placement\n",
+        "        if placement.mesh == mesh:\n            return Layout.replicated(mesh, rank)\n",
         "nnx",
     ),
 )

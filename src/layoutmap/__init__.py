@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from layoutmap.saving.stream import stream
     from layoutmap.saving.sync import plan_sync
 
-    DVariable: Any  # a class of an engine; even for types, nothing here needs its framework
+    DVariable: Any  # a class of TensorFlow's engine, which type checkers need not import
 
 report_errors_to_torchrun()
 
@@ -132,7 +132,7 @@ _LATE = {
     "SearchResult": "layoutmap.cost.layout_map_search",
     "search": "layoutmap.cost.layout_map_search",
 }
-"""Names whose modules load numpy or a framework, which takes long: they are imported when first asked for."""
+"""The module of each name that is imported at its first use, because the module loads numpy or a framework slowly."""
 
 
 def __getattr__(name: str) -> Any:

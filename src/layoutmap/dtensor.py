@@ -43,7 +43,7 @@ create_distributed_mesh = create_mesh
 
 
 def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -> Any:
-    """Return one tensor made from the components of the devices.
+    """Return one tensor that consists of the given components, one for each device.
 
     Args:
         tensors: One component for each device of this process, in mesh order: framework arrays, numpy arrays, or
@@ -81,7 +81,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
     """
     layout = convert_layout(layout)
     target = _choose_engine(tensors[0] if len(tensors) else None, engine)
-    mesh = target.bind(layout.mesh)
+    mesh = target.bind_mesh(layout.mesh)
     places = mesh.local_device_ids
     if len(tensors) != len(places):
         raise LayoutError(
@@ -90,7 +90,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
             why="each device holds one component",
             fix=f"pass {len(places)} components, in the order of the mesh's devices",
         )
-    components = [target.canonicalize(_to_numpy(tensor)) for tensor in tensors]
+    components = [target.canonicalize_values(_to_numpy(tensor)) for tensor in tensors]
     first = components[0]
     for i, component in enumerate(components):
         if component.shape != first.shape or component.dtype != first.dtype:
@@ -101,7 +101,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
                     f"component {i}": f"{component.dtype}{list(component.shape)}",
                 },
                 why="all components of a tensor have the same shape and element type",
-                fix=f"convert component {i}, or pad it",
+                fix=f"convert component {i} to the dtype of component 0, or pad it to its shape",
             )
     layout.check_rank(first.shape, "pack")
     shape = tuple(n * count for n, count in zip(first.shape, layout.shard_counts, strict=True))
@@ -116,7 +116,9 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
                 fix=f"pass component {number} again as component {i}, or shard an axis over a further mesh dim",
             )
     variable = VariableSpec("pack", shape, str(first.dtype))
-    return target.from_shards(Assignment(variable, layout), lambda index: parts[get_slice_ends(index)][1])
+    return target.create_from_shards(
+        Assignment(variable, layout), lambda index: parts[get_slice_ends(index)][1]
+    )
 
 
 def unpack(tensor: Any) -> list[NumpyArray]:
@@ -144,11 +146,11 @@ def unpack(tensor: Any) -> list[NumpyArray]:
     """
     layout = fetch_layout(tensor)
     target = find_engine(tensor)
-    shards = {get_slice_ends(index): values for index, values in target.to_shards(tensor)}
+    shards = {get_slice_ends(index): values for index, values in target.iterate_shards(tensor)}
     shape = tuple(tensor.shape)
     return [
         shards[get_slice_ends(layout.shard_slices(shape, place))]
-        for place in target.bind(layout.mesh).local_device_ids
+        for place in target.bind_mesh(layout.mesh).local_device_ids
     ]
 
 
@@ -250,7 +252,7 @@ def call_with_layout(
     if layout is None:
         return fn(*args, **kwargs)
     array = next((each for each in (*args, *kwargs.values()) if _is_engine_array(each)), None)
-    return _choose_engine(array, engine).call(fn, convert_layout(layout), args, kwargs)
+    return _choose_engine(array, engine).call_with_layout(fn, convert_layout(layout), args, kwargs)
 
 
 @contextmanager
@@ -294,7 +296,7 @@ default_mesh = run_on
 
 def barrier(mesh: Mesh, *, engine: str | None = None) -> None:
     """Wait until all processes of a mesh have called this function."""
-    _choose_engine(None, engine).all_gather(np.zeros(1, np.int32), convert_mesh(mesh))
+    _choose_engine(None, engine).gather_from_processes(np.zeros(1, np.int32), convert_mesh(mesh))
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -318,11 +320,12 @@ def check_layout(tensor: Any, layout: Layout) -> None:
             f"the tensor is in the layout {present}",
             facts={"expected": str(layout), "mesh": str(present.mesh)},
             why="the layouts differ in their specs or their meshes",
-            fix="relayout(tensor, layout)",
+            fix="move the tensor: relayout(tensor, layout)",
         )
 
 
 def _list_dividing_dims(layout: Layout) -> list[list[str]]:
+    """Return, for each axis of a layout, the mesh dims of more than one device that shard it."""
     axes = map(layout.list_mesh_dims, range(layout.rank))
     return [[dim for dim in dims if layout.mesh.dim_size(dim) > 1] for dims in axes]
 
@@ -334,7 +337,7 @@ def convert_to_tensorflow(value: Layout | Mesh) -> Any:
         EngineError: TensorFlow is not installed, or the layout shards an axis over several mesh dims.
         MeshError: The machine does not have the mesh's devices.
     """
-    native = get_engine("tensorflow").native
+    native = get_engine("tensorflow").make_native_layout
     return (
         native(Layout.replicated(value, 0), 0).mesh if isinstance(value, Mesh) else native(value, value.rank)
     )
@@ -372,7 +375,7 @@ def fetch_layout(tensor: Any) -> Layout:
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/fetch_layout
     """
     array = tensor if _is_engine_array(tensor) else _read_variable(tensor)
-    placement = find_engine(array).describe_placement(array) if _is_engine_array(array) else None
+    placement = find_engine(array).find_placement(array) if _is_engine_array(array) else None
     if not isinstance(placement, Layout):
         raise LayoutError(
             f"the {type(tensor).__module__}.{type(tensor).__qualname__} has no layout",
@@ -385,7 +388,7 @@ def fetch_layout(tensor: Any) -> Layout:
 
 
 def _is_engine_array(value: Any) -> bool:
-    """Return whether an engine knows this array."""
+    """Return whether a value is an array of a framework that has an engine."""
     try:
         find_engine(value)
     except EngineError:
@@ -394,29 +397,30 @@ def _is_engine_array(value: Any) -> bool:
 
 
 def _read_variable(variable: Any) -> Any:
-    """Return the array of a flax.nnx or Keras variable, or None for any other value."""
+    """Return the array of a flax.nnx or Keras variable, or `None` for any other value."""
     read = getattr(variable, "get_value", None)
     return read() if callable(read) else getattr(variable, "value", None)
 
 
 def _get_rank(tensor: Any) -> int:
-    """Return the number of axes of a tensor, or of numbers in lists, without reading a tensor."""
+    """Return the number of axes of a tensor, or of nested lists of numbers. The values of a tensor are not read."""
     shape = getattr(tensor, "shape", None)
     if shape is None:
         return np.ndim(tensor)
-    return shape.rank or 0 if hasattr(shape, "rank") else len(shape)  # TensorFlow shapes may have no rank
+    # The rank of a TensorFlow shape is `None` if it is unknown.
+    return shape.rank or 0 if hasattr(shape, "rank") else len(shape)
 
 
 def _choose_engine(tensor: Any, engine: str | None) -> Engine:
-    """Return the engine of an array, or the requested one for other values."""
+    """Return the requested engine, else the engine of the array `tensor`, else the engine of the framework in use."""
     if engine is not None:
         return get_engine(engine)
     return find_engine(tensor) if _is_engine_array(tensor) else get_engine(choose_engine_name())
 
 
 def _to_numpy(tensor: Any) -> Any:
-    """Return a framework array as a numpy array, and any other value unchanged."""
+    """Return the global values of a framework array as a numpy array, and any other value unchanged."""
     if not _is_engine_array(tensor):
         return tensor
-    shards = list(find_engine(tensor).to_shards(tensor))
+    shards = list(find_engine(tensor).iterate_shards(tensor))
     return assemble_blocks(shards, tuple(tensor.shape), shards[0][1].dtype)

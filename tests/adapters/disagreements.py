@@ -25,7 +25,7 @@ def held(engine: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
     for name, array in arrays.items():
         shards = {
             str([(part.start, part.stop) for part in index]): compute_checksum(values)
-            for index, values in get_engine(engine).to_shards(array)
+            for index, values in get_engine(engine).iterate_shards(array)
         }
         found[name] = shards | {"gathered": compute_checksum(get_engine(engine).to_numpy(array))}
     return found

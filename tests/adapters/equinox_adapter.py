@@ -65,14 +65,14 @@ class Session:
         self._context = context
         self._is_traced = False
 
-    def defer(self):
+    def defer_variables(self):
         raise ScopeError(
             "a scope is opened for Equinox", why="it defers nothing", fix="layout_map.build(make_model)"
         )
 
-    def build(self, make):
+    def build_model(self, make):
         self._is_traced = True
-        with random_states.keep_states():
+        with random_states.preserve_states():
             shapes = eqx.filter_eval_shape(make)
         self._is_traced = False
         assignments = self._assigned(shapes)
@@ -82,18 +82,18 @@ class Session:
         self._lay_out(model, assignments)
         return model
 
-    def take(self, model):
+    def shard_model(self, model):
         self._lay_out(model, self._assigned(model))
         return model
 
     def _assigned(self, model):
-        return self._context.assign([each.spec() for each in variables(model).values()], {}, (), True)
+        return self._context.assign_layouts([each.spec() for each in variables(model).values()], {}, (), True)
 
     def _lay_out(self, model, assignments):
         for each, assignment in zip(variables(model).values(), assignments, strict=True):
             each.put(self._context.engine.relayout(each.array, assignment.layout))
 
-    def made(self, model):
+    def has_built(self, model):
         """Whether a module was made here: its arrays are traced. What is made once more was looked at before."""
         arrays = [each.array for each in variables(model).values()]
         return not self._is_traced or all(isinstance(each, jax.core.Tracer) for each in arrays)
@@ -101,7 +101,7 @@ class Session:
     def list_unbuilt_layers(self):
         return ()
 
-    def complete(self, model, inputs):
+    def create_lazy_variables(self, model, inputs):
         pass
 
     def step(self, model, inputs, optimizer, loss):
@@ -117,22 +117,22 @@ class EquinoxAdapter(Building):
     def engine_name(self):
         return "jax"
 
-    def check(self):
+    def check_context(self):
         pass
 
     def owns_model(self, model):
         return isinstance(model, eqx.Module)
 
-    def begin(self, context):
+    def make_session(self, context):
         return Session(context)
 
-    def keep_random_states(self):
-        return random_states.keep_states()
+    def preserve_random_states(self):
+        return random_states.preserve_states()
 
     def set_seed(self, seed):
-        random_states.seed_both(seed)
+        random_states.seed_python_and_numpy(seed)
 
-    def complete(self, model, batch):
+    def create_lazy_variables(self, model, batch):
         pass
 
     def variables(self, model):
@@ -145,5 +145,5 @@ class EquinoxAdapter(Building):
         variable.put(get_engine("jax").relayout(value, variable.layout))
 
 
-def adapter():
+def make_adapter():
     return EquinoxAdapter()

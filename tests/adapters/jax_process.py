@@ -92,7 +92,7 @@ def restored(folder):
 
     def abstract(keys, leaf):
         layout = layouts[".".join(str(key.key) for key in keys)]
-        sharding = get_engine("jax").native(layout, layout.rank)
+        sharding = get_engine("jax").make_native_layout(layout, layout.rank)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(make_plain), nnx.Param))

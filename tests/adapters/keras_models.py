@@ -130,7 +130,7 @@ def hooked():
 def assert_held(variable):
     """The devices hold the shards of the variable's layout and nothing else."""
     shape, layout = tuple(variable.shape), variable.layout
-    shards = get_engine(keras.backend.backend()).to_shards(variable.value)
+    shards = get_engine(keras.backend.backend()).iterate_shards(variable.value)
 
     assert {str(layout.shard_slices(shape, i)) for i in range(layout.mesh.size)} == {
         str(i) for i, _ in shards

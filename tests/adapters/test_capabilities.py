@@ -14,7 +14,8 @@ class Least(protocol.Building):
 
     name = "least"
     engine_name = "jax"
-    check = owns_model = begin = keep_random_states = set_seed = complete = variables = read = write = None
+    check_context = owns_model = make_session = preserve_random_states = set_seed = None
+    create_lazy_variables = variables = read = write = None
 
 
 def test_nine_methods_are_enough_to_build():
@@ -28,11 +29,11 @@ def test_nine_methods_are_enough_to_build():
     assert {
         "describe_later_variables",
         "explain_no_padding",
-        "refused",
-        "read_own_options",
+        "refuse_models",
+        "read_library_options",
     } == methods - written
-    assert None is Least().read_own_options({}, ScopeOptions(), across=False)
-    with Least().refused("keras"):
+    assert None is Least().read_library_options({}, ScopeOptions(), spans_processes=False)
+    with Least().refuse_models("keras"):
         assert isinstance(Least(), protocol.Building)
 
 
@@ -41,13 +42,13 @@ def test_nine_methods_are_enough_to_build():
     [
         (protocol.Training, "forward, gradients, make_on_one_device, set_optimizer, train_step"),
         (
-            protocol.Keeping,
+            protocol.Checkpointing,
             (
-                "list_checkpoint_names, list_stored_variables, make_host_array, restore_settings, restore_variables"
-                ", restore_with_optimizer, settings"
+                "list_checkpoint_names, list_stored_variables, make_host_array, read_settings, restore_settings"
+                ", restore_variables, restore_with_optimizer"
             ),
         ),
-        (protocol.Inspecting, "describe_variables, find_context, gathered_dims"),
+        (protocol.Inspecting, "describe_variables, find_context, list_gathered_dims"),
     ],
 )
 def test_what_an_adapter_does_not_know_is_refused_by_name(capability, missing):

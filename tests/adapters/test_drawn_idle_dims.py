@@ -53,7 +53,7 @@ def draw_case(seed):
     for name in draw.sample(["batch", "model", "expert"], draw.randint(1, 3)):
         sizes[name] = draw.choice([size for size in (1, 2, 4) if size * np.prod([*sizes.values()]) <= 8])
 
-    def draw_specs():
+    def draw_sharding_specs():
         left = draw.sample(list(sizes), draw.randint(0, len(sizes)))
         axes = [[], []]
         for name in left:
@@ -63,8 +63,8 @@ def draw_case(seed):
 
     return Case(
         sizes,
-        (draw_specs(), draw_specs()),
-        draw_specs() if draw.random() < 0.5 else None,
+        (draw_sharding_specs(), draw_sharding_specs()),
+        draw_sharding_specs() if draw.random() < 0.5 else None,
         draw.choice([None, *sizes]),
     )
 

@@ -208,5 +208,5 @@ def test_for_a_pytree_rules_are_reported_as_unsupported():
     (problem,) = [p for p in plan.problems if p.kind == "unsupported"]
 
     assert "warning" == problem.severity
-    assert "the rules of layout_map.activations lay out nothing" in str(problem)
+    assert "the rules of layout_map.activations have no effect" in str(problem)
     assert "lm.dtensor.relayout" in problem.fix

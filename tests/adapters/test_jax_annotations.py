@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import layoutmap as lm
-from layoutmap.plan.problems import group_problems
+from layoutmap.plan.problems import merge_problems
 
 
 class Block(nnx.Module):
@@ -83,7 +83,7 @@ def test_metadata_stays_on_the_variables(plain):
 def test_the_plan_notes_each_annotation():
     """Blocks that say the same are one note, which names the rule to write; without a rule a weight is replicated."""
     plan = lm.plan(make_model, make_map(), library="jax")
-    notes = [p for p in group_problems(plan.problems) if p.kind == "unsupported"]
+    notes = [p for p in merge_problems(plan.problems) if p.kind == "unsupported"]
 
     assert ["note", "note"] == [p.severity for p in notes]
     assert ["blocks.{0..1}.table", "blocks.{0..1}.up.kernel"] == sorted(p.subject for p in notes)

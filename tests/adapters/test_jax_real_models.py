@@ -6,7 +6,7 @@ from real_jax_models import MODELS, PRESETS
 
 import layoutmap as lm
 from layoutmap.adapters import get_adapter
-from layoutmap.plan.problems import group_problems
+from layoutmap.plan.problems import merge_problems
 
 PROCESSES = ("jax",)
 pytestmark = [
@@ -53,7 +53,7 @@ def test_a_real_model_trains_to_the_numbers_of_one_device(name):
 def test_annotations_of_a_real_model_are_notes(name):
     """One for each sort of weight, over all its blocks."""
     plan = lm.plan(MODELS[name].make, make_map(name), library="jax")
-    notes = {p.subject: p.what for p in group_problems(plan.problems) if p.kind == "unsupported"}
+    notes = {p.subject: p.what for p in merge_problems(plan.problems) if p.kind == "unsupported"}
 
     assert "its annotation ('tp', 'fsdp') has no effect" in notes["layers.{0..1}.mlp.down_proj.kernel"]
 

@@ -277,7 +277,7 @@ def test_what_is_refused(layout_map):
         ("ScopeError", "step: there is no argument 1"),
         ("LayoutError", "step: args[1] is not an array"),
         ("LayoutError", "args[0]['scale']: the step changes its shape"),
-        ("ScopeError", "step: it is called inside another traced function"),
+        ("ScopeError", "step: the step is called inside another traced function"),
     ] == told
 
 

@@ -68,7 +68,7 @@ def test_a_deep_copy_has_the_layouts_and_the_values(model):
 
 def test_a_pickle_has_no_layouts_and_says_so(model, layout_map):
     """What is read from it has the values, and in a scope the layouts, too."""
-    with pytest.warns(lm.LayoutMapWarning, match="backbone: a pickle of it has no layouts") as caught:
+    with pytest.warns(lm.LayoutMapWarning, match="backbone: a pickle of this layer has no layouts") as caught:
         data = pickle.dumps(model)
     assert [__file__] == [w.filename for w in caught if w.category is lm.LayoutMapWarning]
 
@@ -155,7 +155,7 @@ def test_a_head_made_outside_is_warned_of_once(outer, layout_map):
         """\
 outer: it has sharded layers, but was created outside of their scope
   without layouts  head
-  why              weights that are created outside are unsharded, and its batches are not sharded over batch_dim
+  why              weights created outside are unsharded, and the model's batches are not sharded over batch_dim
   fix              create it in the scope, too: with layout_map.scope(): ...; or shard it: layout_map.apply(model)"""
     ] == [str(w.message) for w in caught]
 

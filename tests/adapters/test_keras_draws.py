@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import layoutmap as lm
-from layoutmap.adapters.keras.initializers import find_global_reason, make_initializer
+from layoutmap.adapters.keras.initializers import convert_initializer, explain_global_init
 from layoutmap.adapters.keras.protocol import get_backend, get_backend_name
 
 PROCESSES = ("jax", "tensorflow", "torch")
@@ -44,9 +44,11 @@ pytestmark = [
 def test_the_plan_names_what_the_engine_initializes_globally(initializer):
     """A dry run says of an initializer what the engine finds out when it traces it."""
     port = get_backend(get_backend_name())
-    made = make_initializer(initializer, SHAPE, "float32")
+    made = convert_initializer(initializer, SHAPE, "float32")
 
-    assert must_be_global(port.engine_name, made) == bool(find_global_reason(initializer, port.global_init))
+    assert must_be_global(port.engine_name, made) == bool(
+        explain_global_init(initializer, port.global_init_reasons)
+    )
 
 
 def must_be_global(engine_name, made):
@@ -55,9 +57,9 @@ def must_be_global(engine_name, made):
         return made.blocks is None
     where = {"torch": "deferred_init.tape", "tensorflow": "pieces", "jax": "programs"}[engine_name]
     programs = importlib.import_module(f"layoutmap.engines.{engine_name}.{where}")
-    trace = programs.PieceProgram if engine_name == "tensorflow" else programs.trace
-    traced = trace(made.program.function, made.program.seed)
-    return bool(programs.find_global_reason(traced) if engine_name == "jax" else traced.why_global)
+    trace_program = programs.PieceProgram if engine_name == "tensorflow" else programs.trace_program
+    traced = trace_program(made.program.function, made.program.seed)
+    return bool(programs.explain_no_shards(traced) if engine_name == "jax" else traced.why_global)
 
 
 def test_draws_that_differ_in_a_digit_are_not_one_program():
@@ -66,11 +68,11 @@ def test_draws_that_differ_in_a_digit_are_not_one_program():
         keras.ops.convert_to_tensor(np.float32(0.1)),
         keras.ops.convert_to_tensor(np.nextafter(np.float32(0.1), 1)),
     ]
-    draws = [make_initializer(I.RandomNormal(stddev=stddev, seed=1), SHAPE, "float32") for stddev in close]
+    draws = [convert_initializer(I.RandomNormal(stddev=stddev, seed=1), SHAPE, "float32") for stddev in close]
     arrays = [np.arange(4096, dtype="float32"), np.arange(4096, dtype="float32")]
     arrays[1][2000] = 0
     draws += [
-        make_initializer(I.Constant(keras.ops.convert_to_tensor(a)), (4096,), "float32") for a in arrays
+        convert_initializer(I.Constant(keras.ops.convert_to_tensor(a)), (4096,), "float32") for a in arrays
     ]
 
     assert len(draws) == len({draw.program.key for draw in draws if draw.program})

@@ -226,7 +226,7 @@ def test_a_map_without_a_mesh(verb):
     assert str(caught.value) == text("""
         the layout map has no mesh
           why   it was created without a mesh and without rules
-          fix   give it one: LayoutMap(create_mesh("batch=2,model=4"))
+          fix   create it with a mesh: LayoutMap(create_mesh("batch=2,model=4"))
         """)
 
 

@@ -8,7 +8,7 @@ from keras_models import ON_TORCH, batch
 from keras_training import assert_close, assert_in_layouts, both, fit, mlp, mlp_map
 from quiet import OF_ARRAYS, OF_MAPS
 
-from layoutmap.adapters.keras import adapter
+from layoutmap.adapters.keras import make_adapter
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
@@ -46,7 +46,7 @@ def scoped(*args, **kwargs):
 
 
 def weights(model):
-    return [adapter().read(v) for v in model.weights]
+    return [make_adapter().read(v) for v in model.weights]
 
 
 def assert_alive(model, tmp_path):

@@ -13,7 +13,7 @@ from keras_models import ON_JAX, assert_held
 from quiet import OF_ARRAYS
 
 import layoutmap as lm
-from layoutmap.adapters.keras import KerasAdapter, adapter
+from layoutmap.adapters.keras import KerasAdapter, make_adapter
 from layoutmap.adapters.keras.paths import find_variables
 
 PROCESSES = ("jax", "tensorflow", "torch")
@@ -35,7 +35,7 @@ def small(name, **more):
 
 
 def layouts(model):
-    return {path: v.layout for path, v in adapter().variables(model).items()}
+    return {path: v.layout for path, v in make_adapter().variables(model).items()}
 
 
 def weights(model):

@@ -31,7 +31,7 @@ FILES = (
 READING = (
     "_forget",
     "<lambda>",
-    "check_names",
+    "check_private_names",
     "_names_in",
     "_lineage",
     "_file_of",

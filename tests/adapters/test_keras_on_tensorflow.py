@@ -151,7 +151,7 @@ def test_compiling_with_xla_gives_the_same():
     np.testing.assert_allclose(train(scoped()), train(plain()), rtol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*what goes from layer to layer:layoutmap.core.errors.LayoutMapWarning")
+@pytest.mark.filterwarnings("ignore:.*outputs of layers are sharded:layoutmap.core.errors.LayoutMapWarning")
 def test_rows_of_an_embedding_that_is_gathered_step_one_by_one():
     """Adam squares each occurrence of an index apart, as in plain Keras, also where weights are gathered."""
 

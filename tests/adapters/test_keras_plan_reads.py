@@ -196,13 +196,15 @@ def assign(layer):
 def test_weights_that_are_used_one_by_one(make, use, monkeypatch):
     """Each is stored once, in the layout of its rule, and to find its path takes no longer with more layers."""
     stored, looks = [], []
-    plain_store, plain_look = materialize.Materializer._store, paths.list_attributes
+    plain_store, plain_look = materialize.Materializer._store_array, paths.iterate_attributes
     monkeypatch.setattr(
         materialize.Materializer,
-        "_store",
+        "_store_array",
         lambda self, variable, *rest: (stored.append(id(variable)), plain_store(self, variable, *rest))[1],
     )
-    monkeypatch.setattr(paths, "list_attributes", lambda owner: (looks.append(owner), plain_look(owner))[1])
+    monkeypatch.setattr(
+        paths, "iterate_attributes", lambda owner: (looks.append(owner), plain_look(owner))[1]
+    )
     num_looks = []
     for count in (4, 8, 12):
         stored.clear(), looks.clear()
@@ -262,4 +264,4 @@ def test_a_read_that_is_too_large_is_named(monkeypatch):
 
 def test_nobody_reads():
     """Outside of layers there is no layer to name."""
-    assert ("", False) == (call_stack.describe_reader(), call_stack.is_in_call())
+    assert ("", False) == (call_stack.describe_running_layer(), call_stack.is_calling_layer())

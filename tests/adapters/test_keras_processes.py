@@ -124,7 +124,7 @@ def test_one_process_writes_a_file_and_all_read_it(told):
 
 SAID = {
     "plan": "process 1 has a different plan from process 0\n"
-    "  from 0 to it  up.bias  layout  (unsharded,) -> (model,)",
+    "  from process 0 to 1  up.bias  layout  (unsharded,) -> (model,)",
     "sizes": "fit: the processes call different methods or pass different numbers of rows\n"
     "  process 0  fit: float32[4, 6], int32[4]\n  process 1  fit: float32[3, 6], int32[3]",
     "verbs": "the processes call different methods or pass different numbers of rows\n"

@@ -35,7 +35,8 @@ def test_two_processes_train_one_model(tmp_path):
             np.testing.assert_allclose(told["actual"][name], expected, rtol=1e-5, atol=1e-6)
         assert "Dense \"up\": activation: 'relu' in process 0, 'gelu' in process 1\n" in told["program"]
         assert (
-            "process 1 has a different plan from process 0\n  from 0 to it  up.bias  layout" in told["plan"]
+            "process 1 has a different plan from process 0\n  from process 0 to 1  up.bias  layout"
+            in told["plan"]
         )
         assert (
             "the processes pass different batches\n  process 0  float32[8, 6], int32[8], checksum"

@@ -7,10 +7,10 @@ import keras
 import pytest
 
 import layoutmap as lm
-from layoutmap.cost.search.experts import make_expert_maps
+from layoutmap.cost.search.experts import iterate_expert_maps
 from layoutmap.cost.search.options import get_specs, list_grids
-from layoutmap.cost.search.space import Model, Space
-from layoutmap.plan.planner import make_table
+from layoutmap.cost.search.space import LayoutSpace, SearchedModel
+from layoutmap.plan.planner import make_plan_table
 from layoutmap.rules import presets, zoo
 
 
@@ -24,20 +24,22 @@ def test_written_rules_give_the_layouts_that_were_chosen(name):
     assert keras.backend.backend() == "jax"
     known = zoo.find_model(name)
     plan = lm.plan(lambda: known.make(dtype="bfloat16"), lm.LayoutMap("data=64"), library="keras")
-    model, chance = Model(tuple(a.variable for a in plan.assignments)), random.Random(0)
+    model, chance = SearchedModel(tuple(a.variable for a in plan.assignments)), random.Random(0)
     for grid in list_grids(64, 64, 8):
         preset = presets.find_matching_preset([group.paths[0] for group in model.groups])
         assert known.preset == preset
-        also = [(expert.layouts, expert.blocks) for expert in make_expert_maps(model, grid, preset)]
-        for tied in (True, False):
-            space = Space(model, grid, tied=tied, also=also)
+        extra_layouts = [
+            (expert.layouts, expert.output_specs) for expert in iterate_expert_maps(model, grid, preset)
+        ]
+        for tie_similar in (True, False):
+            space = LayoutSpace(model, grid, tie_similar=tie_similar, extra_layouts=extra_layouts)
             for _ in itertools.repeat(None, 3):
                 point = tuple(map(chance.randrange, space.sizes))
                 layouts, _ = space.get_layouts(point)
                 made = space.make_layout_map(point)
-                table = make_table(model.variables, made)
+                table = make_plan_table(model.variables, made)
                 got = {group: {get_specs(table[path].layout) for path in group.paths} for group in layouts}
                 assert {group: {specs} for group, specs in layouts.items()} == got
                 assert [] == [p for p in table.problems if p.severity != "note"]
-                if tied:
+                if tie_similar:
                     assert len(made) <= 20

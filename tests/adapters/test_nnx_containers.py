@@ -270,7 +270,7 @@ def test_arrays_in_a_static_attribute():
     """They are refused by its name; with the mark that the error names, the model is built."""
     on = lm.LayoutMap(lm.create_mesh("model=4"), rest="replicated")
     with pytest.raises(
-        lm.ScopeError, match=r"(?s)^tables: arrays in a static attribute.*fix .*nnx\.data\(\.\.\)"
+        lm.ScopeError, match=r"(?s)^tables: a static attribute contains arrays.*fix .*nnx\.data\(\.\.\)"
     ):
         on.build(Static, library="jax")
 

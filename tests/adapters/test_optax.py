@@ -127,7 +127,7 @@ def test_zero_is_named_in_the_plan(layout_map, params):
 def test_a_leaf_of_no_parameter_is_listed(layout_map, params):
     """A large leaf without a parameter's path is replicated with a warning, and an error if that is asked for."""
     tx = optax.flatten(optax.adam(1e-2))
-    with pytest.warns(lm.LayoutMapWarning, match=r"optimizer\.0\.mu: it has no axis of a weight"):
+    with pytest.warns(lm.LayoutMapWarning, match=r"optimizer\.0\.mu: none of its axes is one of a weight"):
         state = layout_map.build_optimizer(tx, params)
     assert lm.dtensor.fetch_layout(state[0].mu).is_fully_replicated()
     with pytest.raises(lm.PlanError, match="zero_dim= shards it, too"):
@@ -160,7 +160,7 @@ def test_what_is_refused(layout_map, params):
         ("MeshError", "params.blocks.0.bias and params.scale are on different meshes", True),
         ("ScopeError", "zero_dim 'data' is not a dim of the mesh", True),
         *[("ScopeError", "there is no optimizer", True)] * 2,
-        ("LayoutError", "activation: it is not an array", True),
+        ("LayoutError", "activation: this parameter is not an array", True),
         ("ScopeError", "the optimizer's init cannot be traced", True),
         ("MeshError", "the layout map and params.blocks.0.bias are on different meshes", True),
     ] == told

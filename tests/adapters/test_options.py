@@ -10,7 +10,7 @@ import frameworks
 import pytest
 
 import layoutmap as lm
-from layoutmap.adapters.options import NEUTRAL, OptionsByName, ScopeOptions, check_names
+from layoutmap.adapters.options import COMMON_OPTIONS, OptionsByName, ScopeOptions, check_option_names
 from layoutmap.core.errors import ScopeError
 
 
@@ -29,13 +29,13 @@ def test_an_option_that_a_library_does_not_have(given, fix):
     with pytest.raises(
         ScopeError, match=re.escape(f"{name}={value!r}: a scope for keras models has no")
     ) as caught:
-        check_names(given, "keras")
-    assert (", ".join(NEUTRAL), fix) == (caught.value.facts["options"], caught.value.fix)
+        check_option_names(given, "keras")
+    assert (", ".join(COMMON_OPTIONS), fix) == (caught.value.facts["options"], caught.value.fix)
 
 
 def test_options_that_a_library_has():
     """Its own are accepted beside those that every scope has."""
-    check_names({"gather": "own", "strict": True}, "torch", ["gather"])
+    check_option_names({"gather": "own", "strict": True}, "torch", ["gather"])
 
 
 def test_editors_know_the_options():

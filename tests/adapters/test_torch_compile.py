@@ -14,8 +14,8 @@ from torch_models import RULES, Transformer
 from torch_pairs import Layers, X, pair, whole
 
 import layoutmap as lm
-from layoutmap.adapters.torch.structure import Structure
-from layoutmap.engines.tested import is_before
+from layoutmap.adapters.torch.structure import ModuleStructure
+from layoutmap.engines.tested import is_older_than
 
 PROCESSES = ("torch",)
 pytestmark = pytest.mark.every_case
@@ -47,13 +47,11 @@ REASONS = {
 }
 REASONS_LONG = {
     "assigns a buffer": "its forward changes mean",
-    "reads a value": "recording it failed",
+    "reads a value": "recording the graph failed",
     # From torch 2.14 on it is part of the graph.
-    "has a checkpoint": "an activation checkpoint in it computes once more"
-    if is_before("torch", "2.14")
-    else "",
+    "has a checkpoint": "an activation checkpoint recomputes" if is_older_than("torch", "2.14") else "",
     "keeps a tensor": "its forward changes kept",
-    "reads a tensor of its file": "a tensor of shape (8,) is no argument",
+    "reads a tensor of its file": "a tensor of shape (8,) is neither an argument",
     "takes an object": "an argument is a set",
 }
 VIEWED = "parts: one is given a view"
@@ -207,7 +205,7 @@ class TestStructure:
 
     def test_equal_blocks_have_equal_keys(self):
         """So they share a graph."""
-        first, second = (Structure(block).parts for block in laid_out().blocks)
+        first, second = (ModuleStructure(block).parts for block in laid_out().blocks)
 
         assert first == second
 
@@ -216,14 +214,14 @@ class TestStructure:
         for what, change in CHANGES.items():
             model = laid_out()
             block = model.blocks[0]
-            before = tuple(Structure(block).parts)
+            before = tuple(ModuleStructure(block).parts)
             change(block)
-            assert (what, what == "a wrapped method") == (what, before == tuple(Structure(block).parts))
+            assert (what, what == "a wrapped method") == (what, before == tuple(ModuleStructure(block).parts))
         block = laid_out().blocks[0]
-        before = tuple(Structure(block).parts)
+        before = tuple(ModuleStructure(block).parts)
         block.register_forward_hook(print)
 
-        assert before == tuple(Structure(block).parts)
+        assert before == tuple(ModuleStructure(block).parts)
 
 
 @pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")

@@ -297,7 +297,7 @@ class TestWhatElseRefersToATensor:
         make_map(rules={"weight": ("model", None)}).apply(model)
         gc.collect()
 
-        assert not [path for ref, path in optimizer_hooks._replaced.values() if ref() is None]
+        assert not [path for ref, path in optimizer_hooks._replaced_tensors.values() if ref() is None]
 
     def test_lists_and_attributes_of_a_module(self):
         """Parameters in lists and dicts are the new ones; a tensor that is no buffer has its value, plain."""

@@ -306,7 +306,7 @@ def test_options_that_cannot_be_passed_on(few):
         ({}, "without batch_dim no weight is gathered"),
         (
             {"batch_dim": "batch"},
-            "all devices of the mesh are of this process, and fully_shard gathers between several",
+            "all devices are of this process, and fully_shard gathers between several",
         ),
     ],
 )

@@ -16,8 +16,8 @@ from test_torch_transformers import make_map
 from transformers_models import FULL, WITH_A_PLAN, WITHOUT
 
 import layoutmap as lm
-from layoutmap.adapters.torch.paths import find_tensors
-from layoutmap.adapters.torch.roles import describe_use, find_head_sizes
+from layoutmap.adapters.torch.paths import list_model_tensors
+from layoutmap.adapters.torch.roles import find_axis_use, find_head_sizes_by_child
 
 LAYERS = {
     "Linear": (lambda: torch.nn.Linear(4, 5), (3, 4)),
@@ -33,8 +33,8 @@ def test_axes_do_what_their_roles_say(name):
     """Slices along an axis that is put out fill slices of the output; those along one that is summed over add up."""
     make, shape = LAYERS[name]
     layer, inputs = make(), torch.from_numpy(random(shape))
-    tensors = dict(zip(("weight", "bias"), find_tensors(layer), strict=True))
-    roles = {key: describe_use(each, {}).roles for key, each in tensors.items()}
+    tensors = dict(zip(("weight", "bias"), list_model_tensors(layer), strict=True))
+    roles = {key: find_axis_use(each, {}).roles for key, each in tensors.items()}
 
     def output(**weights):
         for key, value in weights.items():
@@ -49,8 +49,8 @@ def test_the_size_of_a_head_is_known_for_what_attention_modules_hold():
     """By the names that transformers has for it; an MLP has none."""
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(WITH_A_PLAN["llama"][1]())
-    sizes = find_head_sizes(model)
-    found = {f.path: describe_use(f, sizes) for f in find_tensors(model)}
+    sizes = find_head_sizes_by_child(model)
+    found = {f.path: find_axis_use(f, sizes) for f in list_model_tensors(model)}
 
     assert model.config.head_dim == found["layers.0.self_attn.q_proj.weight"].head_size
     assert found["layers.0.mlp.up_proj.weight"].head_size is None

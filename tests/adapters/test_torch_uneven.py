@@ -73,6 +73,6 @@ def test_axes_over_several_dims(mesh):
             with pytest.raises(LayoutError, match="is not a multiple of"):
                 engine().relayout(everywhere, layout, pad=True)
         else:
-            shards = list(engine().to_shards(engine().relayout(everywhere, layout, pad=True)))
+            shards = list(engine().iterate_shards(engine().relayout(everywhere, layout, pad=True)))
             assert all(np.array_equal(values[index], shard) for index, shard in shards), (size, spec)
     assert 0 < refused < 66

@@ -15,7 +15,7 @@ from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.torch.engine import engine
-from layoutmap.engines.torch.placing import full_tensor
+from layoutmap.engines.torch.placing import to_unsharded
 
 ROWS, TOKENS, VOCABULARY = 8, 6, 57
 STEPS = 3 if EVERYTHING else 2
@@ -167,7 +167,7 @@ def build(name, mesh, **options):
 
 
 def whole(value):
-    return full_tensor(value.detach())
+    return to_unsharded(value.detach())
 
 
 def train(model, make_optimizer, steps=STEPS, call=None):
@@ -226,13 +226,15 @@ def find_array_faults(mesh_text):
         others = (Layout.replicated(mesh, len(shape)), Layout([None] * (len(shape) - 1) + ["model"], mesh))
         made = {
             "relayout": engine().relayout(values, layout, pad=True),
-            "from_shards": engine().from_shards(assignment, lambda index, values=values: values[index]),
+            "from_shards": engine().create_from_shards(
+                assignment, lambda index, values=values: values[index]
+            ),
         }
         for other in others:
             there = engine().relayout(engine().relayout(values, other, pad=True), layout, pad=True)
             made[f"to and from {other}"] = there
             made[f"at {other}"] = engine().relayout(there, other, pad=True)
-        made["created"] = engine().create({"w": assignment}, {"w": recipe})["w"]
+        made["created"] = engine().create_initial_values({"w": assignment}, {"w": recipe})["w"]
         for order in (float("inf"), -1.0) if values.size else ():  # an empty array has none
             norms = [torch.linalg.vector_norm(made["relayout"], order)]
             norms += torch._foreach_norm([made["relayout"]], order)
@@ -244,9 +246,9 @@ def find_array_faults(mesh_text):
             wanted_layout = next((each for each in others if name == f"at {each}"), layout)
             indices = {
                 device: wanted_layout.shard_slices(shape, device)
-                for device in engine().bind(mesh).local_device_ids
+                for device in engine().bind_mesh(mesh).local_device_ids
             }
-            held = list(engine().to_shards(array))
+            held = list(engine().iterate_shards(array))
             faults += [
                 f"{shape} {layout} {name}: {what}"
                 for what, is_right in {

@@ -78,7 +78,7 @@ class Worker:
     def arrays(self, model: Any, optimizer: Any) -> dict[Any, Any]: ...
 
     def barrier(self) -> None:
-        self.engine.all_gather(np.zeros(1), self.layout_map.mesh)
+        self.engine.gather_from_processes(np.zeros(1), self.layout_map.mesh)
 
     def work(self) -> None:
         told: dict[str, Any] = {}
@@ -134,7 +134,7 @@ class Worker:
     def bytes_here(self, model: Any, optimizer: Any) -> int:
         """The bytes of the shards that this process holds, each once."""
         arrays = self.arrays(model, optimizer).values()
-        return sum(values.nbytes for array in arrays for _, values in self.engine.to_shards(array))
+        return sum(values.nbytes for array in arrays for _, values in self.engine.iterate_shards(array))
 
     def refusal(self, function: Any) -> str:
         try:

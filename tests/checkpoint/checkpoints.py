@@ -11,7 +11,7 @@ import numpy as np
 from layoutmap.checkpoint.manifest import NAME, Manifest, manifest_to_bytes
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.source import SavedVariable
-from layoutmap.checkpoint.storage import LocalStorage, make_token
+from layoutmap.checkpoint.storage import LocalStorage, make_random_token
 from layoutmap.checkpoint.writer import WriteTask, write_part
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -29,7 +29,7 @@ def saved(
     metadata: Any = None,
 ) -> StepSource:
     """Save arrays as one process would, in these layouts, and open what was saved."""
-    storage, token = LocalStorage(directory), make_token()
+    storage, token = LocalStorage(directory), make_random_token()
     variables = [
         SavedVariable(
             path,
@@ -47,7 +47,7 @@ def saved(
         indices = {str(i): i for i in (layout.shard_slices(each.shape, d) for d in range(layout.mesh.size))}
         shards = [(index, values[each.path][index]) for index in reversed(indices.values())]
         todo.append(WriteTask(each, list(indices.values()), lambda shards=shards: iter(shards)))
-    folder = storage.begin(step, token)
+    folder = storage.create_step_folder(step, token)
     part = write_part(storage, folder, 0, todo, sum(array.nbytes for array in values.values()))
     meshes = [layout.mesh for layout in layouts.values()]
     facts = {
@@ -56,9 +56,9 @@ def saved(
         "mesh": dict(zip(meshes[0].dim_names, meshes[0].shape, strict=True)),
     }
     manifest = Manifest(step, facts, metadata, {}, part.files, variables, part.chunks)
-    with storage.create(folder, NAME) as sink:
+    with storage.create_file(folder, NAME) as sink:
         sink.write(manifest_to_bytes(manifest))
-    storage.commit(step, token)
+    storage.commit_step(step, token)
     return StepSource(storage, step)
 
 

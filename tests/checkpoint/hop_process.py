@@ -44,14 +44,17 @@ def module_of(arrays):
 def load(source, assignments, values):
     """Arrays by path, each in its layout: those of a checkpoint, or where there is none, the values."""
     if source is None:
-        return {path: engine.from_shards(a, values[path].__getitem__) for path, a in assignments.items()}
+        return {
+            path: engine.create_from_shards(a, values[path].__getitem__) for path, a in assignments.items()
+        }
     if ENGINE == "tensorflow":
         step = StepSource(LocalStorage(source))
         return {
-            path: engine.from_shards(a, lambda i, p=path: step.read(p, i)) for path, a in assignments.items()
+            path: engine.create_from_shards(a, lambda i, p=path: step.read(p, i))
+            for path, a in assignments.items()
         }
     blank = {
-        path: engine.from_shards(a, np.zeros_like(values[path]).__getitem__)
+        path: engine.create_from_shards(a, np.zeros_like(values[path]).__getitem__)
         for path, a in assignments.items()
     }
     if ENGINE == "jax":
@@ -63,7 +66,7 @@ def save(arrays, target, values, layouts):
     if ENGINE == "tensorflow":
         here = {path: np.empty_like(value) for path, value in values.items()}
         for path, array in arrays.items():
-            for index, shard in engine.to_shards(array):
+            for index, shard in engine.iterate_shards(array):
                 here[path][index] = shard
         saved(target, here, layouts)
     else:
@@ -82,7 +85,9 @@ def hop(command):
     arrays = load(command["read"], assignments, values)
     wrong = []
     for path, array in arrays.items():
-        if any(shard.tobytes() != values[path][index].tobytes() for index, shard in engine.to_shards(array)):
+        if any(
+            shard.tobytes() != values[path][index].tobytes() for index, shard in engine.iterate_shards(array)
+        ):
             wrong.append(f"{path}: values")
         if engine.get_layout(array) != layouts[path]:
             wrong.append(f"{path}: layout {engine.get_layout(array)}")

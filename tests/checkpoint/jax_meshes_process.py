@@ -65,7 +65,7 @@ def main(number, folder, port):
     if number == 0:
         lm.save(theirs, folder / "theirs")
     else:
-        with pytest.raises(CheckpointError, match="w: this process has no device of its mesh"):
+        with pytest.raises(CheckpointError, match="w: this process has no device of the variable's mesh"):
             lm.save(theirs, folder / "theirs")
     multihost_utils.sync_global_devices("saved")
     assert_holds(lm.load(on(everywhere, ("x", "y"), 9), folder / "theirs"), 5)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import layoutmap as lm
-from layoutmap.testing.killed_saves import build_on_two_devices
+from layoutmap.testing.killed_saves import build_constant_model
 
 
 def run(side, directory, seed):
@@ -19,7 +19,7 @@ def run(side, directory, seed):
     while not manager.is_preempted:
         step += rng.randint(1, 3)
         value = max(side.read_values()) + 1
-        side.fill(value)
+        side.set_all_weights(value)
         manager.save(side.model, step, metrics={"loss": rng.random()}, metadata=value)
         if deletes.random() < 0.1:  # and it is saved once more, or not
             manager.delete(step)
@@ -28,7 +28,7 @@ def run(side, directory, seed):
         if rng.random() < 0.3 and manager.history():
             place = rng.random()
             there = manager.history()  # others may delete some of them meanwhile
-            step = int(side.group.texts(str(there[int(place * len(there))].step))[0])
+            step = int(side.group.gather_text(str(there[int(place * len(there))].step))[0])
             side.model = manager.load(side.model, step=step, later=rng.choice(("keep", "delete")))
     manager.close()
 
@@ -36,7 +36,7 @@ def run(side, directory, seed):
 def main():
     engine, directory, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     try:
-        run(build_on_two_devices(engine), directory, seed)
+        run(build_constant_model(engine), directory, seed)
     except Exception as error:  # where another process was killed
         print(error, file=sys.stderr, flush=True)
         os._exit(3)

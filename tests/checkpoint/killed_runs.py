@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import layoutmap as lm
-from layoutmap.checkpoint.lineage import History
+from layoutmap.checkpoint.lineage import StepHistory
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.storage import LocalStorage
-from layoutmap.testing.killed_saves import start_saving
+from layoutmap.testing.killed_saves import start_processes
 
 WORKER = Path(__file__).with_name("killed_run_process.py")
 
@@ -23,15 +23,15 @@ WORKER = Path(__file__).with_name("killed_run_process.py")
 def check_directory(directory: Path) -> None:
     """Each step is as it was saved, has the values of its own line, and the last one is that of the last save."""
     storage = LocalStorage(directory)
-    there = History(storage).steps()
-    assert storage.steps() == list(there)
+    there = StepHistory(storage).read_steps()
+    assert storage.list_steps() == list(there)
     for each in there.values():
         found = StepSource(storage, each.step)
-        assert [] == list(found.problems())
+        assert [] == list(found.find_damage())
         values = {float(value) for path in found.variables for value in {*found.read(path).ravel().tolist()}}
         assert {float(found.metadata)} == values
         before = [
-            StepSource(storage, other.step).metadata for other in there.values() if each.is_descendant(other)
+            StepSource(storage, other.step).metadata for other in there.values() if each.has_ancestor(other)
         ]
         assert sorted({*before}) == before
         assert all(value < found.metadata for value in before)
@@ -56,7 +56,7 @@ def kill_runs(directory: Path, seeds: Iterable[int], count: int = 1) -> Counter[
     for seed in seeds:
         rng = random.Random(seed)
         command = [sys.executable, str(WORKER), os.environ["KERAS_BACKEND"], str(directory), str(seed)]
-        running = start_saving(command, directory, count)
+        running = start_processes(command, directory, count)
         time.sleep(rng.random() * 0.4)
         number = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM))
         told = rng.choice(([*range(count)], [rng.randrange(count)]))

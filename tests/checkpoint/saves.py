@@ -12,8 +12,8 @@ from layoutmap.checkpoint.manifest import Manifest
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import open_storage
 from layoutmap.checkpoint.source import SavedVariable
-from layoutmap.checkpoint.step_writer import StepWriter, begin_step
-from layoutmap.checkpoint.storage import make_token
+from layoutmap.checkpoint.step_writer import StepWriter, create_step_if_space
+from layoutmap.checkpoint.storage import make_random_token
 from layoutmap.checkpoint.writer import WriteTask
 from layoutmap.core.blocks import Index, NumpyArray
 
@@ -49,11 +49,11 @@ def writers(
         patience_seconds: How long they wait for one another.
         before: Called with the number of a process and a path before a variable is read.
     """
-    token = make_token()
+    token = make_random_token()
     variables = [SavedVariable(path, array.shape, array.dtype.name) for path, array in values.items()]
     total_bytes = sum(array.nbytes for array in values.values())
     first = open_storage(directory)
-    folder = begin_step(first, step, token, total_bytes)
+    folder = create_step_if_space(first, step, token, total_bytes)
 
     def read(number: int, path: str, index: Index) -> Iterator[tuple[Index, NumpyArray]]:
         before(number, path)
@@ -73,14 +73,14 @@ def writers(
                 Manifest(step, {"id": token}, None, {}, (), variables, {}),
                 list(todo_of(number)),
                 total_bytes=total_bytes,
-                number=number,
-                count=count,
+                process_index=number,
+                num_processes=count,
                 patience_seconds=patience_seconds,
             )
             for number in range(count)
         ]
     except BaseException:
-        first.abandon(step, token)
+        first.discard_step(step, token)
         raise
 
 
@@ -88,14 +88,14 @@ def save(directory: str | os.PathLike[str], step: int, values: Values) -> None:
     """Save arrays as one process does."""
     (writer,) = writers(directory, step, values)
     with writer:
-        writer.write()
+        writer.write_step()
 
 
 def is_good(directory: str | os.PathLike[str], step: int, values: Values) -> bool:
     """Whether a step has these values, all checked."""
     found = StepSource(open_storage(directory), step)
-    found.check_files()
-    assert [] == list(found.problems())
+    found.check_file_sizes()
+    assert [] == list(found.find_damage())
     return all(np.array_equal(found.read(path), array) for path, array in values.items())
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layoutmap.checkpoint.chunk_table import Chunk, build_chunk_tables, chunk_to_json
-from layoutmap.checkpoint.chunks import choose_chunk_bytes, choose_chunk_shape, split_shard
+from layoutmap.checkpoint.chunks import choose_chunk_bytes, choose_chunk_shape, split_shard_into_chunks
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.core.blocks import (
     Index,
@@ -39,7 +39,9 @@ def chunks_saved(shape: tuple[int, ...], itemsize: int, layout: Layout) -> list[
     return [
         chunk
         for index in shards.values()
-        for chunk in split_shard(index, choose_chunk_shape(compute_block_shape(index), itemsize, most, shape))
+        for chunk in split_shard_into_chunks(
+            index, choose_chunk_shape(compute_block_shape(index), itemsize, most, shape)
+        )
     ]
 
 
@@ -159,7 +161,7 @@ def test_what_was_checked_is_read_once_while_there_is_room(tmp_path: Path, room:
     indices = [layout.shard_slices(value.shape, device) for device in range(8)]
     step.cache_bytes = room
     for index in indices:
-        step.check("w", index)
+        step.verify_block("w", index)
     first, second = ([step.read("w", index) for index in indices] for _ in range(2))
 
     assert (times + 1) * value.nbytes == step.bytes_read

@@ -45,7 +45,7 @@ def message(action: Callable[[], object]) -> list[str]:
 def read_all(directory: Path, step: int = 1) -> None:
     """Read a step as `load` does."""
     found = StepSource(LocalStorage(directory), step)
-    found.check_files()
+    found.check_file_sizes()
     for path in found.variables:
         found.read(path)
 
@@ -110,7 +110,7 @@ def test_a_manifest_that_cannot_be_written_leaves_the_last_step(tmp_path: Path) 
     save(tmp_path / "other", 2, many)
     sizes = [(tmp_path / "other" / "step-2" / name).stat().st_size for name in (DATA, NAME)]
     with file_sizes_up_to(sizes[0]), writer:
-        lines = message(writer.write)
+        lines = message(writer.write_step)
 
     assert sizes[0] < sizes[1]
     assert lines[0].endswith(f"{NAME}: the file cannot be written")
@@ -145,7 +145,7 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert [
         f"{tmp_path}: checkpoints cannot be written there",
         "  why   the system says: Permission denied",
-        "  fix   give this user the right to it, or name another directory",
+        "  fix   give this user access to the path, or name another directory",
     ] == lines
     assert ["step-1"] == names_in(tmp_path)
 
@@ -173,7 +173,7 @@ def test_a_link_to_a_directory_is_that_directory(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "there")
     save(tmp_path / "link", 1, OLD)
     save(tmp_path / "link", 2, NEW)
-    LocalStorage(tmp_path / "link").delete(2)
+    LocalStorage(tmp_path / "link").delete_step(2)
 
     assert is_good(tmp_path / "there", 1, OLD)
     assert ["step-1"] == names_in(tmp_path / "there")
@@ -230,7 +230,7 @@ def test_only_names_of_steps_are_steps(tmp_path: Path) -> None:
     ):
         (tmp_path / name).mkdir()
 
-    assert [0, 10**18 - 1] == LocalStorage(tmp_path).steps()
+    assert [0, 10**18 - 1] == LocalStorage(tmp_path).list_steps()
 
 
 # -- reading
@@ -258,7 +258,7 @@ def test_a_missing_data_file_is_said(tmp_path: Path, instead: str) -> None:
         os.mkfifo(file)
 
     assert f"{tmp_path}/step-1/{DATA}: the file is missing" == message(lambda: read_all(tmp_path))[0]
-    assert 1 <= len(list(StepSource(LocalStorage(tmp_path), 1).problems()))
+    assert 1 <= len(list(StepSource(LocalStorage(tmp_path), 1).find_damage()))
 
 
 @pytest.mark.parametrize("name", [NAME, DATA])
@@ -304,7 +304,7 @@ def test_a_flipped_bit_in_a_data_file_is_found(tmp_path: Path) -> None:
         data[place] ^= 1 << place % 8
         file.write_bytes(data)
         step = StepSource(LocalStorage(tmp_path))
-        (problem,) = step.problems()
+        (problem,) = step.find_damage()
         assert str(file) in str(problem)
         if place < header:
             assert all(np.array_equal(step.read(path), array) for path, array in values.items())
@@ -321,7 +321,7 @@ def test_a_deleted_step_is_gone_at_once(tmp_path: Path) -> None:
     save(tmp_path, 1, OLD)
     save(tmp_path, 2, NEW)
     for _ in range(2):
-        LocalStorage(tmp_path).delete(1)
+        LocalStorage(tmp_path).delete_step(1)
 
     assert ["step-2"] == names_in(tmp_path)
     assert is_good(tmp_path, 2, NEW)

@@ -60,8 +60,8 @@ def test_only_the_bytes_of_a_block_are_read(tmp_path: Path) -> None:
     """After the head of a tensor is known, a block of rows or columns costs its own bytes, in any order in memory."""
     wide = torch.arange(2048.0 * 8).reshape(8, 2048)
     source = saved(tmp_path / "c", {"wide": wide, "long": wide.t()})
-    source.check("wide")
-    source.check("long")
+    source.verify_block("wide")
+    source.verify_block("long")
     before = source.bytes_read
     rows, columns = source.read("wide", np.s_[2:4, 512:1024]), source.read("long", np.s_[512:1024, 2:4])
 
@@ -143,7 +143,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         if damaged is not None:
             file.write_bytes(damaged)
         with pytest.raises(CheckpointError):
-            open_source(tmp_path / "c").check("w")
+            open_source(tmp_path / "c").verify_block("w")
 
     assert ["w"] == list(source.variables)
 

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 import layoutmap as lm
 from layoutmap.checkpoint.foreign import open_source
-from layoutmap.checkpoint.name_tables import read_names
+from layoutmap.checkpoint.name_tables import read_name_table
 
 pytestmark = [
     # A rule for the other kind of Gemma's attention
@@ -160,8 +160,8 @@ def test_each_name_is_in_one_line(other_side: tuple[Path, forked.Running]) -> No
     for family in KERAS:
         saved = list(open_source(folder / family).variables)
         for table in (family, f"{family}_nnx"):
-            templates = {piece.theirs for entry in read_names(table).entries for piece in entry.pieces}
-            found = {name: [t for t in templates if t.find(name)] for name in saved}
+            templates = {piece.name for entry in read_name_table(table).entries for piece in entry.tensors}
+            found = {name: [t for t in templates if t.match_name(name)] for name in saved}
             unused = {t.text for t in templates} - {t.text for each in found.values() for t in each}
 
             assert dict.fromkeys(saved, 1) == {name: len(each) for name, each in found.items()}

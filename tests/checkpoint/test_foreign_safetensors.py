@@ -107,7 +107,7 @@ def test_a_folder_of_several_files_is_one_source(tmp_path: Path) -> None:
 
 TWO = {"a": entry(0, 8), "b": entry(8, 16)}
 LIES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty": (lambda p: p.write_bytes(b""), "not a file of safetensors, or a truncated one"),
+    "empty": (lambda p: p.write_bytes(b""), "not a safetensors file, or it is truncated"),
     "huge header": (lambda p: raw(p, TWO, bytes(16), 1 << 62), "the header has 4611686018427387904 bytes"),
     "no JSON": (lambda p: raw(p, b"{]"), "its header is not JSON"),
     "deep JSON": (lambda p: raw(p, b"[" * 100_000), "its header is not JSON"),
@@ -122,10 +122,10 @@ LIES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: raw(p, {"a": entry(0, 8, (1 << 62, 1 << 62))}, bytes(8)),
         "contradicts its shape",
     ),
-    "negative": (lambda p: raw(p, {"a": entry(0, 8, (-2,))}, bytes(8)), "its entry cannot be read"),
-    "bool": (lambda p: raw(p, {"a": entry(0, 8, (True, 2))}, bytes(8)), "its entry cannot be read"),
-    "no entry": (lambda p: raw(p, {"a": None}), "its entry cannot be read"),
-    "dtype": (lambda p: raw(p, {"a": entry(0, 8, dtype="F6_E2M3")}, bytes(8)), "elements of type 'F6_E2M3'"),
+    "negative": (lambda p: raw(p, {"a": entry(0, 8, (-2,))}, bytes(8)), "its entry is invalid"),
+    "bool": (lambda p: raw(p, {"a": entry(0, 8, (True, 2))}, bytes(8)), "its entry is invalid"),
+    "no entry": (lambda p: raw(p, {"a": None}), "its entry is invalid"),
+    "dtype": (lambda p: raw(p, {"a": entry(0, 8, dtype="F6_E2M3")}, bytes(8)), "unknown dtype 'F6_E2M3'"),
     "twice": (lambda p: raw(p, b'{"a": 1, "a": 2}'), "its header has 'a' twice"),
 }
 
@@ -186,7 +186,7 @@ def test_a_file_that_is_truncated_later_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-4])
 
     with pytest.raises(CheckpointError, match="the size of the file has changed"):
-        source.check("x")
+        source.verify_block("x")
     with pytest.raises(CheckpointError, match="the file is truncated"):
         source.read("x")
 

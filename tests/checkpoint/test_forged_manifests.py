@@ -71,7 +71,7 @@ def use(directory: Path) -> Any:
         )
         json.loads(texts[2])
         assert isinstance(found.source, StepSource)
-        found.source.check_files()
+        found.source.check_file_sizes()
         return found.metadata, found.plan, {path: found.read(path).tobytes() for path in found}
     except lm.CheckpointError as error:
         return None if error.why and error.fix else "an error without a reason or a fix"

@@ -59,7 +59,7 @@ def test_a_variable_without_elements_has_a_checksum_of_its_own(
     step = saved(str(tmp_path), values, layouts)
 
     assert num_files == len(step.manifest.files)
-    assert [] == list(step.problems())
+    assert [] == list(step.find_damage())
     assert {compute_xxh3(b"")} == {
         chunk.checksum for n in range(4) for chunk in step.manifest.chunks[f"empty {n}"]
     }

@@ -143,8 +143,8 @@ for line in sys.stdin:
     try:
         source = TorchFile(path) if path.endswith(".pt") else open_source(path)
         values = {name: source.read(name) for name in source.variables}
-        if hasattr(source, "check_files"):
-            source.check_files()
+        if hasattr(source, "check_file_sizes"):
+            source.check_file_sizes()
         print("read", *sorted(f"{v.shape}{float(v.sum())}" for v in values.values()), flush=True)
     except CheckpointError as error:
         parts = str(error)

@@ -19,7 +19,7 @@ from cases import few
 from flax import nnx
 
 import layoutmap as lm
-from layoutmap.adapters.jax.checkpoints import list_stored, restore_values
+from layoutmap.adapters.jax.checkpoints import list_stored_arrays, restore_arrays
 from layoutmap.core.errors import CheckpointError
 from layoutmap.engines import get_engine
 
@@ -60,13 +60,13 @@ def test_no_initializer_computes_what_is_loaded(tmp_path: Path, monkeypatch: pyt
     lm.save(Language(nnx.Rngs(0)), tmp_path)
     created: list[str] = []
     engine = type(get_engine("jax"))
-    create = engine.create
+    create = engine.create_initial_values
 
     def noting(self: Any, assignments: Any, initializers: Any, progress: Any = None) -> Any:
         created.extend(assignment.variable.path for assignment in assignments.values())
         return create(self, assignments, initializers, progress)
 
-    monkeypatch.setattr(engine, "create", noting)
+    monkeypatch.setattr(engine, "create_initial_values", noting)
     lm.load(lambda: Language(nnx.Rngs(1)), tmp_path, layout_map=layout_map, library="jax")
     assert [] == created
 
@@ -220,7 +220,9 @@ def test_each_slot_is_described_as_what_it_is(name: str) -> None:
     params = plain_params()
     state = OPTIMIZERS[name]().init(params)
     leaves = jax.tree.leaves(state)
-    slots = [each for each in list_stored(params, state) if each.variable.path.startswith("optimizer.")]
+    slots = [
+        each for each in list_stored_arrays(params, state) if each.variable.path.startswith("optimizer.")
+    ]
     keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
     data = [jax.random.key_data(leaf) if key else leaf for leaf, key in zip(leaves, keys, strict=True)]
     assert [(leaf.shape, leaf.dtype.name) for leaf in data] == [
@@ -230,7 +232,7 @@ def test_each_slot_is_described_as_what_it_is(name: str) -> None:
         each.variable.path: np.full(each.variable.shape, n, each.variable.dtype)
         for n, each in enumerate(slots)
     }
-    _, new = restore_values(params, state, numbered.items())
+    _, new = restore_arrays(params, state, numbered.items())
     found = [
         np.asarray(jax.random.key_data(n) if k else n)
         for n, k in zip(jax.tree.leaves(new), keys, strict=True)
@@ -305,8 +307,8 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     assert [
         f"{tmp_path}/step-0: the checkpoint does not match this model",
         f"{tmp_path}/step-0: the checkpoint does not match this model",
-        "optimizer: of type optax.GradientTransformationExtraArgs, it has no state",
-        f"{tmp_path}/step-1: it has no optimizer state",
+        "optimizer: of type optax.GradientTransformationExtraArgs has no state",
+        f"{tmp_path}/step-1: no optimizer state for jax was saved",
     ] == said
 
 

@@ -65,7 +65,7 @@ def check_killed(directory: Path, line: int) -> None:
     killed = in_a_process(lambda: save_killed_before_line(directory, line))
 
     assert -signal.SIGKILL == status_of(killed)
-    steps = LocalStorage(directory).steps()
+    steps = LocalStorage(directory).list_steps()
     assert steps in ([1], [1, 2])
     assert all(is_good(directory, step, {1: OLD, 2: NEW}[step]) for step in steps)
     save(directory, 3, NEW)
@@ -101,7 +101,7 @@ def test_saves_that_are_killed_at_any_time_leave_the_last_step(tmp_path: Path) -
         threading.Event().wait(0.003 * (1 + run % 17))
         os.kill(process, signal.SIGKILL)
         status_of(process)
-        steps = LocalStorage(tmp_path).steps()
+        steps = LocalStorage(tmp_path).list_steps()
         last = max(steps, default=-1)
         assert list(range(last + 1)) == steps
         assert last < 0 or is_good(tmp_path, last, values[last])
@@ -120,12 +120,12 @@ def test_an_interrupt_before_any_line_leaves_nothing_half_written(tmp_path: Path
         line += 1
         step = 100 + line
         was_interrupted = interrupter.interrupted(lambda step=step: save(tmp_path, step, NEW), line)
-        is_there = step in LocalStorage(tmp_path).steps()
+        is_there = step in LocalStorage(tmp_path).list_steps()
         went.add(is_there)
         assert sorted(["step-1", *[f"step-{step}"] * is_there]) == names_in(tmp_path)
         if is_there:
             assert is_good(tmp_path, step, NEW)
-            LocalStorage(tmp_path).delete(step)
+            LocalStorage(tmp_path).delete_step(step)
         if not was_interrupted:
             break
     assert {True, False} == went
@@ -138,7 +138,7 @@ def test_what_a_living_save_writes_is_not_deleted(tmp_path: Path) -> None:
     status = status_of(in_a_process(lambda: save(tmp_path, 2, NEW)))
     save(tmp_path, 3, NEW)
     with writer:
-        writer.write()
+        writer.write_step()
 
     assert 0 == status
     assert ["step-1", "step-2", "step-3"] == names_in(tmp_path)

@@ -11,12 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from layoutmap.checkpoint.lineage import (
-    History,
     SavedStep,
-    extend_lineage,
+    StepHistory,
+    convert_lineage_to_facts,
     find_last_step,
-    make_lineage_facts,
-    parse_lineage,
+    make_step_lineage,
+    read_lineage_from_facts,
 )
 from layoutmap.checkpoint.manifest import NAME
 from layoutmap.checkpoint.storage import LocalStorage
@@ -53,14 +53,14 @@ def test_a_step_comes_from_those_that_were_saved_on_its_way(moves: list[tuple[st
                 del there[some]
             continue
         others = [each for each, _ in there.values()]
-        saved = extend_lineage(step, f"save {number}", position and position[0], others)
+        saved = make_step_lineage(step, f"save {number}", position and position[0], others)
         position = there[step] = saved, number
         ways[number] = way
 
     for each, number in there.values():
         expected = {other.step for other, by in there.values() if by in ways[number]}
-        assert expected == {other.step for other, _ in there.values() if each.is_descendant(other)}
-        assert each == parse_lineage(each.step, make_lineage_facts(each))
+        assert expected == {other.step for other, _ in there.values() if each.has_ancestor(other)}
+        assert each == read_lineage_from_facts(each.step, convert_lineage_to_facts(each))
     assert len({each.order for each, _ in there.values()}) == len(there)
 
 
@@ -84,8 +84,8 @@ def test_what_is_no_line_is_not_followed(tmp_path: Path, lines: object) -> None:
     """A manifest with something else in its place is damaged, or counts as one that knows nothing of lines."""
     save(tmp_path, 10, values_of(0))
     write_manifest(tmp_path / "step-10", manifest_in(tmp_path / "step-10") | {"lines": lines})
-    history = History(LocalStorage(tmp_path))
-    steps = history.steps()
+    history = StepHistory(LocalStorage(tmp_path))
+    steps = history.read_steps()
 
     assert ([10] == history.damaged) != ({"": 10} == (steps[10].lines if steps else None))
 
@@ -96,7 +96,7 @@ def test_what_is_no_metric_is_not_compared(tmp_path: Path, metrics: object) -> N
     for step in (10, 20):
         save(tmp_path, step, values_of(0))
     write_manifest(tmp_path / "step-10", manifest_in(tmp_path / "step-10") | {"metrics": metrics})
-    history = History(LocalStorage(tmp_path))
+    history = StepHistory(LocalStorage(tmp_path))
 
-    assert [20] == list(history.steps())
+    assert [20] == list(history.read_steps())
     assert [10] == history.damaged

@@ -15,7 +15,7 @@ from layoutmap.checkpoint import foreign
 from layoutmap.checkpoint.export import export_source
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.foreign.safetensors import Safetensors
-from layoutmap.checkpoint.name_tables import NameTable, Template, list_name_tables, read_names
+from layoutmap.checkpoint.name_tables import NamePattern, NameTable, list_name_tables, read_name_table
 from layoutmap.checkpoint.renamed_source import RenamedSource, rename_source
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.cli.main import main
@@ -55,11 +55,11 @@ def theirs(names: NameTable) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     found: dict[str, np.ndarray] = {}
     for entry in names.entries:
-        for piece in entry.pieces:
-            axes = piece.there or (("width",),)
+        for piece in entry.tensors:
+            axes = piece.tensor_axes or (("width",),)
             shape = [int(np.prod([SIZES[str(atom)] for atom in axis])) for axis in axes]
-            for layer in range(2 if entry.ours.stars else 1):
-                found[piece.theirs.write([str(layer)] * len(entry.ours.stars))] = random.normal(size=shape)
+            for layer in range(2 if entry.path.stars else 1):
+                found[piece.name.fill_stars([str(layer)] * len(entry.path.stars))] = random.normal(size=shape)
     return found
 
 
@@ -67,10 +67,10 @@ def ours(names: NameTable) -> dict[str, tuple[int, ...]]:
     """The shapes of a model that has them."""
     found: dict[str, tuple[int, ...]] = {}
     for entry in names.entries:
-        axes = entry.pieces[0].here or (("width",),)
-        sizes = [len(entry.pieces) if not isinstance(atom, str) else SIZES[atom] for (atom,) in axes]
-        for layer in range(2 if entry.ours.stars else 1):
-            found["model." + entry.ours.write([str(layer)] * len(entry.ours.stars))] = tuple(sizes)
+        axes = entry.tensors[0].variable_axes or (("width",),)
+        sizes = [len(entry.tensors) if not isinstance(atom, str) else SIZES[atom] for (atom,) in axes]
+        for layer in range(2 if entry.path.stars else 1):
+            found["model." + entry.path.fill_stars([str(layer)] * len(entry.path.stars))] = tuple(sizes)
     return found
 
 
@@ -84,20 +84,20 @@ CASES = [
 
 def without(names: NameTable, skip: str) -> NameTable:
     """A table without the lines that have one of these texts in their path."""
-    kept = [e for e in names.entries if not any(f".{t.lstrip('.')}" in e.ours.text for t in skip.split())]
+    kept = [e for e in names.entries if not any(f".{t.lstrip('.')}" in e.path.text for t in skip.split())]
     return NameTable(names.where, tuple(kept))
 
 
 @pytest.mark.parametrize(("name", "skip"), CASES)
 def test_a_table_reads_both_ways(name: str, skip: str) -> None:
     """Of every table: tensors read as a model, and written under their names again, are what they were, all of them."""
-    table = without(read_names(name), skip)
+    table = without(read_name_table(name), skip)
     there = Arrays(theirs(table))
-    model = RenamedSource(there, read_names(name))
+    model = RenamedSource(there, read_name_table(name))
     for path, shape in ours(table).items():
-        model.fit([path], shape)
+        model.add_from_table([path], shape)
     values = {path: model.read(path) for path in ours(table)}
-    back = rename_source(Arrays(values), read_names(name))
+    back = rename_source(Arrays(values), read_name_table(name))
 
     assert ours(table) == {path: variable.shape for path, variable in model.variables.items()}
     assert {n: a.tobytes() for n, a in there.arrays.items()} == {
@@ -108,11 +108,11 @@ def test_a_table_reads_both_ways(name: str, skip: str) -> None:
 @pytest.mark.parametrize(("name", "skip"), CASES)
 def test_a_block_costs_its_own_elements(name: str, skip: str) -> None:
     """Each half of each axis of each variable is read with as many elements as it has, and has its values."""
-    table = without(read_names(name), skip)
+    table = without(read_name_table(name), skip)
     there = Arrays(theirs(table))
     model = RenamedSource(there, table)
     for path, shape in ours(table).items():
-        model.fit([path], shape)
+        model.add_from_table([path], shape)
     wrong: list[str] = []
     for path, shape in ours(table).items():
         values = model.read(path)
@@ -135,9 +135,9 @@ def test_bytes_of_files_that_are_read(tmp_path: Path) -> None:
     )
     source = Safetensors(tmp_path)
     model = RenamedSource(
-        source, read_names({"q": {"from": "q.weight", "axes": "(heads size) width -> width heads size"}})
+        source, read_name_table({"q": {"from": "q.weight", "axes": "(heads size) width -> width heads size"}})
     )
-    model.fit(["q"], (64, 8, 256))
+    model.add_from_table(["q"], (64, 8, 256))
     before = source.bytes_read
 
     block = model.read("q", np.s_[0:64, 4:8, 0:256])
@@ -147,21 +147,23 @@ def test_bytes_of_files_that_are_read(tmp_path: Path) -> None:
 
 def test_an_end_of_a_path_is_enough_and_the_longest_wins() -> None:
     """A model within another has the same lines, after a dot; of several lines the one that says most is taken."""
-    table = read_names({"norm.scale": "a", "blocks.*.norm.scale": "b.*"})
-    found = [table.find(path) for path in ("x.y.norm.scale", "x.blocks.12.norm.scale", "pre_norm.scale")]
+    table = read_name_table({"norm.scale": "a", "blocks.*.norm.scale": "b.*"})
+    found = [
+        table.find_entry(path) for path in ("x.y.norm.scale", "x.blocks.12.norm.scale", "pre_norm.scale")
+    ]
 
     assert [("norm.scale", ()), ("blocks.*.norm.scale", ("12",)), None] == [
-        f and (f[0].ours.text, f[1]) for f in found
+        f and (f[0].path.text, f[1]) for f in found
     ]
 
 
 def test_an_optional_part_is_found_with_and_without_it() -> None:
     """A base model has no `model.` before its names, and is read by the same line."""
-    table = read_names({"e": "(model.)?embed.weight"})
+    table = read_name_table({"e": "(model.)?embed.weight"})
     found: list[list[int]] = []
     for name in ("embed.weight", "model.embed.weight"):
         model = RenamedSource(Arrays({name: np.arange(3)}), table)
-        model.fit(["e"], (3,))
+        model.add_from_table(["e"], (3,))
         found.append(model.read("e").tolist())
 
     assert [[0, 1, 2]] * 2 == found
@@ -170,16 +172,19 @@ def test_an_optional_part_is_found_with_and_without_it() -> None:
 
 def test_two_stars_stand_for_any_text() -> None:
     """One line takes a prefix away from all names."""
-    model = RenamedSource(Arrays({"model.a.b": np.arange(3)}), read_names({"**": "model.**"}))
-    model.fit(["a.b"], (3,))
+    model = RenamedSource(Arrays({"model.a.b": np.arange(3)}), read_name_table({"**": "model.**"}))
+    model.add_from_table(["a.b"], (3,))
 
     assert ([0, 1, 2], ["a.b"]) == (model.read("a.b").tolist(), list(model.variables))
-    assert ("a.1.b", ["*", "**"]) == (Template("a.*.**").write(["1", "b"]), Template("a.*.**").stars)
+    assert ("a.1.b", ["*", "**"]) == (
+        NamePattern("a.*.**").fill_stars(["1", "b"]),
+        NamePattern("a.*.**").stars,
+    )
 
 
 def test_fused_tensors_are_divided_and_joined() -> None:
     """Gate and up in one tensor are read as two variables, and written as one."""
-    table = read_names(
+    table = read_name_table(
         {
             "gate": {"from": "gate_up", "axes": "(0/2 out) in -> in out"},
             "up": {"from": "gate_up", "axes": "(1/2 out) in -> in out"},
@@ -188,29 +193,31 @@ def test_fused_tensors_are_divided_and_joined() -> None:
     fused = np.arange(24).reshape(6, 4)
     model = RenamedSource(Arrays({"gate_up": fused}), table)
     for path in ("gate", "up"):
-        model.fit([path], (4, 3))
+        model.add_from_table([path], (4, 3))
     values = {path: model.read(path) for path in ("gate", "up")}
 
     assert [fused[:3].T.tolist(), fused[3:].T.tolist()] == [values["gate"].tolist(), values["up"].tolist()]
     assert fused.tolist() == rename_source(Arrays(values), table).read("gate_up").tolist()
     with pytest.raises(
-        CheckpointError, match=r"(?s)gate_up: it cannot be joined.*2 parts, and each is there once"
+        CheckpointError, match=r"(?s)gate_up: it cannot be joined.*each of its 2 parts must be there once"
     ):
         rename_source(Arrays({"gate": values["gate"]}), table)
 
 
 def test_what_does_not_fit_a_table_is_refused_by_name() -> None:
     """Two variables of one name, parts of several types, paths without a line and other ranks are each refused."""
-    table = read_names(
+    table = read_name_table(
         {"a": {"from": ["x", "y"], "axes": "n -> both n"}, "q": {"from": "z", "axes": "o i -> i o"}}
     )
     same = RenamedSource(Arrays({"x": np.zeros(3), "y": np.zeros(3)}), table)
     for path in ("a", "one.a"):
-        same.fit([path], (2, 3))
+        same.add_from_table([path], (2, 3))
     with pytest.raises(CheckpointError, match=r"a and one\.a are one tensor"):
         same.check_unique_parts(["a", "one.a"])
     with pytest.raises(CheckpointError, match="its parts have different dtypes"):
-        RenamedSource(Arrays({"x": np.zeros(3), "y": np.zeros(3, "int8")}), table).fit(["a"], (2, 3))
+        RenamedSource(Arrays({"x": np.zeros(3), "y": np.zeros(3, "int8")}), table).add_from_table(
+            ["a"], (2, 3)
+        )
     with pytest.raises(CheckpointError, match=r"(?s)no line for 1 variables.*b +not in the table"):
         rename_source(Arrays({"b": np.zeros(3)}), table)
     with pytest.raises(CheckpointError, match="q: its shape contradicts the name table"):
@@ -221,9 +228,12 @@ WRONG: dict[str, tuple[str, str]] = {
     "no table": ("[1]", "this is not a name table of version 1"),
     "version": ("version: 2\nnames: {}", "this is not a name table of version 1"),
     "YAML": ("version: 1\nnames: {a: [b}", r"(?s)mine.yaml.*line  ?2"),
-    "key": ("version: 1\nnames: {}\nrules: {}", r"(?s)it has an unknown key 'rules'.*line  3"),
+    "key": ("version: 1\nnames: {}\nrules: {}", r"(?s)'rules' is an unknown key.*line  3"),
     "names": ("version: 1\n\nnames: [a]", r"(?s)names is not a mapping.*line  3"),
-    "own key": ("version: 1\nnames:\n  a: b\n  c: {to: d}", r"(?s)'c' cannot be read.*line  4.*a key 'to'"),
+    "own key": (
+        "version: 1\nnames:\n  a: b\n  c: {to: d}",
+        r"(?s)'c' cannot be read.*line  4.*'to' is an unknown key",
+    ),
     "no from": ("version: 1\nnames:\n  a: {axes: b -> b}", r"(?s)line  3.*from must be a name"),
     "stars": ("version: 1\nnames:\n  a.*: b", r"(?s)line  3.*'b' has the stars \[\], but the path"),
     "axes": (
@@ -243,13 +253,13 @@ def test_a_table_that_cannot_be_read_says_where(tmp_path: Path, case: str) -> No
     (tmp_path / "mine.yaml").write_text(text)
 
     with pytest.raises(RuleError, match=what):
-        read_names(tmp_path / "mine.yaml")
+        read_name_table(tmp_path / "mine.yaml")
 
 
 def test_an_unknown_table_is_refused_with_those_that_are_there() -> None:
     """A mistyped name is answered with the near one and with all."""
     with pytest.raises(RuleError, match=r"(?s)names='lama'.*near misses  llama.*gemma, gemma2"):
-        read_names("lama")
+        read_name_table("lama")
 
 
 def test_export_writes_what_the_library_safetensors_reads(tmp_path: Path) -> None:
@@ -316,7 +326,7 @@ def test_a_format_is_one_module_and_one_line_of_the_registry(tmp_path, monkeypat
     (tmp_path / "raw_export.py").write_text(
         "def write_variables(storage, folder, source, variables, max_shard_bytes, progress):\n"
         "    for each in variables:\n"
-        "        with storage.create(folder, each.path) as sink:\n"
+        "        with storage.create_file(folder, each.path) as sink:\n"
         "            sink.write(source.read(each.path).tobytes())\n"
         "        progress(each.path)\n"
     )

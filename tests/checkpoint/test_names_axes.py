@@ -7,17 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layoutmap.checkpoint.axes import Side, check_sides, fill_block, parse_axes, solve_sizes
+from layoutmap.checkpoint.axes import (
+    ArrayAxes,
+    check_same_axis_names,
+    fill_block,
+    parse_axes_expression,
+    solve_axis_sizes,
+)
 from layoutmap.core.blocks import compute_block_shape, make_full_index
 
 SIZES = {"a": 2, "b": 3, "c": 4}
 
 
 @st.composite
-def sides(draw: st.DrawFn) -> tuple[Side, Side]:
+def sides(draw: st.DrawFn) -> tuple[ArrayAxes, ArrayAxes]:
     """Three names in any order, grouped in any way, on each side."""
 
-    def side() -> Side:
+    def side() -> ArrayAxes:
         order = draw(st.permutations(list(SIZES)))
         ends = sorted(draw(st.sets(st.integers(1, 2))) | {3})
         return tuple(tuple(order[i:j]) for i, j in zip([0, *ends], ends, strict=False))
@@ -25,7 +31,7 @@ def sides(draw: st.DrawFn) -> tuple[Side, Side]:
     return side(), side()
 
 
-def moved(values: np.ndarray, here: Side, there: Side) -> np.ndarray:
+def moved(values: np.ndarray, here: ArrayAxes, there: ArrayAxes) -> np.ndarray:
     """What numpy makes of all of an array."""
     order = [atom for axis in there for atom in axis]
     inside = [atom for axis in here for atom in axis]
@@ -34,7 +40,9 @@ def moved(values: np.ndarray, here: Side, there: Side) -> np.ndarray:
 
 
 @given(data=st.data(), both=sides())
-def test_any_block_is_found_and_nothing_else_is_read(data: st.DataObject, both: tuple[Side, Side]) -> None:
+def test_any_block_is_found_and_nothing_else_is_read(
+    data: st.DataObject, both: tuple[ArrayAxes, ArrayAxes]
+) -> None:
     """A block of one side is read from the other in blocks with just as many elements, and has numpy's values."""
     here, there = both
     other = np.arange(24).reshape([int(np.prod([SIZES[n] for n in axis])) for axis in there])
@@ -63,7 +71,7 @@ def test_any_block_is_found_and_nothing_else_is_read(data: st.DataObject, both: 
 )
 def test_one_of_equal_parts_is_filled_and_the_others_are_not(here: str, there: str, own: object) -> None:
     """What is written `1/2` is the second half of its axis, or every second place: it alone is filled and read."""
-    left, right = parse_axes(f"{here} -> {there}")
+    left, right = parse_axes_expression(f"{here} -> {there}")
     shape = {"(": (6, 2), "2": (3, 2, 3)}[here[0]]
     other = np.arange(6).reshape((2, 3) if there == "a b" else (6,))
     result = np.full(shape, -1)
@@ -79,23 +87,23 @@ def test_one_of_equal_parts_is_filled_and_the_others_are_not(here: str, there: s
 
 def test_sizes_follow_from_shapes_or_are_said_not_to() -> None:
     """The sizes of names follow from the shapes of both sides; shapes that do not fit have none."""
-    left, right = parse_axes("(heads size) width -> width heads size")
+    left, right = parse_axes_expression("(heads size) width -> width heads size")
 
-    assert {"heads": 4, "size": 8, "width": 16} == solve_sizes([(left, (32, 16)), (right, (16, 4, 8))])
+    assert {"heads": 4, "size": 8, "width": 16} == solve_axis_sizes([(left, (32, 16)), (right, (16, 4, 8))])
     assert [None] * 3 == [
-        solve_sizes([(left, (32, 16)), (right, (16, 4, 9))]),
-        solve_sizes([(left, (32, 16))]),
-        solve_sizes([(left, (32,)), (right, (16, 4, 8))]),
+        solve_axis_sizes([(left, (32, 16)), (right, (16, 4, 9))]),
+        solve_axis_sizes([(left, (32, 16))]),
+        solve_axis_sizes([(left, (32,)), (right, (16, 4, 8))]),
     ]
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("a b", "it has no ->"),
+        ("a b", "it lacks the arrow"),
         ("a (b -> a b", "a parenthesis is not closed"),
         ("a, b -> a b", "',' is not expected"),
-        ("2/2 a -> a", "'2/2' is not a valid part"),
+        ("2/2 a -> a", "there is no part '2/2'"),
         ("a a -> a", "'a' appears twice"),
         ("a b -> a c", "is on one side only"),
     ],
@@ -103,4 +111,4 @@ def test_sizes_follow_from_shapes_or_are_said_not_to() -> None:
 def test_an_expression_that_cannot_be_read_says_why(text: str, why: str) -> None:
     """What is wrong with an expression is in the message."""
     with pytest.raises(ValueError, match=why.replace("(", r"\(")):
-        check_sides(*parse_axes(text))
+        check_same_axis_names(*parse_axes_expression(text))

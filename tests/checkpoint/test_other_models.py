@@ -125,13 +125,13 @@ def test_what_has_no_room_is_read_twice(
     lm.save(make(), tmp_path)
     data = tmp_path / "step-0" / "data-00000.safetensors"
     header = 8 + int.from_bytes(data.read_bytes()[:8], "little")
-    read, counts = LocalStorage.read_into, list[int]()
+    read, counts = LocalStorage.read_file_into, list[int]()
 
     def counted(self: LocalStorage, folder: str, name: str, start: int, buffer: memoryview) -> int:
         counts.append(0 if name == "manifest.json" else len(buffer))
         return read(self, folder, name, start, buffer)
 
-    monkeypatch.setattr(LocalStorage, "read_into", counted)
+    monkeypatch.setattr(LocalStorage, "read_file_into", counted)
     loaded = values_of(lm.load(make(seed=1), tmp_path, **how))
 
     assert all(np.array_equal(a, b) for a, b in zip(values_of(make()), loaded, strict=True))
@@ -199,7 +199,7 @@ def test_what_is_no_step_is_refused(tmp_path: Path, step: Any) -> None:
     with pytest.raises(CheckpointError) as error:
         lm.save(make(), tmp_path / "new", step=step)
 
-    assert f"step={step!r}: this is not a step number" == str(error.value).splitlines()[0]
+    assert f"step={step!r} is not a step number" == str(error.value).splitlines()[0]
     assert [] == names_in(tmp_path)
 
 
@@ -220,7 +220,7 @@ def test_an_interrupt_before_any_line_of_a_save_leaves_nothing(tmp_path: Path) -
             is_there = line in lm.CheckpointManager(tmp_path / name).steps
             assert ["step-0", *[f"step-{line}"] * is_there] == names_in(tmp_path / name)
             if is_there:
-                assert [] == list(StepSource(LocalStorage(tmp_path / name), line).problems())
+                assert [] == list(StepSource(LocalStorage(tmp_path / name), line).find_damage())
                 for each in (tmp_path / name / f"step-{line}").iterdir():
                     each.unlink()
                 (tmp_path / name / f"step-{line}").rmdir()

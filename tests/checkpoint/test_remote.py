@@ -48,12 +48,12 @@ def test_a_step_is_a_manifest_and_the_files_of_one_save(url: str) -> None:
     """What dead saves have left is gone once the step is there; a failed save leaves nothing, if it can."""
     for seed in (1, 2):
         dead = writers(url, 3, values_of(seed))[0]
-        dead._storage.create(dead._folder, "data-00000.safetensors").__enter__().write(b"x")
-        with dead._storage.create(dead._folder, "part-00001.json") as sink:
+        dead._storage.create_file(dead._folder, "data-00000.safetensors").__enter__().write(b"x")
+        with dead._storage.create_file(dead._folder, "part-00001.json") as sink:
             sink.write(b"{}")
     save(url, 3, values_of(0))
     (failing,) = writers(url, 4, values_of(0), before=lambda *_: 1 / 0)
-    with failing._storage.create(failing._folder, "part-00001.json") as sink:
+    with failing._storage.create_file(failing._folder, "part-00001.json") as sink:
         sink.write(b"{}")
     with pytest.raises(ZeroDivisionError), failing:
         failing.write()
@@ -74,7 +74,7 @@ def test_an_answer_that_was_lost_is_no_failure(url: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(files, "pipe_file", lose)
     with writer:
-        writer.write()
+        writer.write_step()
 
     assert is_good(url, 3, values_of(0))
 
@@ -88,7 +88,7 @@ def test_a_store_that_fails_says_so(url: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(RemoteStorage(url)._files, "pipe_file", fail)
     with pytest.raises(CheckpointError, match="step 3 cannot be completed") as found, writer:
-        writer.write()
+        writer.write_step()
 
     assert "not yours" in str(found.value)
     assert [] == names_in(url)
@@ -126,7 +126,7 @@ def test_steps_move_between_a_disk_and_a_store(url: str, tmp_path: Path) -> None
         files.get_file(path, str(target))
 
     for place in (url, tmp_path):
-        assert [1, 2] == open_storage(place).steps()
+        assert [1, 2] == open_storage(place).list_steps()
         assert [True, True] == [is_good(place, seed, values_of(seed)) for seed in (1, 2)]
 
 
@@ -163,7 +163,7 @@ def test_a_killed_save_is_a_step_or_none(s3: str, moment: str, steps: list[int])
     ended = subprocess.run([sys.executable, "-c", KILLED, place, moment], cwd=root, check=False)
 
     assert -9 == ended.returncode
-    assert steps == open_storage(place).steps()
+    assert steps == open_storage(place).list_steps()
     assert [True] * len(steps) == [is_good(place, n, values_of(2 if n == 2 else 0)) for n in steps]
 
 

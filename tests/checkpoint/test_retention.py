@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layoutmap.checkpoint.retention import Retention, check_metrics
+from layoutmap.checkpoint.retention import Retention, convert_metrics
 from layoutmap.core.errors import CheckpointError
 
 STEPS = st.lists(st.integers(0, 60), min_size=1, max_size=20, unique=True)
@@ -31,7 +31,7 @@ def test_the_last_and_the_best_are_kept_and_nothing_else(
         value = data.draw(st.none() | st.sampled_from((0.0, 1.0, 2.0, math.inf, -math.inf, math.nan)))
         there[step] = {} if value is None else {"loss": value}
         before = dict(there)
-        there = {n: there[n] for n in policy.kept(there, step)}
+        there = {n: there[n] for n in policy.choose_kept_steps(there, step)}
 
         last = set(sorted(before)[-policy.keep_last :] if policy.keep_last else before)
         values = {
@@ -39,8 +39,12 @@ def test_the_last_and_the_best_are_kept_and_nothing_else(
         }
         best = sorted(values, key=lambda n: values[n], reverse=policy.best_mode == "max")[: policy.keep_best]
         assert {step} | last <= set(there)
-        assert len(best) == len([n for n in policy.rank_steps(before) if n in there][: policy.keep_best])
-        assert [values[n] for n in best] == [values[n] for n in policy.rank_steps(before)[: policy.keep_best]]
+        assert len(best) == len(
+            [n for n in policy.rank_steps_by_metric(before) if n in there][: policy.keep_best]
+        )
+        assert [values[n] for n in best] == [
+            values[n] for n in policy.rank_steps_by_metric(before)[: policy.keep_best]
+        ]
         assert len(there) <= len({step} | last) + len(best)
 
 
@@ -84,9 +88,9 @@ def test_numbers_that_make_no_sense_are_refused(arguments: dict[str, object], be
 def test_metrics_are_numbers() -> None:
     """What is not a number, and metrics without the one that compares, are refused by name."""
     with pytest.raises(CheckpointError, match=r"^metrics\['loss'\]: this is not a number"):
-        check_metrics({"loss": "small"}, None)
+        convert_metrics({"loss": "small"}, None)
     with pytest.raises(CheckpointError, match=r"^metrics: 'val_loss' is missing"):
-        check_metrics({"loss": 1}, "val_loss")
+        convert_metrics({"loss": 1}, "val_loss")
 
-    assert {"loss": 1.0} == check_metrics({"loss": 1}, "loss")
-    assert {} == check_metrics(None, "loss")
+    assert {"loss": 1.0} == convert_metrics({"loss": 1}, "loss")
+    assert {} == convert_metrics(None, "loss")

@@ -66,21 +66,21 @@ def test_one_that_is_dead_is_not_waited_for(tmp_path: Path, dead: int) -> None:
     assert f"{tmp_path}/step-4: other processes do not respond" == first[0]
     assert f"  processes  {dead}" == first[1]
     assert all(text for text in said)
-    assert [3] == LocalStorage(tmp_path).steps()
+    assert [3] == LocalStorage(tmp_path).list_steps()
     assert is_good(tmp_path, 3, values_of(0))
 
 
 def test_copies_stay_as_they_were_and_use_memory_again(tmp_path: Path) -> None:
     """What was copied is written as it was then; the next is in that memory; what is read-only is not copied."""
-    values, memory = values_of(0), step_writer.Memory()
+    values, memory = values_of(0), step_writer.CopyBuffers()
     values["d2.kernel"].flags.writeable = False
     places: list[set[int]] = []
     for step in (1, 2):
         (writer,) = writers(tmp_path, step, values)
         with writer:
-            writer.copy(memory)
+            writer.copy_values(memory)
             values["d1.kernel"] += 1
-            writer.write()
+            writer.write_step()
         places.append({array.ctypes.data for array in memory.values()})
 
     assert {"d1.kernel"} == {path for path, _ in memory}

@@ -21,17 +21,17 @@ def data_of(directory: str, step: int = 3) -> tuple[str, str]:
     """The folder and the name of the file of data of a step."""
     storage = open_storage(directory)
     (file,) = StepSource(storage, step).manifest.files
-    return storage.folder(step), file.name
+    return storage.get_folder_name(step), file.name
 
 
 def change(directory: str, folder: str, name: str, edit: Any) -> None:
     """Write a file again as `edit` returns it; `None`: delete it."""
     storage = open_storage(directory)
-    data = memoryview(bytearray(storage.size(folder, name) or 0))
-    storage.read_into(folder, name, 0, data)
-    storage.remove(folder, name)
+    data = memoryview(bytearray(storage.get_file_size(folder, name) or 0))
+    storage.read_file_into(folder, name, 0, data)
+    storage.remove_file(folder, name)
     if (new := edit(bytearray(data))) is not None:
-        with storage.create(folder, name) as sink:
+        with storage.create_file(folder, name) as sink:
             sink.write(bytes(new))
 
 
@@ -48,18 +48,18 @@ def test_steps_are_saved_read_and_deleted(directory: str) -> None:
     with pytest.raises(CheckpointError, match="step 3 exists already"):
         save(directory, 3, values_of(0))
 
-    assert [3, 20] == storage.steps()
+    assert [3, 20] == storage.list_steps()
     assert is_good(directory, 3, values_of(3))
     assert is_good(directory, 20, values_of(20))
-    storage.delete(3)
-    assert [20] == storage.steps()
+    storage.delete_step(3)
+    assert [20] == storage.list_steps()
     save(directory, 3, values_of(1))
     assert is_good(directory, 3, values_of(1))
 
 
 def test_there_is_no_step_in_a_folder_that_is_not_there(directory: str) -> None:
     """A folder that nobody has written has no steps, and a load from it says so."""
-    assert [] == open_storage(f"{directory}/nothing").steps()
+    assert [] == open_storage(f"{directory}/nothing").list_steps()
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         StepSource(open_storage(f"{directory}/nothing"))
 
@@ -83,7 +83,7 @@ def test_a_process_that_fails_fails_all(directory: str) -> None:
     said = run_all(writers(directory, 3, values_of(1), 3, before=fail))
 
     assert [True] * 3 == ["buy another one" in text for text in said]
-    assert [] == open_storage(directory).steps()
+    assert [] == open_storage(directory).list_steps()
     save(directory, 3, values_of(0))
     assert is_good(directory, 3, values_of(0))
 
@@ -95,12 +95,12 @@ def test_a_save_that_dies_before_its_manifest_leaves_no_step(
     save(directory, 2, values_of(2))
     (writer,) = writers(directory, 3, values_of(0))
     monkeypatch.setattr(StepWriter, "__exit__", lambda *_: None)  # a dead process tidies nothing up
-    monkeypatch.setattr(type(writer._storage), "commit", lambda *_: None)
+    monkeypatch.setattr(type(writer._storage), "commit_step", lambda *_: None)
     with writer:
-        writer.write()
+        writer.write_step()
     monkeypatch.undo()
 
-    assert [2] == open_storage(directory).steps()
+    assert [2] == open_storage(directory).list_steps()
     del writer  # its lock goes with its process
     save(directory, 3, values_of(1))
     assert is_good(directory, 3, values_of(1))
@@ -122,7 +122,7 @@ def test_a_file_that_is_missing_or_truncated_is_named(directory: str, kind: str)
     change(directory, folder, name, edit)
 
     with pytest.raises(CheckpointError, match=text) as found:
-        StepSource(open_storage(directory)).check_files()
+        StepSource(open_storage(directory)).check_file_sizes()
     assert str(found.value).startswith(f"{open_storage(directory).where}/{folder}/{name}: ")
 
 
@@ -143,14 +143,14 @@ def test_a_flipped_bit_is_found(directory: str) -> None:
     step = StepSource(open_storage(directory))
 
     assert ["d2.kernel: its values differ from the saved ones"] == [
-        str(problem).splitlines()[0] for problem in step.problems()
+        str(problem).splitlines()[0] for problem in step.find_damage()
     ]
 
 
 def test_a_flipped_bit_in_the_manifest_is_found(directory: str) -> None:
     """One flipped bit in the manifest is found when the step is opened."""
     save(directory, 3, values_of(0))
-    change(directory, open_storage(directory).folder(3), NAME, flipped)
+    change(directory, open_storage(directory).get_folder_name(3), NAME, flipped)
 
     with pytest.raises(CheckpointError, match="the manifest was damaged or changed"):
         StepSource(open_storage(directory))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from checkpoint_models import assert_equal, make, read_files
 from streams import SECONDS, exchange, join, parse, record, replay, send
-from streams import make as make_record
+from streams import make as encode_record_header
 
 import layoutmap as lm
 from layoutmap.adapters import get_model_adapter
@@ -228,7 +228,7 @@ def test_what_was_not_sent_is_compared_with_the_model():
     stale = make("Mixtral")
     before = copy_state(stale)
     error, answers = replay(record(third)[0], stale, names="checkpoint")
-    assert "it was not sent because it is unchanged, but the model has another value" in str(error)
+    assert "the sender did not send this unchanged weight, but the model has another value" in str(error)
     assert "since={}" in json.loads(answers[0][1])["error"]
     assert_equal(before, stale.state_dict())
     send(third, other, names="checkpoint")
@@ -313,7 +313,7 @@ def test_records_with_right_numbers_and_other_content_are_refused(sent):
     more = [*records[:-1], *[("data", bytes(1 << 22))] * 70, records[-1]]
     assert "more bytes than it announced" in assert_refused(join(more))
     assert "damaged" in assert_refused(join([records[0], ("data", b"x")]))
-    assert "read its error" in assert_refused(join([records[0], ("failed", b"")]))
+    assert "read the sender's error" in assert_refused(join([records[0], ("failed", b"")]))
 
 
 def change_begin(records, change):
@@ -351,9 +351,11 @@ def test_a_hostile_announcement_is_refused(sent):
     for payload in (b"", b"[" * 100_000, b"{}", b"null", b'{"variables": 1e999}', b"\xff"):
         assert_refused(join([("begin", payload)]))
     for length in (2**28 + 1, 2**32 - 1):
-        assert "is in place of record 0" in assert_refused(make_record(1, 0, b"x", length))
+        assert "expected is record 0" in assert_refused(encode_record_header(1, 0, b"x", length))
     before = len(join(sent[1][:1]))
-    assert "is in place of record 1" in assert_refused(sent[0][:before] + make_record(2, 1, b"x", 2**32 - 1))
+    assert "expected is record 1" in assert_refused(
+        sent[0][:before] + encode_record_header(2, 1, b"x", 2**32 - 1)
+    )
 
 
 def test_a_safetensors_file_of_other_tensors_is_refused(sent):
@@ -471,11 +473,11 @@ def test_a_sender_that_cannot_read_a_value_tells_the_receiver(monkeypatch):
         digest.append(variable)
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr("layoutmap.saving.model_source.ModelSource._read", fail)
+    monkeypatch.setattr("layoutmap.saving.model_source.ModelSource._read_block", fail)
     here, there = socket.socketpair()
 
     def receive():
-        with pytest.raises(CheckpointError, match="read its error"):
+        with pytest.raises(CheckpointError, match="read the sender's error"):
             lm.receive(model, there, timeout_seconds=SECONDS)
 
     with here, there:
@@ -522,7 +524,7 @@ def test_an_interrupt_before_that_leaves_the_old_weights(monkeypatch):
     def interrupt(self, *_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("layoutmap.saving.load.Loading._check_values", interrupt)
+    monkeypatch.setattr("layoutmap.saving.load.ModelLoader._verify_values", interrupt)
     here, there = socket.socketpair()
 
     def receive():
@@ -552,7 +554,7 @@ def test_a_sender_that_ends_before_the_answer_is_a_warning(monkeypatch):
 
 def test_a_spool_that_cannot_be_used_is_an_error(monkeypatch, tmp_path):
     data, _ = record(lm.stream(make_module()))
-    assert "no folder can be created there" in assert_refused(data, spool=str(tmp_path / "none"))
-    monkeypatch.setattr("layoutmap.checkpoint.storage.LocalStorage.free_bytes", lambda self: 10)
+    assert "no temporary folder can be created there" in assert_refused(data, spool=str(tmp_path / "none"))
+    monkeypatch.setattr("layoutmap.checkpoint.storage.LocalStorage.get_free_bytes", lambda self: 10)
     assert "not enough space" in assert_refused(data, spool=str(tmp_path))
     assert not list(tmp_path.iterdir())

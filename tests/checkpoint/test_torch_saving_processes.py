@@ -43,7 +43,7 @@ def test_processes_that_ask_for_different_things_are_refused(name):
 def test_one_that_cannot_begin_fails_all():
     """An exception in one process, whatever it is, is an error in the other one that says what it was."""
     assert ["process 1 cannot save", "RuntimeError: the reader has gone away"] == first_lines("state")
-    assert ["process 1 cannot save", "step=-2: this is not a step number"] == first_lines("no step")
+    assert ["process 1 cannot save", "step=-2 is not a step number"] == first_lines("no step")
     there = f"{told()[1]}/steps: step 1 exists already"
     assert [there, "process 0 cannot save"] == first_lines("there")
     assert there in told()[0][1]["there"]

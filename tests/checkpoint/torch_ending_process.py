@@ -14,7 +14,7 @@ import torch.distributed as dist
 import layoutmap as lm
 from layoutmap.checkpoint.storage import LocalStorage
 
-create = LocalStorage.create
+create = LocalStorage.create_file
 
 
 def killed(model, number, folder, dead):
@@ -28,7 +28,7 @@ def killed(model, number, folder, dead):
         os.kill(os.getpid(), signal.SIGKILL)
 
     if number == dead:
-        LocalStorage.create = kill
+        LocalStorage.create_file = kill
     began = time.monotonic()
     try:
         manager.save(model, 2)
@@ -48,7 +48,7 @@ def preempted(model, number, folder, saves):
         time.sleep(0.5)
         return create(*arguments)
 
-    LocalStorage.create = slow
+    LocalStorage.create_file = slow
     with lm.CheckpointManager(folder / "steps", every_steps=10_000, preemption_seconds=20) as manager:
         manager.save(model, 0, force=saves)
         if saves:

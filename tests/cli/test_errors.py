@@ -205,7 +205,7 @@ OPTIONS = {
     },
     ("--mesh", "model=4", "--inputs", "a=int32[8]", "int32[8]"): "name all of them",
     ("--mesh", "model=4", "--inputs", "int32[8]", "a=int32[8]"): "name all of them",
-    ("--mesh", "model=4", "--inputs", "a=int32[8]", "a=int32[8]"): "two inputs have one name",
+    ("--mesh", "model=4", "--inputs", "a=int32[8]", "a=int32[8]"): "two inputs have the same name",
 }
 
 

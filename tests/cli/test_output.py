@@ -12,7 +12,7 @@ import pytest
 
 import layoutmap as lm
 from layoutmap.cli.main import main
-from layoutmap.cli.output import write_file
+from layoutmap.cli.output import write_text_file
 from layoutmap.core.variables import VariableSpec
 from layoutmap.scope.plan import make_plan
 
@@ -129,7 +129,7 @@ def test_an_interrupt_leaves_all_or_nothing(folder, old):
         if old:
             path.write_text(old)
         line += 1
-        done = not _interrupted_at(line, lambda: write_file(str(path), TEXT))
+        done = not _interrupted_at(line, lambda: write_text_file(str(path), TEXT))
         found = path.read_text() if path.exists() else ""
         assert (found in (old, TEXT), ["out"] if found else []) == (True, listing(folder / "sub"))
     assert line > 10

@@ -150,9 +150,9 @@ def test_a_block_of_another_shape_than_its_place_is_an_error():
         assemble_blocks([((slice(0, 4),), np.zeros(1))], (4,), float)
 
     assert """\
-a block of shape (1,) does not fit its place [0:4]
+a block of shape (1,) does not fit its index [0:4]
   shape  (4,)
-  why    the place has the shape (4,)
+  why    the index has the shape (4,)
   fix    pass each block with its index in the global array""" == str(raised.value)
 
 

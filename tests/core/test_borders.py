@@ -12,9 +12,9 @@ import pytest
 
 import layoutmap as lm
 from layoutmap.core.blocks import compute_block_shape, make_full_index, normalize_index
-from layoutmap.core.uneven import fit_layout
+from layoutmap.core.uneven import apply_uneven_policy
 from layoutmap.core.variables import VariableSpec, get_itemsize
-from layoutmap.rules.near_misses import Candidates
+from layoutmap.rules.near_misses import NearMissSearch
 from layoutmap.scope.plan import make_plan
 
 MESH = lm.Mesh(None, "batch=2,model=4")
@@ -35,7 +35,9 @@ def test_numbers_of_numpy_do_not_wrap():
     assert 10_099 == lm.Layout(["x", "y"], lm.Mesh(None, "x=101,y=100")).offset_tuple_to_global_index(
         (small, np.int8(99))
     )
-    assert "(unsharded,)" == str(fit_layout(lm.Layout(["x"], lm.Mesh(None, "x=1000")), (small,), "replicate"))
+    assert "(unsharded,)" == str(
+        apply_uneven_policy(lm.Layout(["x"], lm.Mesh(None, "x=1000")), (small,), "replicate")
+    )
     assert (slice(0, 100),) == make_full_index((small,))
     assert (200,) == compute_block_shape((slice(np.int8(-100), small),))
     assert all(type(n) is int for n in (*normalize_index((slice(None),), (small,)),)[0].indices(100)[:2])
@@ -188,7 +190,7 @@ def test_a_plan_of_numpy_shapes_counts_right():
 
 def test_near_misses_have_a_bound():
     """Searches go on until their comparisons are used up; a search that would need more than are left finds nothing."""
-    candidates = Candidates(["d1.kernel", "d2.kernel", "d1.bias"], most=5)
+    candidates = NearMissSearch(["d1.kernel", "d2.kernel", "d1.bias"], max_comparisons=5)
 
     assert [["d2.kernel"], ["d1.bias"], []] == [
         candidates.find_nearest(text)[:1] for text in ("d2.kernal", "d1.bios", "d1.kernal")

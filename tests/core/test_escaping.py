@@ -15,7 +15,7 @@ from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.table import PlanTable
-from layoutmap.report.contents import Contents, format_html
+from layoutmap.report.contents import CheckpointContents, format_contents_html
 from layoutmap.saving.sync_plan import SyncPlan, SyncRow
 from layoutmap.scope.plan import make_plan
 
@@ -83,7 +83,7 @@ NOTEBOOK_VIEWS = {
     "difference": lambda name: _plan(name).diff(_plan(f"other{name}"))._repr_html_(),
     "lint": lambda name: _plan(name).lint()._repr_html_(),
     "layout map": lambda name: _layout_map(name)._repr_html_(),
-    "checkpoint": lambda name: format_html(_contents(name)),
+    "checkpoint": lambda name: format_contents_html(_contents(name)),
     "sync": lambda name: _sync(name)._repr_html_(),
 }
 
@@ -106,7 +106,7 @@ def _contents(name):
     )
     mesh = lm.Mesh(None, "model=4")
     placed = (Assignment(v, lm.Layout.replicated(mesh, len(v.shape))) for v in make_variable_specs(variables))
-    return Contents(name, {"metadata": name}, variables, PlanTable(mesh, tuple(placed)))
+    return CheckpointContents(name, {"metadata": name}, variables, PlanTable(mesh, tuple(placed)))
 
 
 @pytest.mark.parametrize("view", NOTEBOOK_VIEWS)

@@ -259,37 +259,37 @@ a layout needs a mesh, not None
     "a negative rank": (
         lambda: Layout.replicated(MESH, -1),
         """\
-a layout of rank -1
+a layout cannot have the rank -1
   why   the rank is the number of a tensor's axes, 0 or more
   fix   pass the tensor's number of axes""",
     ),
     "a shape as a rank": (
         lambda: Layout.replicated(MESH, (2, 3)),
         """\
-a layout of rank (2, 3)
+a layout cannot have the rank (2, 3)
   why   the rank is the number of a tensor's axes, 0 or more
   fix   pass the tensor's number of axes""",
     ),
     "an axis beyond the last": (
         lambda: Layout.batch_sharded(MESH, "batch", 2, axis=2),
         """\
-axis 2 of a layout of rank 2
+a layout of rank 2 has no axis 2
   why   its axes are 0 to 1
-  fix   count axes from 0, forwards""",
+  fix   count axes upwards from 0""",
     ),
     "a negative axis": (
         lambda: Layout(["batch"], MESH).num_shards(-1),
         """\
-axis -1 of a layout of rank 1
+a layout of rank 1 has no axis -1
   why   its only axis is 0
-  fix   count axes from 0, forwards""",
+  fix   count axes upwards from 0""",
     ),
     "an axis of a scalar": (
         lambda: Layout.batch_sharded(MESH, "batch", 0),
         """\
-axis 0 of a layout of rank 0
+a layout of rank 0 has no axis 0
   why   it has no axes
-  fix   a scalar's layout cannot be sharded""",
+  fix   use Layout.replicated(mesh, 0)""",
     ),
     "the inner axis of a scalar": (
         lambda: Layout.inner_sharded(MESH, "batch", 0),
@@ -301,16 +301,16 @@ a layout of rank 0 has no inner axis
     "a name for an axis": (
         lambda: Layout(["batch"], MESH).num_shards("batch"),
         """\
-axis 'batch' of a layout of rank 1
-  why   it is of type str, and axes are numbered
+a layout of rank 1 has no axis 'batch'
+  why   the axis is of type str, and axes are whole numbers
   fix   pass the axis's number, from 0""",
     ),
     "an axis to delete that is not there": (
         lambda: Layout(["batch", None], MESH).delete([0, 2]),
         """\
-axis 2 of a layout of rank 2
+a layout of rank 2 has no axis 2
   why   its axes are 0 to 1
-  fix   count axes from 0, forwards""",
+  fix   count axes upwards from 0""",
     ),
     "a shard that is not there": (
         lambda: Layout(["batch", None], MESH).offset_tuple_to_global_index((2, 0)),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from layoutmap.core.errors import MeshError
 from layoutmap.core.mesh import UNSHARDED, Mesh, MeshDimension
-from layoutmap.core.mesh_dims import fill_in_size, parse_mesh_dims
+from layoutmap.core.mesh_dims import infer_unknown_size, parse_mesh_dims
 from layoutmap.testing import strategies
 
 TWINS = {
@@ -301,7 +301,7 @@ BAD_MESHES = {
     "too few devices": (
         lambda: Mesh(["CPU:0", "CPU:1", "CPU:2"], "x=2,y=2"),
         (
-            "mesh of 4 devices was given 3\n"
+            "a mesh of 4 devices cannot have 3\n"
             "  mesh     x=2, y=2\n"
             "  devices  CPU:0, CPU:1, CPU:2\n"
             "  why      2 x 2 is 4, not 3\n"
@@ -310,7 +310,7 @@ BAD_MESHES = {
     ),
     "no devices": (
         lambda: Mesh([], "x=2"),
-        "mesh of 2 devices was given 0\n  mesh     x=2\n  devices  none\n  fix      pass 2 devices, or None",
+        "a mesh of 2 devices cannot have 0\n  mesh     x=2\n  devices  none\n  fix      pass 2 devices, or None",
     ),
     "a device twice": (
         lambda: Mesh(["CPU:0", "CPU:1", "CPU:0"], "x=3"),
@@ -325,7 +325,7 @@ BAD_MESHES = {
     "mixed types": (
         lambda: Mesh(["CPU:0", "GPU:0"], "x=2"),
         (
-            "mesh of mixed device types CPU, GPU\n"
+            "a mesh cannot mix the device types CPU, GPU\n"
             "  mesh     x=2\n"
             "  devices  CPU:0, GPU:0\n"
             "  why      one program runs on all devices of a mesh, so they are of one type\n"
@@ -335,7 +335,7 @@ BAD_MESHES = {
     "a device without a type": (
         lambda: Mesh(["0", "1"], "x=2"),
         (
-            "device '0' has no type\n"
+            "device '0' does not name a type\n"
             "  why   a device name ends in TYPE:NUMBER\n"
             '  fix   write "CPU:0", "GPU:3" or "/job:worker/replica:0/task:1/device:TPU:0"'
         ),
@@ -391,7 +391,7 @@ BAD_MESHES = {
     "a local device without a name": (
         lambda: Mesh(["CPU:0", ""], "x=2", local_device_ids=[0, 1]),
         (
-            "local device 1 has no name\n"
+            "the local device at position 1 of the mesh has no name\n"
             "  mesh  x=2\n"
             "  why   only the devices of other processes may be unknown\n"
             "  fix   name the device, or remove its position from local_device_ids"
@@ -425,15 +425,15 @@ BAD_MESHES = {
         ),
     ),
     "two open sizes": (
-        lambda: fill_in_size(parse_mesh_dims("x=-1,y=-1"), 8),
+        lambda: infer_unknown_size(parse_mesh_dims("x=-1,y=-1"), 8),
         (
             "mesh dims x, y all have size -1\n"
             "  why   the number of devices determines only one unknown size\n"
-            "  fix   give all sizes but one"
+            "  fix   write the sizes of all dims but one"
         ),
     ),
     "an open size that does not divide": (
-        lambda: fill_in_size(parse_mesh_dims("x=-1,y=3"), 8),
+        lambda: infer_unknown_size(parse_mesh_dims("x=-1,y=3"), 8),
         (
             "mesh dim 'x' of size -1 cannot be determined\n"
             "  mesh     x=-1, y=3\n"
@@ -459,6 +459,6 @@ def test_a_mesh_that_cannot_be_is_refused_with_the_fix(mistake: str):
 @given(st.integers(1, 8), st.integers(1, 8))
 def test_an_open_size_takes_what_the_devices_leave(known: int, open_size: int):
     """One size of -1 is the number of devices divided by the other sizes."""
-    dims = fill_in_size(parse_mesh_dims([("x", known), ("y", -1)]), known * open_size)
+    dims = infer_unknown_size(parse_mesh_dims([("x", known), ("y", -1)]), known * open_size)
 
     assert (("x", known), ("y", open_size)) == tuple((dim.name, dim.size) for dim in dims)

@@ -25,5 +25,5 @@ def test_an_abstract_mesh_of_jax():
     """Without devices, as `Mesh` makes one of text alone."""
     assert lm.Mesh("batch=2,model=4") == lm.LayoutMap(AbstractMesh((2, 4), ("batch", "model"))).mesh
     assert lm.Mesh("batch=2,model=4") == lm.Mesh(None, "batch=2,model=4")
-    with pytest.raises(lm.MeshError, match="a mesh has dims"):
+    with pytest.raises(lm.MeshError, match="a mesh needs dims"):
         lm.Mesh(["CPU:0"])

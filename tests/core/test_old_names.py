@@ -18,7 +18,7 @@ OLD_NAMES = [
     (PlanTable, "with_problems", "add_problems"),
     (PlanTable, "with_cost", "add_cost"),
     (PlanTable, "judged", "set_limits"),
-    (Problem, "of_model", "name_model"),
+    (Problem, "of_model", "add_model_name"),
     (Rules, "name_of", "format_name"),
     (presets, "names", "list_presets"),
     (presets, "about", "describe_preset"),

@@ -149,7 +149,7 @@ def test_a_text_that_is_no_layout_is_refused(text: str):
         (
             "|x=2|1,2|0,1|CPU:0,CPU:1",
             """\
-global device ids [1, 2] do not number the 2 places of the mesh
+global device ids [1, 2] are not 0 to 1 in order
   why   device i of a mesh has the id i
   fix   number the devices from 0 in mesh order""",
         ),
@@ -170,8 +170,8 @@ local device ids [0, 2] are outside the mesh
         (
             "|x=2|0,1|1|CPU:7|CPU:0,CPU:1",
             f"""\
-local device 1 is 'CPU:7' and also 'CPU:1'
-  why   the list of this process's devices and the list of all devices name it differently
+local device 1 is 'CPU:7', but the list of all devices has 'CPU:1' there
+  why   the list of all devices contains the devices of this process at their ids
   fix   {MESH_FORM}""",
         ),
     ],

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import layoutmap as lm
-from layoutmap.core.uneven import derive_layout, fit_layout
+from layoutmap.core.uneven import apply_uneven_policy, derive_layout
 from layoutmap.core.variables import VariableSpec
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
@@ -25,9 +25,9 @@ def test_what_is_taken_fits_and_is_part_of_what_was_asked(drawn):
     """Axes that divide stay as they were; of the others, "shrink" takes the most shards there are, "replicate" none."""
     layout, shape = drawn
     uneven = layout.find_uneven_axes(shape)
-    shrunk, whole = (fit_layout(layout, shape, how) for how in ("shrink", "replicate"))
+    shrunk, whole = (apply_uneven_policy(layout, shape, how) for how in ("shrink", "replicate"))
 
-    assert layout == fit_layout(layout, shape, "error")
+    assert layout == apply_uneven_policy(layout, shape, "error")
     assert ((), ()) == (shrunk.find_uneven_axes(shape), whole.find_uneven_axes(shape))
     for axis, size in enumerate(shape):
         dims = layout.list_mesh_dims(axis)
@@ -46,7 +46,7 @@ def test_a_layout_of_another_rank_stays():
     """Its error is about the rank."""
     layout = lm.Layout(["model"], lm.Mesh(None, "model=4"))
 
-    assert layout == fit_layout(layout, (3, 3), "shrink")
+    assert layout == apply_uneven_policy(layout, (3, 3), "shrink")
 
 
 def test_an_axis_made_of_several_follows_the_first():

@@ -23,7 +23,7 @@ def test_the_time_of_a_step_is_worked_out_of_its_parts():
     """Reading memory takes longer than computing, the weights' collectives overlap, the activations' do not."""
     memory = 30 * GIB / 3.35232e12
 
-    assert COMPUTING == pytest.approx(COST.compute_seconds)
+    assert COMPUTING == pytest.approx(COST.flops_seconds)
     assert memory == pytest.approx(COST.memory_seconds)
     assert memory + ACTIVATIONS == pytest.approx(COST.step_seconds)
     assert memory + WEIGHTS + ACTIVATIONS == pytest.approx(COST.serial_seconds)
@@ -42,7 +42,7 @@ def test_a_type_without_a_figure_counts_as_the_slowest_and_that_is_said():
     """Rather than as nothing."""
     cost = replace(COST, step=replace(COST.step, flops={"complex64": 10**12}))
 
-    assert 10**12 / 66.9e12 == pytest.approx(cost.compute_seconds)
+    assert 10**12 / 66.9e12 == pytest.approx(cost.flops_seconds)
     assert "h100 has no figure for complex64: that of float64 counts" in cost.assumptions
 
 
@@ -52,8 +52,8 @@ def test_the_same_collective_takes_longer_over_the_slower_network():
     there = replace(COST, step=replace(COST.step, mesh=swapped))
 
     assert {"data": "NVLink", "model": "InfiniBand"} == there.networks
-    assert 9 * ACTIVATIONS == pytest.approx(there.activations_seconds)
-    assert WEIGHTS / 9 == pytest.approx(there.weights_seconds)
+    assert 9 * ACTIVATIONS == pytest.approx(there.activation_collective_seconds)
+    assert WEIGHTS / 9 == pytest.approx(there.weight_collective_seconds)
 
 
 def test_more_than_the_memory_does_not_fit():
@@ -101,7 +101,7 @@ def test_the_text_says_what_travels_why_and_what_waits():
         devices in the order of the mesh: data over InfiniBand, model over NVLink
         """) + f"assumed: {OVERLAP}\nassumed: {PEAK}" == str(COST)
     assert f"<Cost: {COST.line}>" == repr(COST)
-    assert all(f">{cell}<" in COST.to_html() for row in COST.rows for cell in row.cells)
+    assert all(f">{cell}<" in COST.to_html() for row in COST.collective_rows for cell in row.cells)
 
 
 def test_a_collective_of_no_known_cause_is_shown_with_a_question_mark():
@@ -109,7 +109,7 @@ def test_a_collective_of_no_known_cause_is_shown_with_a_question_mark():
     unknown = Collective("all_to_all", ("data", "model"), 1, 8 * MIB)
     cost = replace(COST, step=replace(COST.step, collectives=(unknown,)))
 
-    (row,) = cost.rows
+    (row,) = cost.collective_rows
     cells = ("all-to-all", "1", "data, model", "NVLink among 8, InfiniBand beyond", "8.0 MiB")
     assert (*cells, size_sent(cost), format_duration(row.seconds), "?", "") == row.cells
     assert cost.step_seconds == cost.device_seconds + row.seconds
@@ -124,5 +124,5 @@ def test_a_step_of_one_device_sends_nothing():
     one = Mesh(None, "data=1")
     cost = replace(COST, step=replace(COST.step, mesh=one, collectives=()), machine=machine_named("h100:1"))
 
-    assert ({}, (), 0) == (cost.networks, cost.rows, cost.step.sent_bytes)
+    assert ({}, (), 0) == (cost.networks, cost.collective_rows, cost.step.sent_bytes)
     assert "sends 0 B" in str(cost)

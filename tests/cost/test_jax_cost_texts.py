@@ -4,16 +4,16 @@ import pytest
 
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.jax.counting import count_collectives
-from layoutmap.cost.jax.lowered import _balance_counts
+from layoutmap.cost.jax.lowered import _cancel_negative_counts
 from layoutmap.cost.jax.partitioned import parse_step
-from layoutmap.cost.jax.rewrites import rewrite_block, split_all_reduces
+from layoutmap.cost.jax.rewrites import rewrite_collectives, split_combined_all_reduces
 from layoutmap.cost.table import Collective
 
 MESH = Mesh(None, "data=2,model=4")
 OVER_DATA, OVER_MODEL = "replica_groups={{0,4},{1,5},{2,6},{3,7}}", "replica_groups={{0,1,2,3},{4,5,6,7}}"
 
 
-def found(lines, change=rewrite_block):
+def found(lines, change=rewrite_collectives):
     """Kind, dims and bytes of the collectives of a module of these lines, of which the last one is returned."""
     *lines, last = (f"  %{line.strip()}" for line in lines.strip().splitlines())
     block = parse_step(
@@ -68,7 +68,7 @@ def test_collectives_that_the_compiler_combines_are_counted_one_by_one():
     """
     gathers = [("all_gather", ("model",), 128), ("all_gather", ("model",), 1024)]
     assert [*gathers, ("all_reduce", ("data",), 32), ("all_reduce", ("data",), 256)] == found(
-        lines, split_all_reduces
+        lines, split_combined_all_reduces
     )
 
 
@@ -81,7 +81,7 @@ def test_causes_that_differ_between_two_and_three_blocks_leave_the_sums_right():
         Collective("all_gather", ("data",), 1, 32, "c"): 4,
         Collective("all_reduce", ("data",), 1, 64, "d"): 0,
     }
-    settled = {(each.cause, number) for each, number in _balance_counts(gathers | others)}
+    settled = {(each.cause, number) for each, number in _cancel_negative_counts(gathers | others)}
     assert {("a", 8), ("c", 4)} == settled
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.machine import DeviceGroup
-from layoutmap.cost.machines import find_machine, load_devices, machine_named, parse_devices
+from layoutmap.cost.machines import load_devices, machine_named, parse_devices, resolve_machine
 
 MINE = textwrap.dedent("""\
     version: 1
@@ -117,14 +117,14 @@ def test_a_machine_without_a_number_has_the_devices_of_the_mesh():
     """And one with another number is refused, with both numbers and the fix."""
     mesh = Mesh(None, "data=4,model=8")
 
-    assert 32 == find_machine("h100", mesh).num_devices
+    assert 32 == resolve_machine("h100", mesh).num_devices
     for number in (16, 64):
         with pytest.raises(LayoutMapError) as caught:
-            find_machine(f"h100:{number}", mesh)
+            resolve_machine(f"h100:{number}", mesh)
         assert textwrap.dedent(f"""\
             on='h100:{number}': the machine has {number} devices, and the mesh 32
               mesh  data=4, model=8
-              why   each device of the machine has one place in the mesh
+              why   each device of the machine is at one position of the mesh
               fix   use h100:32, or a mesh of {number} devices""") == str(caught.value)
 
 
@@ -159,11 +159,15 @@ def test_a_name_of_no_machine_is_refused(name, what, fix):
         ("memory:", "memery:", "mine: big: key 'memery' is not known"),
         ("fast: {name", "fast: {nam", "mine: big.fast: key 'nam' is not known"),
         ("        memory: 48 GiB\n".removeprefix("    "), "", "mine: big: it has no 'memory'"),
-        ("48 GiB", "48", "mine: big: memory is no figure in B"),
-        ("180 TFLOP/s", "180 TB/s", "mine: big.flops: bfloat16 is no figure in FLOP/s"),
-        ("900 GB/s", "0 GB/s", "mine: big: memory_bandwidth is no figure in B/s"),
+        ("48 GiB", "48", "mine: big: memory is not a positive number with the unit B"),
+        (
+            "180 TFLOP/s",
+            "180 TB/s",
+            "mine: big.flops: bfloat16 is not a positive number with the unit FLOP/s",
+        ),
+        ("900 GB/s", "0 GB/s", "mine: big: memory_bandwidth is not a positive number with the unit B/s"),
         ("devices: 4", "devices: 0", "mine: big.fast: devices is not a number of devices"),
-        ("{bfloat16: 180 TFLOP/s}", "{}", "mine: big: flops has no type"),
+        ("{bfloat16: 180 TFLOP/s}", "{}", "mine: big: flops lists no element type"),
         ("version: 1", "version: 2", "mine: version 2"),
         ("about: a device of ours", "about: [1]", "mine: big: about is not text"),
         (MINE, "[]", "mine: it is not a mapping"),

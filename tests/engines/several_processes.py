@@ -18,7 +18,7 @@ import numpy as np
 import layoutmap.dtensor
 from layoutmap.core.blocks import assemble_blocks
 from layoutmap.core.errors import EngineError
-from layoutmap.core.initializers import Initializer, Program
+from layoutmap.core.initializers import Initializer, InitializerProgram
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
@@ -88,7 +88,7 @@ def work(
     engine: Engine, framework: Framework, number: int, folder: Path, dims: str = "x=2,y=4", **more: Any
 ) -> None:
     """Make arrays as process `number`, and write what came of it, and what else there is to tell."""
-    mesh = engine.bind(Mesh(None, dims))
+    mesh = engine.bind_mesh(Mesh(None, dims))
     layouts = {
         "program": Layout(["x", "y"], mesh),
         "crossed": Layout(["y", "x"], mesh),
@@ -103,7 +103,9 @@ def work(
     def drawn(function: Callable[[Any], Any], name: str) -> Initializer:
         """A draw with another seed in each process: that of process 0 counts."""
         seed = framework.seed(number)
-        return Initializer(global_value=lambda: function(seed), program=Program(name, seed, function))
+        return Initializer(
+            global_value=lambda: function(seed), program=InitializerProgram(name, seed, function)
+        )
 
     draws = {
         **dict.fromkeys(layouts, drawn(framework.normal, "normal")),
@@ -113,7 +115,7 @@ def work(
     assignments = {
         key: Assignment(VariableSpec(key, SHAPE, "float32"), layout) for key, layout in layouts.items()
     }
-    arrays = engine.create(assignments, draws)
+    arrays = engine.create_initial_values(assignments, draws)
     seed = framework.seed(0)
     expected: dict[str, Any] = {
         **dict.fromkeys(layouts, np.asarray(framework.normal(seed))),
@@ -148,23 +150,23 @@ def work(
         held[f"{name}.expected"] = _bytes_of(expected[name])
         held[f"{name}.gathered"] = _bytes_of(engine.to_numpy(array))
         shards[name] = []
-        for i, (index, shard) in enumerate(engine.to_shards(array)):
+        for i, (index, shard) in enumerate(engine.iterate_shards(array)):
             held[f"{name}.{i}"] = _bytes_of(shard)
             shards[name].append([(part.start, part.stop) for part in index])
     np.savez(folder / f"{number}.npz", **held)
     told = {
-        "devices": engine.devices(),
+        "devices": engine.list_device_names(),
         "local_device_ids": mesh.local_device_ids,
         "layouts_equal": {name: engine.get_layout(array) == layouts[name] for name, array in arrays.items()},
         "shards": shards,
         "expected": list(expected),
         "other_values": refusal(
-            lambda: engine.create(
+            lambda: engine.create_initial_values(
                 {"other": assignments["summed"]},
                 {"other": Initializer(global_value=lambda: np.full(SHAPE, number, np.float32))},
             )
         ),
-        "gathered": engine.all_gather(np.array([number, 2.5]), mesh).tolist(),
+        "gathered": engine.gather_from_processes(np.array([number, 2.5]), mesh).tolist(),
         "unpacked": len(layoutmap.dtensor.unpack(arrays["crossed"])),
         **more,
     }

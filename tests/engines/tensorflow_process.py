@@ -8,7 +8,7 @@ import tensorflow as tf
 from several_processes import SHAPE, Framework, refusal, work
 
 import layoutmap as lm
-from layoutmap.core.initializers import Initializer, Program
+from layoutmap.core.initializers import Initializer, InitializerProgram
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.tensorflow.engine import engine
 
@@ -53,10 +53,10 @@ def other_numbers(number, with_programs):
     """What is said when process 1 makes one variable more than process 0."""
     layout = lm.Layout(["x", None], lm.Mesh(None, "x=8"))
     keys = ["first", "second"][: 1 + number]
-    program = Program("normal", seed_of(0), normal) if with_programs else None
+    program = InitializerProgram("normal", seed_of(0), normal) if with_programs else None
     draw = Initializer(global_value=lambda: np.zeros(SHAPE, np.float32), program=program)
     assignments = {key: Assignment(VariableSpec(key, SHAPE, "float32"), layout) for key in keys}
-    return refusal(lambda: engine().create(assignments, dict.fromkeys(keys, draw)))
+    return refusal(lambda: engine().create_initial_values(assignments, dict.fromkeys(keys, draw)))
 
 
 def main():

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from threads_as_processes import everywhere
 
 import layoutmap as lm
-from layoutmap.engines.agreement import CallSchedule, check_alike, check_batch, check_program, gather_texts
+from layoutmap.engines.agreement import (
+    CallSchedule,
+    check_same_batch,
+    check_same_program,
+    compare_texts,
+    gather_texts,
+)
 
 
 def test_each_hears_what_all_say():
@@ -21,13 +27,13 @@ def test_each_hears_what_all_say():
 
 def test_what_is_alike_is_not_reported():
     """The same words give nothing, others those of all; numbers are gathered along."""
-    assert [([], [0, 1])] * 2 == everywhere(2, lambda i, gather: check_alike("same", gather, i))
-    assert [(["0", "1"], [0, 0])] * 2 == everywhere(2, lambda i, gather: check_alike(str(i), gather))
+    assert [([], [0, 1])] * 2 == everywhere(2, lambda i, gather: compare_texts("same", gather, i))
+    assert [(["0", "1"], [0, 0])] * 2 == everywhere(2, lambda i, gather: compare_texts(str(i), gather))
 
 
 def messages(number, parts, call=lambda i: "a step"):
     """The first line of what each process says of its parts."""
-    errors = everywhere(number, lambda i, gather: check_program(call(i), parts(i), gather))
+    errors = everywhere(number, lambda i, gather: check_same_program(call(i), parts(i), gather))
     assert all(error is None or isinstance(error, lm.ScopeError) for error in errors)
     return [error and error.what for error in errors]
 
@@ -59,7 +65,7 @@ def test_processes_that_make_different_calls_find_out():
     )
 
     def act(i, gather):
-        return check_program("fit", [("a", "1")], gather) if i else check_batch([], gather)
+        return check_same_program("fit", [("a", "1")], gather) if i else check_same_batch([], gather)
 
     assert [lm.ScopeError] * 2 == [type(each) for each in everywhere(2, act)]
 
@@ -81,7 +87,7 @@ def test_calls_are_compared_without_end_and_ever_more_rarely(epochs):
 
 def test_a_batch_is_named_by_its_call():
     """The error says which call it was, and what each process has passed."""
-    errors = everywhere(2, lambda i, gather: check_batch([np.full(3, i, np.float32)], gather, 16))
+    errors = everywhere(2, lambda i, gather: check_same_batch([np.full(3, i, np.float32)], gather, 16))
 
     assert [16, 16] == [error.facts["in call"] for error in errors]
     assert ["process 0", "process 1", "in call"] == [*errors[0].facts]

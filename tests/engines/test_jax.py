@@ -11,12 +11,12 @@ from cases import some
 from hypothesis import given, settings
 
 from layoutmap.core.errors import EngineError
-from layoutmap.core.initializers import Initializer, Program
+from layoutmap.core.initializers import Initializer, InitializerProgram
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.jax.engine import engine
-from layoutmap.engines.jax.programs import ShardedProgram, find_global_reason, trace
+from layoutmap.engines.jax.programs import ShardedProgram, explain_no_shards, trace_program
 from layoutmap.testing.engine_contract import EngineContract, assert_same_bits
 
 
@@ -32,7 +32,8 @@ def random_draw(shape, dtype, seed):
         return normal(seed, shape, dtype)
 
     return Initializer(
-        global_value=lambda: function(key), program=Program(("normal", shape, dtype), key, function)
+        global_value=lambda: function(key),
+        program=InitializerProgram(("normal", shape, dtype), key, function),
     )
 
 
@@ -63,7 +64,7 @@ def layout_on(dims, *specs):
 
 def created(draws, layout, shape, dtype="float32"):
     assignments = {key: Assignment(VariableSpec(key, shape, dtype), layout) for key in draws}
-    return engine().create(assignments, draws)
+    return engine().create_initial_values(assignments, draws)
 
 
 def counted(shape, traced):
@@ -74,7 +75,7 @@ def counted(shape, traced):
             traced.append(shape)
             return normal(seed, shape, "float32")
 
-        program = Program(("counted", shape), key_of(seed), function)
+        program = InitializerProgram(("counted", shape), key_of(seed), function)
         return Initializer(global_value=lambda: normal(key_of(seed), shape, "float32"), program=program)
 
     return draw
@@ -82,7 +83,7 @@ def counted(shape, traced):
 
 def reason(draw):
     """Why an initializer's program cannot be computed in shards."""
-    return find_global_reason(trace(draw.program.function, draw.program.seed))
+    return explain_no_shards(trace_program(draw.program.function, draw.program.seed))
 
 
 def key_of(seed):
@@ -113,7 +114,7 @@ def test_constants_of_a_program_are_computed_with_as_in_the_plain_draw():
     def function(seed):
         return normal(seed, (8, 8), "float32") * (jnp.sqrt(jnp.float32(0.125)) / jnp.float32(0.87962566))
 
-    draw = Initializer(lambda: function(key_of(0)), Program("divided", key_of(0), function))
+    draw = Initializer(lambda: function(key_of(0)), InitializerProgram("divided", key_of(0), function))
     made = created({"w": draw}, layout_on("x=2,y=4", "x", "y"), (8, 8))["w"]
 
     assert_same_bits(np.asarray(function(key_of(0))), np.asarray(made))
@@ -124,8 +125,9 @@ def test_programs_make_only_shards():
     layout = layout_on("x=2,y=4", "x", "y")
     draw = random_draw((64, 128), "float32", seed=1)
     assert draw.program is not None
-    program = ShardedProgram(trace(draw.program.function, draw.program.seed), engine().native(layout, 2))
-    steps = program.lower()
+    traced = trace_program(draw.program.function, draw.program.seed)
+    program = ShardedProgram(traced, engine().make_native_layout(layout, 2))
+    steps = program.lower_steps()
     for lowered in steps:
         compiled = lowered.compile()
         text = compiled.as_text()
@@ -180,7 +182,9 @@ def test_other_layouts_are_other_programs():
 def test_what_would_change_when_sharded_is_drawn_globally(name, function):
     """A program that adds elements up is initialized globally, says why, and has the plain draw's bits."""
     seed = key_of(3)
-    draw = Initializer(global_value=lambda: function(seed), program=Program((name, 16), seed, function))
+    draw = Initializer(
+        global_value=lambda: function(seed), program=InitializerProgram((name, 16), seed, function)
+    )
     made = created({"w": draw}, layout_on("x=2,y=4", ("y", "x"), None), (16, 16))["w"]
 
     if name != "constant array":
@@ -203,7 +207,9 @@ def test_what_would_change_when_sharded_is_drawn_globally(name, function):
 def test_what_does_not_change_when_sharded_is_drawn_in_shards(name, function):
     """Moves, whole numbers and work on single elements are done in shards, with the plain draw's bits."""
     seed = key_of(4)
-    draw = Initializer(global_value=lambda: function(seed), program=Program((name, 16), seed, function))
+    draw = Initializer(
+        global_value=lambda: function(seed), program=InitializerProgram((name, 16), seed, function)
+    )
     made = created({"w": draw}, layout_on("x=2,y=4", ("y", "x"), None), (16, 16))["w"]
 
     assert "" == reason(draw)
@@ -217,7 +223,9 @@ def test_typed_keys_are_seeds_too():
     def function(seed):
         return jax.random.normal(seed["key"], (8, 8)) * seed["scale"]
 
-    draw = Initializer(global_value=lambda: function(seed), program=Program("typed", seed, function))
+    draw = Initializer(
+        global_value=lambda: function(seed), program=InitializerProgram("typed", seed, function)
+    )
     made = created({"w": draw}, layout_on("x=2", "x", None), (8, 8))["w"]
 
     assert_same_bits(np.asarray(draw.global_value()), np.asarray(made))
@@ -265,10 +273,10 @@ def test_numbers_of_64_bits_are_refused_by_name():
 
 def test_natives_are_made_once():
     """Equal layouts have the same sharding, and layouts on one mesh the same mesh of JAX."""
-    native = engine().native(layout_on("x=2,y=4", "x", "y"), 2)
+    native = engine().make_native_layout(layout_on("x=2,y=4", "x", "y"), 2)
 
-    assert native is engine().native(layout_on("x=2,y=4", "x", "y"), 2)
-    assert native.mesh is engine().native(layout_on("x=2,y=4", None), 1).mesh
+    assert native is engine().make_native_layout(layout_on("x=2,y=4", "x", "y"), 2)
+    assert native.mesh is engine().make_native_layout(layout_on("x=2,y=4", None), 1).mesh
     assert all(jax.sharding.AxisType.Auto == kind for kind in native.mesh.axis_types)
 
 
@@ -280,7 +288,7 @@ def test_arrays_that_jax_laid_out_have_a_layout():
     layout = engine().get_layout(array)
     moved = engine().relayout(array, Layout([None, "b"], layout.mesh))
 
-    assert Layout([("b", "a"), None], Mesh(engine().devices(), "a=4,b=2")) == layout
+    assert Layout([("b", "a"), None], Mesh(engine().list_device_names(), "a=4,b=2")) == layout
     assert_same_bits(np.asarray(array), np.asarray(moved))
     assert mesh.axis_types == moved.sharding.mesh.axis_types
 

@@ -356,7 +356,7 @@ func.func @main(%a: tensor<8x8xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"x"},
 
 def test_what_cannot_be_kept_apart_is_refused():
     """A product whose own layout is fixed is refused by name: a barrier behind it changes nothing."""
-    with shardy.make_context():
+    with shardy.make_mlir_context():
         module = shardy.parse_module(FIXED)
         with pytest.raises(EngineError) as refused:
             insert_barriers(module, "step")
@@ -707,8 +707,8 @@ if __name__ == "__main__":
 def test_a_jaxlib_without_the_pass_says_which(monkeypatch):
     """A jaxlib that lacks the pass of Shardy's is refused by name, with the release that has it."""
     monkeypatch.setattr(shardy, "PASS", "builtin.module(sdy-renamed-pipeline)")
-    shardy.check_passes.cache_clear()
+    shardy.check_shardy_passes.cache_clear()
     with pytest.raises(lm.EngineError, match="sdy-renamed-pipeline") as raised:
-        shardy.check_passes()
-    shardy.check_passes.cache_clear()
+        shardy.check_shardy_passes()
+    shardy.check_shardy_passes.cache_clear()
     assert f'pip install "jaxlib=={shardy.TESTED}.*"' == raised.value.fix

@@ -13,7 +13,7 @@ from cases import examples, few
 from hypothesis import given, settings
 
 from layoutmap.core.errors import EngineError
-from layoutmap.core.initializers import Initializer, Program
+from layoutmap.core.initializers import Initializer, InitializerProgram
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
@@ -32,7 +32,7 @@ def key_of(seed):
 def drawn_by(name, function, seed=1):
     """A draw by a program; its whole value is made by the plain function, operation by operation."""
     key = key_of(seed)
-    return Initializer(global_value=lambda: function(key), program=Program(name, key, function))
+    return Initializer(global_value=lambda: function(key), program=InitializerProgram(name, key, function))
 
 
 def random_draw(shape, dtype, seed):
@@ -75,7 +75,9 @@ def layout_on(dims, *specs):
 
 
 def created(draw, layout, shape, dtype="float32"):
-    return engine().create({"w": Assignment(VariableSpec("w", shape, dtype), layout)}, {"w": draw})["w"]
+    return engine().create_initial_values(
+        {"w": Assignment(VariableSpec("w", shape, dtype), layout)}, {"w": draw}
+    )["w"]
 
 
 # -- draws in pieces
@@ -162,13 +164,13 @@ def test_a_counter_runs_over_into_its_upper_half():
 def test_no_piece_is_larger_than_was_asked_for(specs, monkeypatch):
     """While a variable is drawn in pieces, no run of it is larger than the size of a piece."""
     asked = []
-    elements = pieces._Evaluation.compute_elements
+    elements = pieces._SeedEvaluation.compute_elements
 
     def recorded(run, start, count):
         asked.append(count)
         return elements(run, start, count)
 
-    monkeypatch.setattr(pieces._Evaluation, "compute_elements", recorded)
+    monkeypatch.setattr(pieces._SeedEvaluation, "compute_elements", recorded)
     monkeypatch.setattr(pieces, "_PIECE_BYTES", 4 * 3 * 50)
     draw = random_draw((64, 50), "float32", seed=3)
     made = created(draw, layout_on("x=2,y=2", *specs), (64, 50))
@@ -216,11 +218,11 @@ def normal(seed):
 @pytest.mark.parametrize(
     ("why", "function"),
     [
-        ("Qr needs all of it", lambda seed: tf.linalg.qr(normal(seed))[0]),
-        ("MatrixDiagV3 needs all of it", lambda seed: tf.linalg.diag(tf.ones(48))),
-        ("Cumsum needs all of it", lambda seed: tf.cumsum(normal(seed))),
-        ("Exp needs all of it", lambda seed: tf.exp(normal(seed)) * 0.3),
-        (r"all of an array of shape \(48, 48\)", lambda seed: normal(seed) / tf.norm(normal(seed))),
+        ("Qr needs the whole tensor", lambda seed: tf.linalg.qr(normal(seed))[0]),
+        ("MatrixDiagV3 needs the whole tensor", lambda seed: tf.linalg.diag(tf.ones(48))),
+        ("Cumsum needs the whole tensor", lambda seed: tf.cumsum(normal(seed))),
+        ("Exp needs the whole tensor", lambda seed: tf.exp(normal(seed)) * 0.3),
+        (r"intermediate array of shape \(48, 48\)", lambda seed: normal(seed) / tf.norm(normal(seed))),
         (r"repeats an array of shape \(48,\)", lambda seed: normal(seed) * tf.range(48.0)),
         (
             r"repeats an array of shape \(48, 1\)",
@@ -248,7 +250,7 @@ def test_what_would_change_when_sharded_is_drawn_globally(why, function):
 
 @pytest.mark.parametrize(
     ("why", "scale"),
-    [("ReadVariableOp", tf.Variable(0.3)), ("an array that it is not given", tf.fill([500], 0.3))],
+    [("ReadVariableOp", tf.Variable(0.3)), ("an array that is not part of its seed", tf.fill([500], 0.3))],
 )
 def test_an_array_that_a_program_is_not_given_is_noticed(why, scale):
     """A program that reads a tensor from outside is initialized globally: that is not part of the program."""
@@ -270,7 +272,9 @@ def test_a_seed_may_be_a_nest():
     made, expected = [], []
     for number in (1, 2):
         seed = {"key": key_of(number), "scale": tf.constant(0.1 * number)}
-        draw = Initializer(global_value=lambda: np.zeros(0), program=Program("nest", seed, function))
+        draw = Initializer(
+            global_value=lambda: np.zeros(0), program=InitializerProgram("nest", seed, function)
+        )
         made.append(created(draw, layout_on("x=2", "x", None), (8, 8)))
         expected.append(tf.random.stateless_normal((8, 8), seed["key"]) * seed["scale"])
 
@@ -299,7 +303,7 @@ def test_arrays_are_made_while_tensorflow_traces():
 
 def test_natives_are_tensorflows_own():
     """The native form of a layout reads, as text, as TensorFlow's own layout on the same devices."""
-    native = engine().native(layout_on("x=2,y=4", "y", None), 2)
+    native = engine().make_native_layout(layout_on("x=2,y=4", "y", None), 2)
     own = dtensor.Layout(["y", "unsharded"], dtensor.create_mesh([("x", 2), ("y", 4)], device_type="CPU"))
 
     assert own.to_string() == native.to_string()
@@ -323,7 +327,7 @@ def test_a_mesh_may_name_devices_by_either_name():
     """Short and full device names make the same mesh of TensorFlow, in any order of the devices."""
     short = Mesh([f"CPU:{i}" for i in (3, 1, 0, 2)], "x=4")
     full = Mesh([f"{DEVICE}CPU:{i}" for i in (3, 1, 0, 2)], "x=4")
-    natives = [engine().native(Layout(["x"], mesh), 1) for mesh in (short, full)]
+    natives = [engine().make_native_layout(Layout(["x"], mesh), 1) for mesh in (short, full)]
     tensor = engine().relayout(np.arange(4, dtype=np.float32), Layout(["x"], full))
 
     assert natives[0] == natives[1]
@@ -337,7 +341,7 @@ def test_tensorflow_reads_our_text_and_writes_the_same():
     layout = Layout(["x", None], Mesh([f"CPU:{i}" for i in range(4)], "x=2,y=2", "grid"))
     native = dtensor.Layout.from_string(layout.to_string())
 
-    assert native == engine().native(layout, 2)
+    assert native == engine().make_native_layout(layout, 2)
     assert native.to_string() == layout.to_string()
     assert native.as_proto().SerializeToString() == layout.as_proto().SerializeToString()
 

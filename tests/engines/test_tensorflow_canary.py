@@ -23,8 +23,8 @@ zeros = Initializer(global_value=lambda: np.zeros(8, np.float32))
 made = []
 for make in (
     lambda: lm.DVariable(tf.zeros(8), layout=layout),
-    lambda: engine().create({"w": Assignment(VariableSpec("w", (8,), "float32"), layout)}, {"w": zeros}),
-    lambda: engine().variable(engine().relayout(np.zeros(8, np.float32), layout)),
+    lambda: engine().create_initial_values({"w": Assignment(VariableSpec("w", (8,), "float32"), layout)}, {"w": zeros}),
+    lambda: engine().make_variable(engine().relayout(np.zeros(8, np.float32), layout)),
 ):
     try:
         made.append(make())

@@ -10,13 +10,13 @@ import tensorflow as tf
 
 import layoutmap as lm
 from layoutmap.core.errors import EngineError, LayoutError
-from layoutmap.core.initializers import Initializer, Program
+from layoutmap.core.initializers import Initializer, InitializerProgram
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.dtensor import relayout, unpack
 from layoutmap.engines.tensorflow import selfcheck
-from layoutmap.engines.tensorflow.combined import CombinedFunction
+from layoutmap.engines.tensorflow.combined import StepFunction
 from layoutmap.engines.tensorflow.engine import engine
 from layoutmap.testing.engine_contract import assert_same_bits
 
@@ -49,7 +49,7 @@ FIRST_VALUES = {
     "lists": lambda: lm.DVariable(VALUES.tolist(), layout=X_Y),
     "a function": lambda: lm.DVariable(lambda: tf.constant(VALUES), layout=X_Y),
     "another element type": lambda: lm.DVariable(VALUES.astype(np.int32), layout=X_Y, dtype=tf.float32),
-    "TensorFlow's own layout": lambda: lm.DVariable(VALUES, layout=engine().native(X_Y, 2)),
+    "TensorFlow's own layout": lambda: lm.DVariable(VALUES, layout=engine().make_native_layout(X_Y, 2)),
 }
 
 
@@ -60,7 +60,8 @@ def test_a_variable_is_made_of(kind):
 
     assert isinstance(made, tf.Variable)
     assert isinstance(made, dtensor.DVariable)
-    assert engine().native(X_Y, 2) == engine().native(made.layout, 2) == dtensor.fetch_layout(made)
+    native = dtensor.fetch_layout(made)
+    assert engine().make_native_layout(X_Y, 2) == engine().make_native_layout(made.layout, 2) == native
     assert_same_bits(VALUES, made.numpy())
 
 
@@ -297,8 +298,8 @@ def test_replicas_do_not_share_memory(compiled):
     layout = Layout([None], GRID)
     tensor = relayout(source, layout, engine="tensorflow")
     key = tf.constant([1, 2])
-    program = Program("zeros of replicas", key, lambda seed: tf.zeros(1 << 16))
-    drawn = engine().create(
+    program = InitializerProgram("zeros of replicas", key, lambda seed: tf.zeros(1 << 16))
+    drawn = engine().create_initial_values(
         {"w": Assignment(VariableSpec("w", (1 << 16,), "float32"), layout)},
         {"w": Initializer(global_value=lambda: source, program=program)},
     )["w"]
@@ -492,7 +493,7 @@ def read_statistics_behind_a_write(a, b, x):
 
 
 @pytest.mark.parametrize(
-    ("step", "is_combined"),
+    ("step", "writes_at_end"),
     [
         (momentum, True),
         (read_in_a_condition, True),
@@ -502,14 +503,14 @@ def read_statistics_behind_a_write(a, b, x):
         (differentiate_behind_a_write, False),
     ],
 )
-def test_a_step_whose_sums_are_combined_reads_its_own_writes(step, is_combined):
+def test_a_step_whose_sums_are_combined_reads_its_own_writes(step, writes_at_end):
     """Two steps have the numbers of plain variables. A step that cannot write at its end is not combined."""
     rows = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
     plain = [tf.Variable(VALUES[1] / 8), tf.Variable(VALUES[2] / 8, trainable=False)]
     held = [
         lm.DVariable(each.numpy(), layout=Layout(["y"], GRID), trainable=each.trainable) for each in plain
     ]
-    combined = CombinedFunction(lambda x: step(*held, x), autograph=False)
+    combined = StepFunction(lambda x: step(*held, x), autograph=False)
     one_by_one = tf.function(lambda x: step(*plain, x), autograph=False)
 
     for _ in range(2):
@@ -517,4 +518,4 @@ def test_a_step_whose_sums_are_combined_reads_its_own_writes(step, is_combined):
         actual = tf.nest.flatten([combined(on_grid(rows, "x", None)), held])
         for e, a in zip(expected, actual, strict=True):
             np.testing.assert_allclose(engine().to_numpy(a), e.numpy(), rtol=1e-5)
-    assert combined.is_combined == is_combined
+    assert combined.writes_at_end == writes_at_end

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from layoutmap.core.initializers import Initializer, Program
+from layoutmap.core.initializers import Initializer, InitializerProgram
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch import simulation
@@ -16,7 +16,7 @@ from layoutmap.testing.engine_contract import EngineContract
 
 
 def drawn_by(name, function, seed=1):
-    return Initializer(global_value=lambda: function(seed), program=Program(name, seed, function))
+    return Initializer(global_value=lambda: function(seed), program=InitializerProgram(name, seed, function))
 
 
 def random_draw(shape, dtype, seed):
@@ -39,7 +39,7 @@ class TestTorchEngine(EngineContract):
         return torch.from_numpy(values.view(np.uint16).copy()).view(torch.bfloat16)
 
     def get_device_values(self, array):
-        pieces = simulation.get_pieces(array.to_local())
+        pieces = simulation.get_tensors_by_rank(array.to_local())
         return {f"CPU:{rank}": to_numpy(piece) for rank, piece in pieces.items()}
 
     def make_random_initializer(self, shape, dtype, seed):
@@ -53,4 +53,4 @@ def test_a_plain_tensor_is_on_the_first_device_of_a_simulation():
     """Beside simulated devices, a tensor in no layout is held by the first one."""
     engine().relayout(torch.zeros(2), Layout(["x"], Mesh(None, "x=2")))
 
-    assert ["CPU:0"] == [device for device, _ in engine().iterate_by_device(torch.zeros(2))]
+    assert ["CPU:0"] == [device for device, _ in engine().iterate_device_values(torch.zeros(2))]

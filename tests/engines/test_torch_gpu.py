@@ -26,7 +26,7 @@ class TestOneCPU(test_torch.TestTorchEngine):
 @pytest.mark.skipif(not HAS_GPU, reason=f"the laws of engines on a GPU: torch is built {CUDA}")
 def test_a_gpu_is_there():
     """Where torch finds a GPU, the engine names it; skipped once for all laws of the class below."""
-    assert "GPU:0" in engine().devices("gpu")
+    assert "GPU:0" in engine().list_device_names("gpu")
 
 
 PEAK = """
@@ -92,7 +92,7 @@ class TestOneGPU(test_torch.TestTorchEngine):
     one_device: ClassVar[str | None] = "GPU:0"
 
     def get_device_values(self, array):
-        pieces = simulation.get_pieces(array.to_local())
+        pieces = simulation.get_tensors_by_rank(array.to_local())
 
         assert {"cuda"} == {piece.device.type for piece in pieces.values()}
         return {f"GPU:{rank}": to_numpy(piece) for rank, piece in pieces.items()}

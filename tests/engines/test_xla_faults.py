@@ -47,6 +47,8 @@ def test_it_is_right_here(title):
 @pytest.mark.long
 def test_operands_that_one_mesh_dim_shards_along_different_axes():
     """The case of this seed, whose gradient of a kernel is such a product, trains as on one device."""
-    tried = Schedule(["keras-jax"], 20261125501, count=1, laws=["training agrees with one device"]).run()
+    tried = Schedule(
+        ["keras-jax"], 20261125501, count=1, laws=["training agrees with one device"]
+    ).run_cases()
 
     assert ["held"] == [each.outcome.what for each in tried]

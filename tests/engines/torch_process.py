@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from several_processes import SHAPE, Framework, refusal, work
 
-from layoutmap.core.initializers import Initializer, Program
+from layoutmap.core.initializers import Initializer, InitializerProgram
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
@@ -22,28 +22,28 @@ def normal(seed):
 
 def other_numbers(number, with_programs):
     """What is said when one process makes one variable more than the others."""
-    layout = Layout(["x", None], Mesh(None, {"x": len(engine().devices())}))
+    layout = Layout(["x", None], Mesh(None, {"x": len(engine().list_device_names())}))
     keys = ["first", "second"][: 1 + (number == 1)]
-    program = Program("normal", 0, normal) if with_programs else None
+    program = InitializerProgram("normal", 0, normal) if with_programs else None
     draw = Initializer(global_value=lambda: np.zeros(SHAPE, np.float32), program=program)
     assignments = {key: Assignment(VariableSpec(key, SHAPE, "float32"), layout) for key in keys}
-    return refusal(lambda: engine().create(assignments, dict.fromkeys(keys, draw)))
+    return refusal(lambda: engine().create_initial_values(assignments, dict.fromkeys(keys, draw)))
 
 
 def other_states(number):
     """What is said when the processes were seeded differently."""
     torch.manual_seed(number)
-    layout = Layout(["x", None], Mesh(None, {"x": len(engine().devices())}))
+    layout = Layout(["x", None], Mesh(None, {"x": len(engine().list_device_names())}))
     assignment = Assignment(VariableSpec("w", SHAPE, "float32"), layout)
     draw = Initializer(
         global_value=lambda: torch.rand(SHAPE), blocks=lambda indices: [torch.rand(SHAPE)[i] for i in indices]
     )
-    return refusal(lambda: engine().create({"w": assignment}, {"w": draw}))
+    return refusal(lambda: engine().create_initial_values({"w": assignment}, {"w": draw}))
 
 
 def moved_off_and_on(values):
     """The values after a way over a mesh of half the processes, where the others hold nothing."""
-    names = engine().devices()
+    names = engine().list_device_names()
     half = Mesh(names[len(names) // 2 :], {"a": len(names) // 2})
     there = engine().relayout(
         engine().relayout(values, Layout(["x"], Mesh(None, {"x": 2}))), Layout(["a"], half)
@@ -65,7 +65,7 @@ def main():
         dtypes=("float32", "bfloat16", "bool", "int8", "uint32", "float64"),
         cuts_over_several_dims=True,
     )
-    engine().devices()
+    engine().list_device_names()
     said = [other_numbers(number, with_programs) for with_programs in (True, False)]
     moved = moved_off_and_on(np.arange(8, dtype=np.float32))
     work(

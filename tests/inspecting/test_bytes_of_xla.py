@@ -43,7 +43,7 @@ def test_a_device_holds_the_bytes_of_its_plan(library, seed):
     state = lm.build(
         case.make_model, case.layout_map, batch_dim=case.map.batch_dim, library=library, progress=False
     )
-    get_adapter(library).complete(state, case.batch)
+    get_adapter(library).create_lazy_variables(state, case.batch)
     found = lm.inspect(state)
     arrays = find_arrays(state)
     shardings = [array.sharding for array in arrays]

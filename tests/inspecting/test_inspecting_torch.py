@@ -205,8 +205,8 @@ def test_under_torchrun_one_process_prints_and_the_others_where_they_differ(run,
 
     assert 1 == code
     assert 1 == said.count("Plan: 2 variables on device=2")
-    assert "error: weight: the processes hold it in different ways" in said
-    assert "process 1: holds 2 variables in other ways than process 0: weight, bias" in said
+    assert "error: weight: its shape, dtype, or layout differs between processes" in said
+    assert "process 1: 2 variables differ from those of process 0: weight, bias" in said
 
 
 def test_a_mesh_whose_devices_are_named_elsewhere_is_the_same():

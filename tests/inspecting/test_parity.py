@@ -70,7 +70,7 @@ def test_gradients_leave_no_tracer_in_a_model():
 
     adapter = get_adapter("keras")
     model = lm.build(make, make_map(MLP), batch_dim="batch", progress=False)
-    adapter.complete(model, (x, [y, y]))
+    adapter.create_lazy_variables(model, (x, [y, y]))
     adapter.gradients(model, (x, [y, y]))
 
     assert 3 <= len(model.metrics_variables)
@@ -127,8 +127,8 @@ def test_a_wrong_seed_is_found_at_its_variable():
     assert "  mesh        batch=2, model=4" == mesh
     assert then.startswith("  then        forward   output 0: differs by ")
     assert why == (
-        "  why         initial values must be equal bit for bit; "
-        "one of them comes from another seed or another initializer"
+        "  why         initial values must be equal bit for bit, "
+        "but the models used different seeds or initializers"
     )
     assert "  fix         call with raises=False and look at the report's rows" == fix
 
@@ -180,8 +180,10 @@ def test_a_gradient_that_is_a_multiple():
 
     assert ("gradient", "d1.kernel") == (first.stage, first.name)
     assert 4.0 == pytest.approx(first.factor, 1e-5)
-    assert str(first).endswith(", 4 times the plain one")
-    with pytest.raises(lm.ParityError, match=r"4 times the plain one, the size of the mesh in model: a sum"):
+    assert str(first).endswith(", 4 times the unsharded one")
+    with pytest.raises(
+        lm.ParityError, match=r"4 times the unsharded one, the size of the mesh in model: a sum"
+    ):
         lm.check_parity(lambda: mlp(GradientWhenSharded), make_map(MLP), numbers(), batch_dim="batch")
 
 
@@ -212,7 +214,7 @@ class PartsTakenForWhole(L.Dense):
         layout = getattr(self.kernel, "layout", None)
         if layout is None:
             return super().call(inputs)
-        mesh = get_engine("jax").native(layout, 2).mesh
+        mesh = get_engine("jax").make_native_layout(layout, 2).mesh
         specs = jax.sharding.PartitionSpec(None, "model"), jax.sharding.PartitionSpec("model", None)
         parts = jax.shard_map(
             lambda x, kernel: x @ kernel,

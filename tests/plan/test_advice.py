@@ -94,7 +94,7 @@ def test_what_to_type_is_of_where_the_user_is(as_command, typed):
         lm.LayoutMap("data=2,model=4", {"up": (None, "model")}),
         [VariableSpec("up.kernel", (512, 512), "bfloat16")],
     )
-    text = verdict.text(as_command=as_command)
+    text = verdict.format_text(as_command=as_command)
 
     assert f"128.0 KiB, fits: shard weights over data as well (FSDP)\n                {typed}" in text
 
@@ -111,8 +111,9 @@ def test_what_was_counted_is_in_the_file_of_a_plan():
 
     assert tried == again.verdict.advice
     assert short.verdict == again.verdict
-    assert "20.0 GiB, fits, 1.00 s a step: recompute\n                --remat blocks" in short.verdict.text(
-        as_command=True
+    assert (
+        "20.0 GiB, fits, 1.00 s a step: recompute\n                --remat blocks"
+        in short.verdict.format_text(as_command=True)
     )
     assert "not tried   half the batch: counting that takes too long" in str(short.verdict)
     assert () == made.verdict.advice

@@ -12,9 +12,9 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from layoutmap import Layout, LayoutMap, Mesh, Plan
-from layoutmap.plan.problems import group_problems
+from layoutmap.plan.problems import merge_problems
 from layoutmap.plan.suggest_rules import suggest_rules
-from layoutmap.rules.merged_rules import match_numbers
+from layoutmap.rules.merged_rules import make_exact_number_regex
 from layoutmap.scope.plan import make_plan
 
 MOST_STEPS = 300
@@ -31,11 +31,11 @@ def rules(draw, variables, mesh):
 
 def list_advice(plan: Plan, rules: Rules) -> list[tuple[Rules, str]]:
     """Return the rules after each piece of advice, which is read as it is written, and the advice."""
-    problems = group_problems([*plan.errors, *plan.warnings, *plan.lint()])
+    problems = merge_problems([*plan.errors, *plan.warnings, *plan.lint()])
     found = [(follow(p, rules), str(p)) for p in problems if p.kind != "unused dim"]
     for row in plan.memory.rows:
         specs = tuple(row.dim if axis == row.axis else None for axis in range(row.assignments[0].layout.rank))
-        pattern = match_numbers([a.variable.path for a in row.assignments])
+        pattern = make_exact_number_regex([a.variable.path for a in row.assignments])
         found.append((rules.put(pattern, specs, 1), f"{row.path}: axis {row.axis} over {row.dim}"))
     return found
 

@@ -122,8 +122,8 @@ def without(key):
 ONE = {"path": "d", "shape": [8], "dtype": "int8", "layout": [None]}
 NOTE = {"severity": "note", "subject": "d", "what": "it is"}
 STRICT = {
-    "another list": ("[]", "it is not a plan"),
-    "another format": (changed(format="other"), "it is not a plan"),
+    "another list": ("[]", "the file is not a plan"),
+    "another format": (changed(format="other"), "the file is not a plan"),
     "a later version": (changed(version=4), "version 4\n  why   this layoutmap reads versions 1 to 3"),
     "an older one without a cost": (changed(version=2), "plan has no 'collectives'"),
     "an empty cost": (changed(cost={}), "plan has no 'collectives'"),
@@ -204,10 +204,10 @@ STRICT = {
         variable().replace('"dims": {', '"dims": {"batch": 2, '),
         "mesh.dims: key 'batch'",
     ),
-    "digits": (variable().replace("[8, 4]", f"[8, {'4' * 5000}]"), "it is not JSON"),
-    "deep": (variable().replace("[8, 4]", "[" * 100_000), "it is not the JSON of a plan"),
-    "deep and whole": ("[" * 900 + "]" * 900, "it is not a plan"),
-    "no text": (None, "it is not JSON"),
+    "digits": (variable().replace("[8, 4]", f"[8, {'4' * 5000}]"), "the file is not JSON"),
+    "deep": (variable().replace("[8, 4]", "[" * 100_000), "the file is not the JSON of a plan"),
+    "deep and whole": ("[" * 900 + "]" * 900, "the file is not a plan"),
+    "no text": (None, "the file is not JSON"),
 }
 
 
@@ -287,7 +287,7 @@ def test_a_cost_comes_back_with_its_machine():
         ({"cost__machine": {}}, "cost.machine has no 'name'"),
         ({"cost__machine__node_size": 0}, "cost.machine.node_size is not a whole number above 0"),
         ({"cost__machine__devices": 0}, "cost.machine.devices is not a whole number above 0"),
-        ({"cost__machine__flops": {}}, "cost.machine.flops has no type"),
+        ({"cost__machine__flops": {}}, "cost.machine.flops lists no element type"),
         ({"cost__machine__fast__bandwidth": 0}, "cost.machine.fast.bandwidth is not a number above 0"),
         ({"cost__machine__memory_bandwidth": 1e999}, "cost.machine.memory_bandwidth is not a number above 0"),
     ],

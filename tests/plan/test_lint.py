@@ -421,7 +421,7 @@ def test_errors_of_the_plan_are_counted():
     assert (
         [],
         "nothing found beside 21 errors of the plan; batches are assumed to be sharded over data",
-    ) == ([*findings], findings.line)
+    ) == ([*findings], findings.summary)
 
 
 def test_repeated_blocks_are_reported_once():

@@ -54,7 +54,7 @@ def test_what_could_be_sharded_can_be(drawn):
     for a in plan.assignments:
         if (
             a.fits
-            and not a.variable.follows
+            and not a.variable.is_derived
             and a.layout.is_fully_replicated()
             and a.variable.path not in told
         ):

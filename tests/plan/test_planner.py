@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 
 import layoutmap as lm
-from layoutmap.core.uneven import fit_layout
+from layoutmap.core.uneven import apply_uneven_policy
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.plan.problems import Problem, group_problems
+from layoutmap.plan.problems import Problem, merge_problems
 from layoutmap.report.rows import make_rows
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.testing import strategies
@@ -192,13 +192,13 @@ def test_repeated_blocks_are_one_problem():
     plan = plan_of(
         [weight(f"blocks.{i}.up.kernel", (16, 6)) for i in range(32)], {r".*kernel": (None, "model")}
     )
-    (problem,) = group_problems(plan.problems)
+    (problem,) = merge_problems(plan.problems)
 
     assert 32 == len(plan.problems)
     assert "blocks.{0..31}.up.kernel" == problem.subject
     assert "blocks.{0..31}.up.kernel: axis 1 cannot be split evenly" == problem.what
     no_rule = plan_of([weight(f"blocks.{i}.b", (6,)) for i in range(3)], {})
-    assert r'add a rule: layout_map[r"blocks\.\d+\.b$"] = (None,)' == group_problems(no_rule.problems)[0].fix
+    assert r'add a rule: layout_map[r"blocks\.\d+\.b$"] = (None,)' == merge_problems(no_rule.problems)[0].fix
 
 
 def test_a_map_that_says_that_the_rest_is_replicated_is_strict():
@@ -236,7 +236,7 @@ def test_rules_are_never_merged():
     assert [
         r"rule 1  block_1\.kernel: matches no variable",
         r"rule 2  block_2\.kernel: matches no variable",
-    ] == [problem.what for problem in group_problems(plan.problems)]
+    ] == [problem.what for problem in merge_problems(plan.problems)]
 
 
 def test_check_raises_once_with_everything():
@@ -278,7 +278,7 @@ def test_a_pattern_with_the_sign_of_a_comment():
     """Patterns are grouped by what they have beside numbers, whatever that is."""
     plan = plan_of([], {"0.#": (None,), "0.0": (None,)})
 
-    assert ["0.#", "0.0"] == [problem.subject for problem in group_problems(plan.problems)]
+    assert ["0.#", "0.0"] == [problem.subject for problem in merge_problems(plan.problems)]
 
 
 def test_a_map_without_a_mesh():
@@ -304,13 +304,13 @@ def test_every_variable_is_assigned_exactly_once_in_order(drawn):
     assert variables == [a.variable for a in plan.assignments]
     assert len(variables) == len(plan)
     for a in plan.assignments:
-        if a.variable.follows:
+        if a.variable.is_derived:
             continue
         rule = layout_map.match(a.variable.path).rule if a.variable.kind is not Kind.METRIC else None
         if rule is None:
             assert a.layout.is_fully_replicated()
         else:
-            assert fit_layout(rule.layout, a.variable.shape, rule.uneven) == a.layout
+            assert apply_uneven_policy(rule.layout, a.variable.shape, rule.uneven) == a.layout
 
 
 @given(strategies.plans())
@@ -319,13 +319,13 @@ def test_a_derived_variable_follows_unless_a_rule_is_meant_for_it(drawn):
     _, layout_map, plan = drawn
     for a in plan.assignments:
         v = a.variable
-        if not v.follows:
+        if not v.is_derived:
             continue
         parent = plan[v.parent]
         of_parent = layout_map.matching_rules(v.parent)
         meant = [r for r in layout_map.matching_rules(v.path) if r not in of_parent]
         if meant and v.kind is not Kind.SLOT:
-            assert fit_layout(meant[0].layout, v.shape, meant[0].uneven) == a.layout
+            assert apply_uneven_policy(meant[0].layout, v.shape, meant[0].uneven) == a.layout
             continue
         assert a.match is None
         if v.axes is None:
@@ -357,7 +357,7 @@ def test_bytes_are_those_of_all_shards(drawn):
 def test_a_plan_has_an_error_exactly_where_something_does_not_fit(drawn):
     """Each variable that does not fit its layout has an error of its own, or follows one that has; no other has one."""
     _, _, plan = drawn
-    own = {a.variable.path for a in plan.assignments if not a.fits and (a.match or not a.variable.follows)}
+    own = {a.variable.path for a in plan.assignments if not a.fits and (a.match or not a.variable.is_derived)}
 
     assert own == {p.subject for p in plan.errors}
     assert all(p.severity in ("error", "warning", "note") for p in plan.problems)

@@ -8,7 +8,7 @@ from layoutmap.core.errors import RuleError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
-from layoutmap.plan.planner import make_table
+from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.to_rules import derive_rules
 
@@ -43,9 +43,9 @@ def test_a_plan_with_them_has_the_layouts_that_were_found(found):
     plan = plan_of(found)
     rules = derive_rules(plan)
 
-    assert layouts(plan) == layouts(make_table([a.variable for a in plan.assignments], rules))
+    assert layouts(plan) == layouts(make_plan_table([a.variable for a in plan.assignments], rules))
     assert len(rules) <= sum(specs != (None, None) for specs in found.values())
-    assert () == make_table([a.variable for a in plan.assignments], rules).problems
+    assert () == make_plan_table([a.variable for a in plan.assignments], rules).problems
 
 
 def test_blocks_and_layers_that_are_alike_share_a_rule():
@@ -72,7 +72,9 @@ def test_what_is_derived_has_a_rule_only_if_it_does_not_follow():
 
     assert 1 == len(derive_rules(plan))
     assert 2 == len(derive_rules(moved))
-    assert layouts(moved) == layouts(make_table([a.variable for a in moved.assignments], derive_rules(moved)))
+    assert layouts(moved) == layouts(
+        make_plan_table([a.variable for a in moved.assignments], derive_rules(moved))
+    )
 
 
 def test_slots_and_aliases_need_no_rule():
@@ -89,7 +91,7 @@ def test_slots_and_aliases_need_no_rule():
     rules = derive_rules(plan)
 
     assert 1 == len(rules)
-    assert layouts(plan) == layouts(make_table([a.variable for a in plan.assignments], rules))
+    assert layouts(plan) == layouts(make_plan_table([a.variable for a in plan.assignments], rules))
 
 
 def test_no_rule_is_left_that_decides_nothing():
@@ -99,7 +101,7 @@ def test_no_rule_is_left_that_decides_nothing():
         **{"l2.layer.kernel": {"aliases": ("l2.kernel",)}},
     )
     rules = derive_rules(plan)
-    planned = make_table([a.variable for a in plan.assignments], rules)
+    planned = make_plan_table([a.variable for a in plan.assignments], rules)
 
     assert layouts(plan) == layouts(planned)
     assert () == planned.problems

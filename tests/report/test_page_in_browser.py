@@ -26,7 +26,7 @@ from layoutmap.cli.main import main
 from layoutmap.core.paths import merge_paths
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.cost.table import Collective
-from layoutmap.plan.completeness import find_missing_weights, make_unbuilt_problem
+from layoutmap.plan.completeness import find_unbuilt_problem, make_unbuilt_problem
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
@@ -591,7 +591,7 @@ def test_the_page_and_the_exit_code_say_one_thing(browser, open_page, folder, dr
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()):
         code = main(["plan", str(folder / "plan.json"), "--html", str(page), "--json", str(again), *options])
     lines = out.getvalue().splitlines()
-    if find_missing_weights(plan) and "--partial" not in options:
+    if find_unbuilt_problem(plan) and "--partial" not in options:
         assert (2, [], False, False) == (code, lines, page.exists(), again.exists())
         return
 
@@ -602,14 +602,14 @@ def test_the_page_and_the_exit_code_say_one_thing(browser, open_page, folder, dr
     assert says == judged.verdict.headline == json.loads(again.read_text(encoding="utf-8"))["verdict"]["says"]
     assert (code == 1) == (mood == "bad")
     assert (code == 0) == (mood in ("well", "doubt"))
-    if find_missing_weights(plan) or plan.errors:
+    if find_unbuilt_problem(plan) or plan.errors:
         assert mood != "well"
         assert "fits" not in says
     assert says.count("fits") == (judged.verdict.fits is True)
     shown = browser.execute_script(
         "return [...document.querySelectorAll('#verdict .advice li')].map((each) => each.firstChild.textContent)"
     )
-    assert [each.headline(judged.verdict.available_bytes) for each in judged.verdict.advice] == shown
+    assert [each.format_headline(judged.verdict.available_bytes) for each in judged.verdict.advice] == shown
 
 
 def test_light_and_dark(browser, show):
@@ -790,7 +790,7 @@ def test_a_step_is_shown_as_its_parts_and_what_travels(browser, show):
         "return [...document.querySelectorAll('#cost tbody tr')].map((row) => [...row.cells].map((c) => c.textContent))"
     )
     shown = []
-    for row in plan.cost.rows:
+    for row in plan.cost.collective_rows:
         kind, times, over, network, tensor, sent, takes, cause, phase = row.cells
         figures = [tensor, sent, takes + " (overlaps)" * row.is_overlapped]
         shown.append([cause + phase, f"{kind} \u00d7 {times}over {over}, {network}", *figures])

@@ -9,7 +9,7 @@ import layoutmap as lm
 from layoutmap.core.text_table import format_bytes, format_html_table
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.report.rows import make_rows
-from layoutmap.report.text import format_warnings
+from layoutmap.report.text import format_plan_warnings
 from layoutmap.scope.plan import make_plan
 
 MESH = lm.Mesh(None, "batch=2,model=4")
@@ -32,11 +32,11 @@ def test_what_a_scope_warns_of():
         lm.LayoutMap(MESH, {"typo": (None,)}),
     )
 
-    assert format_warnings(plan) == textwrap.dedent("""\
+    assert format_plan_warnings(plan) == textwrap.dedent("""\
         layout map: the plan has warnings; print(lm.plan(make_model, layout_map)) shows where every variable goes
           rule 1  typo: matches no variable
           a.{0..1}.k: no rule matches, so it is replicated""")
-    assert format_warnings(make_plan([VariableSpec("bias", (8,), "float32")], lm.LayoutMap(MESH))) == ""
+    assert format_plan_warnings(make_plan([VariableSpec("bias", (8,), "float32")], lm.LayoutMap(MESH))) == ""
 
 
 def test_every_variable_is_in_exactly_one_row():
@@ -63,7 +63,7 @@ def test_numbers_of_an_optimizer_are_one_row():
     assert ["embed.weight", "norm.weight", "head.weight", "optimizer.*.step", "optimizer.*.exp_avg"] == [
         row.path for row in rows
     ]
-    assert [False, True] == [row.follows for row in rows[3:]]
+    assert [False, True] == [row.matches_weights for row in rows[3:]]
 
 
 def test_models_are_distinguished():
@@ -126,4 +126,4 @@ def test_a_derived_variable_is_shown_with_its_parent():
     assert [
         ("blocks.{0..1}.up.kernel", "1"),
         ("blocks.{0..1}.up.kernel_scale", "as blocks.{0..1}.up.kernel"),
-    ] == [(row.path, row.rule) for row in make_rows(plan)]
+    ] == [(row.path, row.rule_text) for row in make_rows(plan)]

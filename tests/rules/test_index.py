@@ -49,7 +49,7 @@ def test_the_index_gives_the_answers_of_the_plain_loop(patterns: list[str], path
     index = RuleIndex(compiled)
 
     for path in paths:
-        assert plain_loop(compiled, path) == list(index.find_matches(path)), path
+        assert plain_loop(compiled, path) == list(index.iterate_matching_positions(path)), path
 
 
 @given(st.data())
@@ -67,7 +67,7 @@ def test_a_text_made_from_a_regex_is_found(data: st.DataObject):
     compiled = [re.compile(pattern)]
 
     for text in (path, *(path[i:] for i in range(1, min(4, len(path))))):
-        assert plain_loop(compiled, text) == list(RuleIndex(compiled).find_matches(text)), text
+        assert plain_loop(compiled, text) == list(RuleIndex(compiled).iterate_matching_positions(text)), text
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_path_is_tried_against_few_of_many_rules(rule: str, path: str):
             return re.match(self.pattern, path)
 
     index = RuleIndex([Counting(i) for i in range(1000)])  # type: ignore[list-item]
-    found = list(index.find_matches(path))
+    found = list(index.iterate_matching_positions(path))
 
     assert 537 in found
     assert len(tried) <= 20

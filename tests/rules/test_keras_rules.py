@@ -113,7 +113,7 @@ def test_a_rule_without_a_name_says_which_come_near():
         ("unused rule", (("near misses", "keras:mlp/dense/kernel"),)),
         ("no rule", (("shape", "(8, 16)"), ("near misses", "keras:mlp/dens/kernel"))),
     ] == [(p.kind, p.facts) for p in plan.problems]
-    assert "such a rule matches whole names, and none of Keras's 1 name" == plan.problems[0].why
+    assert "a keras: rule matches whole names, and none of Keras's 1 name" == plan.problems[0].why
 
 
 def test_the_plan_says_which_rules_are_for_outputs_to_keras():

@@ -135,7 +135,7 @@ BAD_RULES = {
     "no regex": ([("*wq", ())], "from_partition_rules: rule 1 '*wq' is not a regex", "'.*wq'"),
     "too long": (
         [(".*", (None, None, "fsdp"))],
-        "rule 1 '.*', which finds d.kernel: 3 entries for an array of 2 axes",
+        "rule 1 '.*', which matches d.kernel: 3 entries for an array of 2 axes",
         "remove entries",
     ),
 }
@@ -143,7 +143,7 @@ BAD_RULES = {
 
 def test_what_has_no_shape_or_no_mesh_is_refused():
     """By what it is."""
-    with pytest.raises(RuleError, match=r"from_partition_rules: d: no shape"):
+    with pytest.raises(RuleError, match=r"from_partition_rules: d has no shape"):
         lm.LayoutMap.from_partition_rules([("", ())], MESH, {"d": "float32"})
     with pytest.raises(MeshError, match="the mesh is missing"):
         lm.LayoutMap.from_partition_rules([("", ())], None, SHAPES)

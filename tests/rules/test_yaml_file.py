@@ -141,7 +141,7 @@ rules file: mesh: mesh dim 'batch' of size 4 is not allowed
         (
             "version: 1\nrule: {}\n",
             """\
-rules file: it has a key 'rule'
+rules file: the file has a key 'rule'
   why   the keys are activations, mesh, rest, rules, uneven, version
   fix   correct the key, or delete it""",
         ),
@@ -149,7 +149,7 @@ rules file: it has a key 'rule'
             "version: 1\nactivations: {a: model}\n",
             """\
 rules file: activation rule 'a' has no list of sharding specs
-  there  'model'
+  value  'model'
   why    a layout has one sharding spec for each axis
   fix    write a list, as in [null, model]""",
         ),
@@ -157,15 +157,15 @@ rules file: activation rule 'a' has no list of sharding specs
             "version: 1\nrules: {a: model}\n",
             """\
 rules file: rule 'a' has no list of sharding specs
-  there  'model'
+  value  'model'
   why    a layout has one sharding spec for each axis
   fix    write a list, as in [null, model]""",
         ),
         (
             "just text",
             """\
-rules file: it is not a mapping
-  there  'just text'
+rules file: the file is not a mapping
+  value  'just text'
   fix    write it as LayoutMap.to_yaml() does: version, mesh and rules""",
         ),
     ],

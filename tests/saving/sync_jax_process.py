@@ -12,7 +12,7 @@ import layoutmap as lm
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.jax.devices import make_named_sharding
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.maps import draw_specs
+from layoutmap.testing.models.maps import draw_sharding_specs
 
 PLACES = (
     (range(8), range(8)),
@@ -24,7 +24,7 @@ PLACES = (
 
 def place(values, mesh, choices, dtype):
     """Place values in a drawn layout. A process may have no part of them."""
-    sharding = make_named_sharding(lm.Layout(draw_specs(choices, mesh, values.shape, "error"), mesh))
+    sharding = make_named_sharding(lm.Layout(draw_sharding_specs(choices, mesh, values.shape, "error"), mesh))
     values = values.astype(dtype)
     return jax.make_array_from_callback(values.shape, sharding, values.__getitem__, dtype=values.dtype)
 

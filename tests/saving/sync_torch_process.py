@@ -14,7 +14,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch import moving
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.maps import draw_specs
+from layoutmap.testing.models.maps import draw_sharding_specs
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -24,7 +24,7 @@ def draw_module(choices, shapes, mesh, dtypes, seed):
     module, generator = torch.nn.Module(), torch.Generator().manual_seed(seed)
     for number, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
         values = torch.randn(shape, generator=generator).to(dtype)
-        layout = lm.Layout(draw_specs(choices, mesh, shape, "error"), mesh)
+        layout = lm.Layout(draw_sharding_specs(choices, mesh, shape, "error"), mesh)
         tensor = get_engine("torch").relayout(values, layout)
         if number % 3:
             module.register_parameter(f"w{number}", torch.nn.Parameter(tensor))
@@ -109,21 +109,21 @@ def fail_in_one(number, size):
     trainer, sampler = draw_pair(0, size)
     sync = lm.plan_sync(trainer, sampler)
     before = list_values(sampler)
-    real = moving._make_tensor
+    real = moving._assemble_tensor
 
     def fail(*args):
         if number == 1:
             raise RuntimeError("no memory")
         return real(*args)
 
-    moving._make_tensor = fail
+    moving._assemble_tensor = fail
     try:
         sync()
         error = ""
     except (RuntimeError, lm.CheckpointError) as raised:
         error = str(raised).splitlines()[0]
     finally:
-        moving._make_tensor = real
+        moving._assemble_tensor = real
     is_same = all(np.array_equal(each, before[name]) for name, each in list_values(sampler).items())
     return [error, is_same, sync.version]
 

@@ -19,7 +19,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
 from layoutmap.engines.jax import moving
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.maps import draw_specs
+from layoutmap.testing.models.maps import draw_sharding_specs
 
 PROCESSES = ("jax",)
 WORKER = Path(__file__).with_name("sync_jax_process.py")
@@ -46,7 +46,7 @@ def draw_pair(seed):
         arrays = {}
         for n, (shape, names) in enumerate(zip(shapes, dtypes, strict=True)):
             values = rng.normal(size=shape).astype(jnp.dtype(names[end]))
-            layout = lm.Layout(draw_specs(choices, mesh, shape, "error"), mesh)
+            layout = lm.Layout(draw_sharding_specs(choices, mesh, shape, "error"), mesh)
             arrays[f"layer{n}"] = engine.relayout(jnp.asarray(values), layout)
         trees.append(arrays)
     return trees
@@ -289,7 +289,7 @@ def test_a_sampler_that_missed_a_sync_is_reported():
     _, lines = interrupt_after(-1, syncs[0])
     guards[0]()
     interrupt_after(lines // 2, lambda: syncs[0](version=8))
-    with pytest.raises(lm.PlanError, match=r"last sync of this sampler was not called or failed"):
+    with pytest.raises(lm.PlanError, match=r"last sync of this sampler failed or was not called"):
         guards[0]()
 
 

@@ -12,7 +12,7 @@ import layoutmap as lm
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.maps import draw_specs
+from layoutmap.testing.models.maps import draw_sharding_specs
 
 PROCESSES = ("torch",)
 WORKER = Path(__file__).with_name("sync_torch_process.py")
@@ -23,7 +23,7 @@ def draw_module(choices, shapes, mesh, seed):
     module, engine = torch.nn.Module(), get_engine("torch")
     for number, shape in enumerate(shapes):
         values = torch.randn(shape, generator=torch.Generator().manual_seed(seed + number))
-        layout = lm.Layout(draw_specs(choices, mesh, shape, "error"), mesh)
+        layout = lm.Layout(draw_sharding_specs(choices, mesh, shape, "error"), mesh)
         tensor = engine.relayout(values.to(choices.pick(torch.float32, torch.bfloat16)), layout)
         module.register_parameter(f"w{number}", torch.nn.Parameter(tensor))
     return module

@@ -9,7 +9,7 @@ import pytest
 
 from layoutmap.core.errors import EngineError, MeshError
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.checks import check_simulated
+from layoutmap.engines.checks import check_simulated_devices
 from layoutmap.scope.devices import choose_engine_name, create_mesh, list_device_names, simulate_devices
 
 PROCESSES = ("jax",)
@@ -84,7 +84,7 @@ def test_given_devices_are_used_as_they_are():
             "'TPU:0' does not exist|no TPU",
             {"mesh_dims": "x=1", "devices": ["TPU:0"], "engine": "jax"},
         ),
-        (MeshError, "was given 1", {"mesh_dims": "x=2", "devices": ["CPU:0"]}),
+        (MeshError, "cannot have 1", {"mesh_dims": "x=2", "devices": ["CPU:0"]}),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(kind, words, asked):
@@ -159,7 +159,7 @@ def test_devices_that_are_there_already_are_simulated_ones_of_that_number(there,
     """As many devices of the CPU, whichever their numbers; accelerators are no simulation."""
     refused = nullcontext() if is_well else pytest.raises(EngineError, match="2 devices cannot be simulated")
     with refused:
-        check_simulated("JAX", 2, there)
+        check_simulated_devices("JAX", 2, there)
 
 
 @pytest.mark.parametrize("number", [0, -1, 2.0, True, None, "8"])

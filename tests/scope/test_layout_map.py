@@ -367,10 +367,10 @@ BAD_RULES = {
         lambda m: m.__setitem__("there", ROW),
         """\
 rule 'there' is in the map already
-  there  (unsharded, model)
-  new    (model, unsharded)
-  why    one pattern has one layout
-  fix    delete it first, del layout_map['there'], or change one of the patterns""",
+  old   (unsharded, model)
+  new   (model, unsharded)
+  why   one pattern has one layout
+  fix   delete it first, del layout_map['there'], or change one of the patterns""",
     ),
     "an invalid regex": (
         lambda m: m.__setitem__(r".*\.(query|key\.kernel", ROW),
@@ -435,10 +435,10 @@ rule 'new': its layout is on another mesh
         lambda m: m.activations.__setitem__("layer", ROW),
         """\
 activation rule 'layer' is in the map already
-  there  (model, unsharded)
-  new    (model, unsharded)
-  why    one pattern has one layout
-  fix    delete it first, del layout_map.activations['layer'], or change one of the patterns""",
+  old   (model, unsharded)
+  new   (model, unsharded)
+  why   one pattern has one layout
+  fix   delete it first, del layout_map.activations['layer'], or change one of the patterns""",
     ),
     "an activation by module": (
         lambda m: m.activations.__setitem__(7, ROW),
@@ -499,7 +499,7 @@ rule 'new': sharding specs (None, 'model') have no mesh
         (
             Mesh([f"CPU:{i}" for i in range(1024)], "x=1024"),
             Mesh([f"CPU:{i}" for i in (*range(1023), 5000)], "x=1024"),
-            ("'CPU:1023' at place 1023", "'CPU:5000' at place 1023"),
+            ("'CPU:1023' at position 1023", "'CPU:5000' at position 1023"),
         ),
     ],
 )

@@ -209,7 +209,7 @@ def test_the_mesh_is_that_of_the_map_or_the_one_given():
         lm.LayoutMap.from_keras(abstract)
     abstract["b"] = keras.distribution.TensorLayout(("model",), device_mesh())
     abstract["c"] = keras.distribution.TensorLayout(("model",), device_mesh((4, 2)))
-    with pytest.raises(RuleError, match="from_keras: its layouts are on 2 meshes"):
+    with pytest.raises(RuleError, match="from_keras: the layouts of the map are on 2 meshes"):
         lm.LayoutMap.from_keras(abstract)
     with pytest.raises(RuleError, match=r"rule 'keras:a'(.|\n)*the mesh has no dim 'model'"):
         lm.LayoutMap.from_keras(theirs, "x=8")

@@ -7,12 +7,12 @@ import sys
 import pytest
 
 from layoutmap.scope import progress
-from layoutmap.scope.progress import ElapsedTime, Shown
+from layoutmap.scope.progress import ElapsedTime, ProgressMode
 
 PROCESSES = ("core",)
 
 
-def said(capsys: pytest.CaptureFixture[str], enabled: Shown, times: int = 3) -> str:
+def said(capsys: pytest.CaptureFixture[str], enabled: ProgressMode, times: int = 3) -> str:
     """What work says that is asked so often how far it is."""
     with ElapsedTime("it takes", enabled=enabled) as shown:
         for _ in range(times):

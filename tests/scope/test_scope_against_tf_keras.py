@@ -54,10 +54,10 @@ def two_layers(library, style):
 def laid_out_by_tf_keras(style):
     """A model in tf_keras's own scope, on the layouts that this library gives."""
     engine = get_engine("tensorflow")
-    replicated = engine.native(lm.Layout.replicated(MESH, 0), 0)
+    replicated = engine.make_native_layout(lm.Layout.replicated(MESH, 0), 0)
     theirs = tf_keras.dtensor.experimental.LayoutMap(mesh=replicated.mesh)
     for pattern, layout in lm.LayoutMap(MESH, RULES).items():
-        theirs[pattern] = engine.native(layout, layout.rank)
+        theirs[pattern] = engine.make_native_layout(layout, layout.rank)
     tf_keras.backend.experimental.enable_tf_random_generator()
     tf_keras.utils.set_random_seed(1)
     with theirs.scope():

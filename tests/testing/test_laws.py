@@ -9,7 +9,7 @@ from datetime import date
 import pytest
 from cases import few, some
 
-from layoutmap.testing.arrays import try_arrays
+from layoutmap.testing.arrays import try_array_laws
 from layoutmap.testing.laws import LAWS, PRECISIONS
 from layoutmap.testing.schedule import LawResult, Schedule
 from layoutmap.testing.subjects import PADDED, SUBJECTS, get_subject
@@ -114,14 +114,16 @@ def unheld(subject, first, number, laws=tuple(LAWS)):
     found = [each for each in tried(subject, first, number, laws) if each.outcome.is_suspicious]
     if get_subject(subject).num_processes == 1:
         suspects = dict.fromkeys(each.seed for each in found)
-        found = [each for seed in suspects for each in Schedule([subject], seed, count=1, laws=laws).run()]
+        found = [
+            each for seed in suspects for each in Schedule([subject], seed, count=1, laws=laws).run_cases()
+        ]
     return {(each.seed, each.outcome.law): each.outcome.why for each in found if each.outcome.is_suspicious}
 
 
 def tried(subject, first, number, laws):
     """The outcomes of laws on cases: in this process, but for those that several processes try together."""
     if get_subject(subject).num_processes > 1:
-        return list(Schedule([subject], first, count=number, laws=laws, num_workers=1).run())
+        return list(Schedule([subject], first, count=number, laws=laws, num_workers=1).run_cases())
     seeds = range(first, first + number)
     return [
         LawResult(subject, seed, outcome) for seed in seeds for outcome, _ in try_seed(subject, seed, laws)
@@ -132,7 +134,7 @@ def tried(subject, first, number, laws):
 def test_the_laws_of_arrays_hold(engine):
     """Drawn arrays keep every bit; one of these seeds has a dim of size 1 beside another along one axis."""
     outcomes = [
-        each for seed in (*range(DAY * 1000, DAY * 1000 + 5), 115) for each, _ in try_arrays(engine, seed)
+        each for seed in (*range(DAY * 1000, DAY * 1000 + 5), 115) for each, _ in try_array_laws(engine, seed)
     ]
 
     assert [] == [each for each in outcomes if each.what != "held"]

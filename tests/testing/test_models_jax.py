@@ -8,7 +8,7 @@ import pytest
 from cases import few
 from testing.drawn_kinds import counted, layouts_not_drawn, pairs_not_drawn
 
-from layoutmap.adapters.jax.training import call_model, find_inputs
+from layoutmap.adapters.jax.training import call_model, get_inputs
 from layoutmap.testing import models
 from layoutmap.testing.models.jax.drawing import WRAPPERS
 from layoutmap.testing.models.jax.functions import FUNCTIONS
@@ -60,7 +60,7 @@ def test_outputs_have_the_shapes_that_are_described(library, seed):
 
     def outputs():
         state = case.make_model()
-        return call_model(state.model, state.forward, find_inputs(case.batch))
+        return call_model(state.model, state.forward, get_inputs(case.batch))
 
     expected = [
         (case.rows, *each.shape, *([each.classes] * bool(each.classes))) for each in case.model.outputs

@@ -29,7 +29,7 @@ def test_every_kind_of_layout_is_drawn_for_every_kind_of_layer():
 
     def kinds_by_path(model):
         named = model.layers if model.named else []
-        return {model.get_path(layer.name): re.sub(r"\dD", "*D", layer.kind) for layer in named}
+        return {model.get_layer_path(layer.name): re.sub(r"\dD", "*D", layer.kind) for layer in named}
 
     assert [] == layouts_not_drawn(map(models.draw, range(800)), kinds_by_path)
 

@@ -38,7 +38,9 @@ def test_every_kind_of_layout_is_drawn_for_every_kind_of_part():
 
     def kinds_by_path(model):
         own, around = model.classes[-1], "net." * model.returns_loss
-        return {f"{around}{own.get_path(part.name)}": part.kinds[0] for part in own.parts if part.module}
+        return {
+            f"{around}{own.get_module_path(part.name)}": part.kinds[0] for part in own.parts if part.module
+        }
 
     assert [] == layouts_not_drawn((models.draw(seed, "torch") for seed in range(1200)), kinds_by_path)
 

@@ -67,7 +67,7 @@ def trial_in(library, precision):
 def test_a_factor_of_two_is_found(library, precision):
     """The largest gradient times two, which differs by 1, is beyond rounding; what rounding does is not."""
     trial = trial_in(library, precision)
-    rows = [row for row in trial.rows if row.stage != "weights"]
+    rows = [row for row in trial.comparisons if row.stage != "weights"]
 
     assert any(not row.agrees for row in rows)
     assert [TWICE] == trial.exclude_rounding([*rows, TWICE])
@@ -169,7 +169,7 @@ def test_a_quantized_model_has_kernels_of_int8():
     trial = trial_in("keras", QUANTIZED)
 
     assert "int8" in {a.variable.dtype for a in trial.plan.assignments}
-    assert [TWICE] == trial.exclude_rounding([*trial.rows, TWICE])
+    assert [TWICE] == trial.exclude_rounding([*trial.comparisons, TWICE])
 
 
 @pytest.mark.long
@@ -178,7 +178,7 @@ def test_a_model_that_diverges_is_no_fault():
     """Its weights go to 1e15 in three steps, and one rounding moves them as far as layouts do."""
     trial = Trial(draw_case("nnx", 20261402021).to_precision("bfloat16"))
 
-    assert any(not row.agrees for row in trial.rows)
+    assert any(not row.agrees for row in trial.comparisons)
     assert [] == list(compare_training(trial))
 
 

@@ -16,7 +16,7 @@ from testing.faulty import with_fault
 
 from layoutmap.cost.machines import machine_named
 from layoutmap.testing.selftest.report import Report
-from layoutmap.testing.speeds import KINDS
+from layoutmap.testing.speeds import MEASURED_COLLECTIVES
 from layoutmap.testing.subjects import SUBJECTS, get_subject
 
 PROCESSES = ("jax", "tensorflow", "torch")
@@ -218,7 +218,7 @@ def test_what_was_measured_is_a_machine(whole):
     folder, _, _, found = whole
 
     measured = {(each["kind"], each["dim"]) for each in found["measured"][HERE] if "kind" in each}
-    assert set(itertools.product(KINDS, ("x", "model"))) == measured
+    assert set(itertools.product(MEASURED_COLLECTIVES, ("x", "model"))) == measured
     on = machine_named(f"{folder}/mine.yaml").device
     assert on.about.startswith(f"measured by layoutmap selftest: 8 simulated CPU on {HERE} (")
     assert "float32 products in float32" in on.about
@@ -258,7 +258,7 @@ def test_a_step_is_counted_as_it_is_taken_on_one_device():
 TAKEN_AWAY = {
     "torch": (
         "engines/torch/dtensor_ops/outside.py",
-        "    if is_guarded(tensor.device_mesh):\n        if value.shape",
+        "    if is_mesh_guarded(tensor.device_mesh):\n        if value.shape",
         "    if False:\n        if value.shape",
     ),
     "jax": (
@@ -453,7 +453,7 @@ def test_processes_measure_together(run_together):
 
     assert 0 == code, said
     measured = {(each["kind"], each["dim"]) for each in found["measured"]["jax"] if "kind" in each}
-    assert set(itertools.product(KINDS, ("batch", "model"))) == measured
+    assert set(itertools.product(MEASURED_COLLECTIVES, ("batch", "model"))) == measured
     assert "processes 2, devices of each 4, hosts 1, kind cpu" in found["ran on"]["jax topology"]
     assert 0 < found["counted"]["jax"]["step"]
 

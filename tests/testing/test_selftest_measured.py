@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 import layoutmap as lm
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.machine import Machine
-from layoutmap.cost.machines import find_machine, load_devices, machine_named, parse_devices
+from layoutmap.cost.machines import load_devices, machine_named, parse_devices, resolve_machine
 from layoutmap.testing.laws import Outcome
 from layoutmap.testing.products import describe_products
 from layoutmap.testing.schedule import LawResult
 from layoutmap.testing.selftest.speeds import Speeds
-from layoutmap.testing.speeds import KINDS
+from layoutmap.testing.speeds import MEASURED_COLLECTIVES
 
 SWITCHED = [name for name, device in load_devices().items() if not device.fast.ring_from]
 
@@ -31,7 +31,7 @@ def measured(machine, dims, slower=None):
             * (4 if (kind, dim.name) == slower else 1),
         }
         for dim in mesh.mesh_dims
-        for kind in KINDS
+        for kind in MEASURED_COLLECTIVES
         if dim.size > 1
     ]
     device = machine.device
@@ -65,7 +65,7 @@ def test_a_file_with_one_device_needs_no_name(tmp_path):
     text = Speeds("jax", 8, measured(machine_named("h100:8"), "x=2,model=4")).to_machine_file("a test")
     path.write_text(text)
 
-    assert "here:8" == str(find_machine(str(path), Mesh(None, "x=2,model=4")))
+    assert "here:8" == str(resolve_machine(str(path), Mesh(None, "x=2,model=4")))
     path.write_text(f"{text}  there:{text.partition('here:')[2]}")
     with pytest.raises(lm.LayoutMapError, match="it does not say which device of the file") as caught:
         machine_named(str(path))
@@ -74,19 +74,19 @@ def test_a_file_with_one_device_needs_no_name(tmp_path):
     assert caught.value.fix.startswith("name one of them, as in on=")
 
 
-@pytest.mark.parametrize("slower", [None, *((kind, "model") for kind in KINDS)], ids=str)
+@pytest.mark.parametrize("slower", [None, *((kind, "model") for kind in MEASURED_COLLECTIVES)], ids=str)
 def test_a_collective_below_the_machine_file_is_named(slower):
     """One that takes four times as long as the file says fails the law, by name, with both figures."""
     machine = machine_named("h100:16")
     speeds = Speeds("jax", 8, measured(machine, "data=2,model=8", slower), machine.device)
-    outcome = speeds.judge_collectives().outcome
+    outcome = speeds.run_collectives_law().outcome
 
     assert ("held" if slower is None else "wrong") == outcome.what
     if slower is not None:
         kind = slower[0].replace("_", "-")
         assert f"{kind} over model of data=2,model=8: 112 GB/s, and h100 has 450 GB/s" in outcome.why
     assert ["jax", "all-gather of 256.0 MiB", "data of data=2,model=8, 2 hosts", "50 GB/s", "50 GB/s"] in (
-        speeds.make_rows()
+        speeds.make_table_rows()
     )
 
 
@@ -96,9 +96,9 @@ def test_nothing_to_compare_with():
     none = [LawResult("speeds-tensorflow", 1, Outcome("speeds are measured", "not tried", "a compiler", 0.0))]
 
     assert ["not tried"] * 2 == [
-        each.judge_collectives().outcome.what for each in (alone, Speeds("tensorflow", 8, none))
+        each.run_collectives_law().outcome.what for each in (alone, Speeds("tensorflow", 8, none))
     ]
-    assert [["tensorflow", "not measured", "", "", ""]] == Speeds("tensorflow", 8, none).make_rows()
+    assert [["tensorflow", "not measured", "", "", ""]] == Speeds("tensorflow", 8, none).make_table_rows()
 
 
 def test_devices_that_share_cores_are_not_judged():
@@ -106,8 +106,8 @@ def test_devices_that_share_cores_are_not_judged():
     slow = measured(machine_named("h100:8"), "x=2,model=4", ("all_gather", "model"))
     machine = machine_named("h100:8").device
 
-    assert "wrong" == Speeds("jax", 8, slow, machine).judge_collectives().outcome.what
-    assert "not tried" == Speeds("jax", 8, slow, machine, share_cores=True).judge_collectives().outcome.what
+    assert "wrong" == Speeds("jax", 8, slow, machine).run_collectives_law().outcome.what
+    assert "not tried" == Speeds("jax", 8, slow, machine, share_cores=True).run_collectives_law().outcome.what
 
 
 def rounded(values, bits):

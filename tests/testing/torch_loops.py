@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from layoutmap.adapters.torch.training import compute_loss
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.engines import get_engine
-from layoutmap.testing.laws.trial import ROUNDINGS, TOLERANCE, Trial, take_rows
+from layoutmap.testing.laws.trial import ROUNDINGS, TOLERANCE, Trial, slice_rows
 from layoutmap.testing.models import Devices
 from layoutmap.testing.models.cases import EPSILONS
 from layoutmap.testing.worker import draw_case
@@ -65,7 +65,7 @@ def accumulated(model, batch):
     optimizer, found = sgd(model, momentum=0.9), []
     for seed in range(2):
         optimizer.zero_grad(set_to_none=False)
-        for part in (take_rows(batch, 1), batch):
+        for part in (slice_rows(batch, 1), batch):
             value = loss(model, part, seed) / 2
             value.backward()
             found.append(value.item())

@@ -8,25 +8,25 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
-from layoutmap.adapters.missing_backend import choose_only_backend, make_backend_error
-from layoutmap.adapters.protocol import Adapter, Building, Inspecting, Keeping, Training
+from layoutmap.adapters.missing_backend import make_missing_backend_error, set_only_installed_backend
+from layoutmap.adapters.protocol import Adapter, Building, Checkpointing, Inspecting, Training
 from layoutmap.core.errors import LayoutMapError, ScopeError
-from layoutmap.engines.tested import import_for
+from layoutmap.engines.tested import import_framework_module
 
 __all__ = [
     "ADAPTERS",
-    "REFUSED",
+    "REFUSED_LIBRARIES",
     "Adapter",
     "Building",
     "Inspecting",
-    "Keeping",
+    "Checkpointing",
     "Training",
     "get_model_adapter",
     "require_capability",
     "get_adapter",
     "get_imported_adapter",
     "refuse_other_libraries",
-    "refuse",
+    "refuse_library",
 ]
 
 Capable = TypeVar("Capable", bound=Building)
@@ -38,12 +38,12 @@ ADAPTERS = {
 }
 """The module of each library's adapter. The name is also that of the package and of the extra that installs it.
 
-The last one is for what the others do not own: its models may be of any type.
+`jax` is last, because its models may be of any type, so it gets those that no other adapter owns.
 """
 
 
 # DTensor trains tf.keras variables wrongly, so refuse this library by name (decisions/0011).
-REFUSED = {
+REFUSED_LIBRARIES = {
     "tf_keras": (
         "tf.keras of TF_USE_LEGACY_KERAS=1 makes variables and takes data in ways that DTensor trains wrongly",
         "build the model with Keras 3: unset TF_USE_LEGACY_KERAS, or import keras with KERAS_BACKEND=tensorflow",
@@ -52,18 +52,15 @@ REFUSED = {
 """Unsupported libraries that users may expect, each with the reason and the fix."""
 
 
-def refuse(library: str, what: str) -> NoReturn:
-    """Raise for an unsupported library.
+def refuse_library(library: str, subject: str) -> NoReturn:
+    """Raise an error that says why an unsupported library is refused.
 
     Args:
-        library: One of `REFUSED`.
-        what: What was wanted of it.
-
-    Raises:
-        ScopeError: Always.
+        library: One of `REFUSED_LIBRARIES`.
+        subject: The argument or model that belongs to it.
     """
-    why, fix = REFUSED[library]
-    raise ScopeError(f"{what}: layout maps do not work with {library}", why=why, fix=fix)
+    why, fix = REFUSED_LIBRARIES[library]
+    raise ScopeError(f"{subject}: layout maps do not work with {library}", why=why, fix=fix)
 
 
 _SYNONYMS = {
@@ -81,14 +78,14 @@ def get_adapter(name: str) -> Building:
     """Return the adapter of a model library.
 
     Args:
-        name: One of `ADAPTERS`, as `"keras"`, or what it is called, too, as `"flax"`.
+        name: One of `ADAPTERS`, such as `"keras"`, or a synonym, such as `"flax"`.
 
     Raises:
         ScopeError: There is no such adapter, or its library or the backend of Keras is not installed.
         EngineError: The library lacks names that are needed.
     """
-    if name in REFUSED:
-        refuse(name, f"library={name!r}")
+    if name in REFUSED_LIBRARIES:
+        refuse_library(name, f"library={name!r}")
     name = _SYNONYMS.get(name, name)
     if name not in ADAPTERS:
         raise ScopeError(
@@ -103,11 +100,11 @@ def get_adapter(name: str) -> Building:
             fix=f'pip install "layoutmap[{name}]"',
         )
     if name == "keras":
-        choose_only_backend()
+        set_only_installed_backend()
     try:
-        return import_for(name, ADAPTERS[name]).adapter()
+        return import_framework_module(name, ADAPTERS[name]).make_adapter()
     except ModuleNotFoundError as error:
-        if (missing := make_backend_error(error)) is not None:
+        if (missing := make_missing_backend_error(error)) is not None:
             raise missing from error
         raise
 
@@ -117,11 +114,11 @@ def require_capability(adapter: Building, capability: type[Capable], function: s
 
     Args:
         adapter: The adapter.
-        capability: `Training`, `Keeping`, `Inspecting`, or `Adapter` for all of them.
-        function: Who asks, as in `"save"`.
+        capability: `Training`, `Checkpointing`, `Inspecting`, or `Adapter` for all of them.
+        function: The name of the calling function, such as `"save"`.
 
     Raises:
-        ScopeError: It does not.
+        ScopeError: The adapter lacks methods of the protocol.
     """
     if isinstance(adapter, capability):
         return adapter
@@ -130,8 +127,8 @@ def require_capability(adapter: Building, capability: type[Capable], function: s
     raise ScopeError(
         f"{function}: the adapter of {adapter.name} models does not support it",
         facts={"missing": ", ".join(missing)},
-        why=f"it is no {capability.__name__} adapter, which {function} needs",
-        fix="write these methods of layoutmap.adapters.protocol",
+        why=f"{function} needs an adapter that implements the protocol {capability.__name__}",
+        fix=f"write the missing methods, which layoutmap.adapters.protocol.{capability.__name__} describes",
     )
 
 
@@ -144,9 +141,9 @@ def get_imported_adapter() -> Building:
     for name in ADAPTERS:
         if name in sys.modules:
             return get_adapter(name)
-    for name in REFUSED:
+    for name in REFUSED_LIBRARIES:
         if name in sys.modules:
-            refuse(name, "the model library that is imported")
+            refuse_library(name, "the model library that is imported")
     raise ScopeError(
         "no model library is imported",
         why=f"a scope works inside one of {', '.join(ADAPTERS)}, and none of them is imported",
@@ -156,18 +153,18 @@ def get_imported_adapter() -> Building:
 
 @contextmanager
 def refuse_other_libraries(adapter: Building) -> Generator[None]:
-    """Raise for models of other imported libraries until the block ends, because they would stay unsharded."""
+    """Raise if models of other imported libraries are built until the block ends, because they would stay unsharded."""
     with ExitStack() as stack:
         for name in ADAPTERS:
             if name != adapter.name and name in sys.modules and importlib.util.find_spec(name) is not None:
-                # An unsupported release of another library must not prevent a scope for this one.
+                # get_adapter raises for an unsupported release, which must not prevent a scope for another library.
                 with suppress(LayoutMapError):
-                    stack.enter_context(get_adapter(name).refused(adapter.name))
+                    stack.enter_context(get_adapter(name).refuse_models(adapter.name))
         yield
 
 
-def find_adapter(model: Any) -> Building | None:
-    """Return the adapter of the library that made a model, or None for an unknown object."""
+def find_model_adapter(model: Any) -> Building | None:
+    """Return the adapter of the library that a model belongs to, or None if no library owns it."""
     packages = {base.__module__.partition(".")[0] for base in type(model).__mro__}
     names = [name for name in ADAPTERS if name in packages]
     if not names and "jax" in sys.modules:
@@ -177,17 +174,17 @@ def find_adapter(model: Any) -> Building | None:
 
 
 def get_model_adapter(model: Any) -> Building:
-    """Return the adapter of the library that made a model.
+    """Return the adapter of the library that a model belongs to.
 
     Raises:
         ScopeError: No adapter knows the object.
     """
-    if (found := find_adapter(model)) is not None:
-        return found
+    if (adapter := find_model_adapter(model)) is not None:
+        return adapter
     for base in type(model).__mro__:
         root = base.__module__.partition(".")[0]
-        if root in REFUSED:
-            refuse(root, f"{type(model).__module__}.{type(model).__qualname__}")
+        if root in REFUSED_LIBRARIES:
+            refuse_library(root, f"{type(model).__module__}.{type(model).__qualname__}")
     raise ScopeError(
         f"{type(model).__module__}.{type(model).__qualname__} is not a model",
         why=f"it belongs to none of the supported libraries: {', '.join(ADAPTERS)}",

@@ -25,21 +25,21 @@ def read_state(data: object) -> Any:
     )
 
 
-def make_undo(data: object) -> Callable[[], object]:
-    """Return a function that restores the current state of `data`, as far as its parts have a state."""
+def make_restore_function(data: object) -> Callable[[], object]:
+    """Return a function that restores the present state of `data`. It skips parts without a state."""
     if isinstance(data, Mapping):
-        undos = [make_undo(each) for each in cast("Mapping[Any, Any]", data).values()]
-        return lambda: [undo() for undo in undos]
+        restore_functions = [make_restore_function(each) for each in cast("Mapping[Any, Any]", data).values()]
+        return lambda: [restore() for restore in restore_functions]
     try:
         state = copy.deepcopy(read_state(data))
     except Exception:  # state_dict of user code may raise anything; without a state there is nothing to undo
         return lambda: None
 
-    def undo() -> None:
+    def restore() -> None:
         with contextlib.suppress(Exception):  # keep the original error
-            find_state_setter(data)(state)
+            find_restore_method(data)(state)
 
-    return undo
+    return restore
 
 
 def restore_state(data: object, state: Any) -> None:
@@ -48,10 +48,10 @@ def restore_state(data: object, state: Any) -> None:
         for name, each in cast("Mapping[Any, Any]", data).items():
             restore_state(each, state[name])
     else:
-        find_state_setter(data)(state)
+        find_restore_method(data)(state)
 
 
-def find_state_setter(data: object) -> Any:
+def find_restore_method(data: object) -> Any:
     """Return the method that restores an object's state."""
     for name in ("load_state_dict", "set_state"):
         if callable(method := getattr(data, name, None)):

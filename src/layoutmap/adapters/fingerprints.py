@@ -14,20 +14,20 @@ from collections.abc import Iterator
 from textwrap import dedent
 from typing import Any
 
-from layoutmap.engines.agreement import Part
+from layoutmap.engines.agreement import NamedText
 
 
-def list_versions(*packages: str) -> Iterator[Part]:
-    """Yield the versions of Python, layoutmap, and each given package that is imported."""
+def iterate_versions(*packages: str) -> Iterator[NamedText]:
+    """Yield the versions of Python, of layoutmap, and of each of these packages that is imported."""
     yield "Python", "{}.{}".format(*sys.version_info)
     for name in ("layoutmap", *packages):
         if name in sys.modules:
             yield name, str(sys.modules[name].__version__)
 
 
-def hash_lowered(name: str, lowered: Any) -> Part:
-    """Return the hash of a lowered JAX step. Its text has no source lines or addresses."""
-    return f"the lowered {name}", f"hash {hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]}"
+def hash_lowered_step(step_name: str, lowered: Any) -> NamedText:
+    """Return a name and a hash of the text of a lowered JAX step, which contains no source lines or addresses."""
+    return f"the lowered {step_name}", f"hash {hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]}"
 
 
 def describe_function(function: Any) -> str:
@@ -43,7 +43,7 @@ def describe_function(function: Any) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """Format a setting: a simple value, the name of a function, or the type of any other object."""
+    """Return a setting as text: a simple value, `describe_function` of a function, or the type of another object."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return repr(value)
     if isinstance(value, (list, tuple)):

@@ -9,31 +9,33 @@ import traceback
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines import ENGINES, list_installed_engines
 
-_IN_PYTHON = 'start Python anew, and write os.environ["KERAS_BACKEND"] = "{}" before Keras is imported'
+_FIX_IN_PYTHON = 'start Python anew, and write os.environ["KERAS_BACKEND"] = "{}" before Keras is imported'
 
 
-def choose_only_backend() -> None:
+def set_only_installed_backend() -> None:
     """Set `KERAS_BACKEND` to the only installed framework, unless the program has set it or imported Keras."""
     there = list_installed_engines()
     if len(there) == 1 and "keras" not in sys.modules:
         os.environ.setdefault("KERAS_BACKEND", there[0])
 
 
-def make_backend_error(error: BaseException | None, choose: str = _IN_PYTHON) -> ScopeError | None:
-    """Return the error for a Keras import that failed because its backend is not installed, else None."""
+def make_missing_backend_error(
+    error: BaseException | None, choose_fix: str = _FIX_IN_PYTHON
+) -> ScopeError | None:
+    """Return the error to raise if an import of Keras failed because its backend is not installed, else None."""
     if not isinstance(error, ModuleNotFoundError) or not _is_keras_import_failure(error):
         return None
     backend = str(error.name).partition(".")[0]
     if backend not in ENGINES:
         return None
     there = list_installed_engines()
-    asked = os.environ.get("KERAS_BACKEND")
-    fixes = [*(choose.format(name) for name in there[:1]), f'pip install "layoutmap[{backend}]"']
+    chosen = os.environ.get("KERAS_BACKEND")
+    fixes = [*(choose_fix.format(name) for name in there[:1]), f'pip install "layoutmap[{backend}]"']
     return ScopeError(
         f"Keras cannot be imported: its backend, {backend}, is not installed",
         facts={"installed": ", ".join(there) or f"none of {', '.join(ENGINES)}"},
-        why=f"KERAS_BACKEND={asked}"
-        if asked
+        why=f"KERAS_BACKEND={chosen}"
+        if chosen
         else "KERAS_BACKEND is not set, and then Keras chooses by itself",
         fix=", or ".join(fixes),
     )

@@ -66,29 +66,26 @@ class OptionsByName(TypedDict, total=False):
 
 
 _MIN_SIMILARITY = 0.75
-"""The minimum similarity of a misspelled option. `gather` and `later` have 0.73."""
-NEUTRAL = tuple(field.name for field in fields(ScopeOptions) if field.name != "own")
+"""Names less similar than this are not suggested. The options `gather` and `later` have a similarity of 0.73."""
+COMMON_OPTIONS = tuple(field.name for field in fields(ScopeOptions) if field.name != "own")
 """The options of every library."""
 
 
-def check_names(given: Mapping[str, Any], library: str, own: Iterable[str] = ()) -> None:
-    """Raise for scope options that a model library does not have.
+def check_option_names(values: Mapping[str, Any], library: str, library_options: Iterable[str] = ()) -> None:
+    """Raise if a model library has no scope option of one of these names.
 
     Args:
-        given: Options by name.
+        values: The values of options by name.
         library: Name of the library.
-        own: Names of options that only this library has.
-
-    Raises:
-        ScopeError: An option is unknown.
+        library_options: Names of options that only this library has.
     """
-    known = (*NEUTRAL, *own)
-    for name, value in given.items():
+    known = (*COMMON_OPTIONS, *library_options)
+    for name, value in values.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, _MIN_SIMILARITY)
             raise ScopeError(
                 f"{name}={value!r}: a scope for {library} models has no such option",
                 facts={"options": ", ".join(known)},
-                why="it is misspelled, or belongs to another library",
+                why="it is misspelled, or an option for models of another library",
                 fix=f"write {near[0]}=" if near else "leave it out",
             )

@@ -1,8 +1,8 @@
 """Define the protocols of adapters, and of the scope that an adapter works in.
 
-An adapter knows one model library: how to build a model without its values, what its variables are called, how each
-gets its value, and how the library trains. It knows no rule, no mesh and no device: those are behind its
-`ScopeContext`, with the engine and the layout policy. Its laws are in `layoutmap.testing.adapter_contract`.
+An adapter knows one model library: how to build a model without its values, the names of its variables, how each gets
+its value, and how the library trains. It does not know rules and devices, but calls its `ScopeContext`, which has the
+engine and the layout policy. `layoutmap.testing.adapter_contract` tests adapters.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from layoutmap.adapters.options import ScopeOptions, check_names
+from layoutmap.adapters.options import ScopeOptions, check_option_names
 from layoutmap.core.errors import CheckpointError, ScopeError, shorten_repr
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
-from layoutmap.core.unsupported import Unsupported
+from layoutmap.core.unsupported import UnsupportedFeature
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.protocol import Engine
 
@@ -27,13 +27,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredVariable:
     """A variable of a model with its array.
 
     Args:
         variable: The variable.
-        array: Its value, as an array of the engine; in a checkpoint, of what the engine holds as another thing the
-            numbers in it.
+        array: Its value as an array of the engine. In a checkpoint, a random key is the array of its numbers.
     """
 
     variable: VariableSpec
@@ -41,12 +40,12 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """Optimizer slots and settings that a checkpoint contains.
+class SavedOptimizer:
+    """The state of an optimizer in a checkpoint.
 
     Args:
-        slots: Its slots.
-        settings: What `Keeping.settings` returned.
+        slots: The saved slots.
+        settings: The saved result of `Checkpointing.read_settings`.
     """
 
     slots: Sequence[VariableSpec]
@@ -54,7 +53,7 @@ class Saved:
 
 
 class RuleLookup(Protocol):
-    """The layout map as an adapter uses it, because adapters are below `layoutmap.rules`."""
+    """The part of a layout map that adapters use. They cannot import its class, which is in a higher package."""
 
     @property
     def mesh(self) -> Mesh | None:
@@ -68,19 +67,19 @@ class RuleLookup(Protocol):
 
 # `Scope` is in a higher package, so adapters use this protocol (decisions/0171).
 class ScopeContext(Protocol):
-    """The scope as an adapter uses it: the engine, the layout policy, and the checks that need the plan."""
+    """The part of a scope that adapters use: the engine, the layout policy, and functions that need the plan."""
 
     plan_only: bool
-    """Whether this is a dry run: no variable may get a value, and there is no engine."""
+    """Whether this is a dry run, in which there is no engine and no variable may get a value."""
 
-    across: bool
-    """Whether the mesh has devices of other processes: then all of them do the same, each with its own data."""
+    spans_processes: bool
+    """Whether the mesh has devices of other processes, which then all make the same calls."""
 
     options: ScopeOptions
-    """The options that the user gave; those of the adapter's own are in `options.own`."""
+    """The options that the user passed. `options.own` has those that only this library has."""
 
     policy: LayoutPolicy
-    """The layouts of batches, of weights in a computation and of what layers return."""
+    """The policy that derives layouts of batches, of weights while a layer computes, and of outputs of layers."""
 
     @property
     def layout_map(self) -> RuleLookup:
@@ -92,52 +91,52 @@ class ScopeContext(Protocol):
         """Engine of the scope's arrays. A plan has no engine."""
         ...
 
-    def assign(
+    def assign_layouts(
         self,
         variables: Sequence[VariableSpec],
         global_init: Mapping[tuple[str, str], str],
-        unsupported: Sequence[Unsupported],
-        complete: bool,
+        unsupported: Sequence[UnsupportedFeature],
+        is_complete: bool,
         layers: Sequence[str] | None = None,
         free_activations: bool = False,
     ) -> Sequence[Assignment]:
-        """Return a layout for each variable, in order, or raise all problems before any value is created.
+        """Return a layout for each variable, in order, or raise one error with all problems of the plan.
 
         Args:
-            variables: The variables, in the order of the model; no two with one `key`.
-            global_init: Why the global value of a variable must be computed on one device, by its `key`, where it must.
-            unsupported: What the library's backend cannot do.
-            complete: Whether these are all variables there will be.
-            layers: The paths of all layers, so that rules for activations of none of them are found.
+            variables: The variables, in the order of the model. Their keys are unique.
+            global_init: For each variable whose global value must be computed on one device, the reason, by its key.
+            unsupported: Features of the model that the library's backend does not support.
+            is_complete: Whether no variables will be added later.
+            layers: The paths of all layers, so that a rule for activations that matches none of them is reported.
             free_activations: Whether a compiler chooses the layouts of activations without a rule.
         """
         ...
 
-    def note(self, subject: str, what: str) -> None:
-        """Add a note to the plan about a fact found while variables were materialized."""
+    def add_note(self, subject: str, message: str) -> None:
+        """Add a note to the plan about a fact that is known only after variables are materialized."""
         ...
 
-    def assign_one(self, variable: VariableSpec) -> Assignment:
-        """Return the layout of a variable that is needed before all variables are known."""
+    def assign_single_layout(self, variable: VariableSpec) -> Assignment:
+        """Return the layout of a variable that needs a value before all variables are known."""
         ...
 
-    def create(
+    def create_arrays(
         self, assignments: Mapping[str, Assignment], initializers: Mapping[str, Initializer]
     ) -> Mapping[str, Any]:
-        """Return initial values in their layouts, by key. All processes of the mesh must call this."""
+        """Return computed initial values in their layouts, by key. All processes of the mesh must call this."""
         ...
 
     def warn_of_idle_dims(self, step: str, sharded: Collection[str] = ()) -> None:
-        """Warn once, in the first training step, about mesh dims that shard no weight, layer output, or batch.
+        """Warn about mesh dims that shard no weight, layer output, or batch, once, in the first training step.
 
         Args:
-            step: The name of the step, for the message.
-            sharded: The mesh dims over which the program itself has sharded the step's batch.
+            step: The name of the step in the message.
+            sharded: The mesh dims over which the program itself has sharded the batch of the step.
         """
         ...
 
-    def gather(self, values: NumpyArray) -> NumpyArray:
-        """Return equally shaped values of all processes, one row each. All processes of the mesh must call this."""
+    def gather_from_processes(self, values: NumpyArray) -> NumpyArray:
+        """Return the values of all processes, stacked along a new first axis. All must call this with one shape."""
         ...
 
 
@@ -147,31 +146,31 @@ class Session(Protocol):
     library: str
     """The name of the library's adapter."""
 
-    def defer(self) -> AbstractContextManager[None]:
+    def defer_variables(self) -> AbstractContextManager[None]:
         """Create variables without values in the block. The end of the outermost block materializes them.
 
         Raises:
-            ScopeError: The library cannot defer what is made in a block; `build` is the way then.
+            ScopeError: The library cannot defer variables in a block, but only in `build_model`.
         """
         ...
 
-    def build(self, make: Callable[[], Any]) -> Any:
-        """Return the materialized model of a function, which may be another object than the function returns."""
+    def build_model(self, make_model: Callable[[], Any]) -> Any:
+        """Call a function that builds a model, and return the materialized model, which may be another object."""
         ...
 
-    def take(self, model: Any) -> Any:
-        """Shard an existing model as if it had been built here, and return it or its replacement."""
+    def shard_model(self, model: Any) -> Any:
+        """Shard an existing model as if it had been built in this session, and return it or its replacement."""
         ...
 
-    def made(self, model: Any) -> bool:
+    def has_built(self, model: Any) -> bool:
         """Return whether a model was built in this session."""
         ...
 
     def list_unbuilt_layers(self) -> Sequence[str]:
-        """Return the names of layers that create weights in their first call."""
+        """Return the names of layers that have no weights yet, because they create them in their first call."""
         ...
 
-    def complete(self, model: Any, inputs: Any) -> None:
+    def create_lazy_variables(self, model: Any, inputs: Any) -> None:
         """Create, without computing, the variables that a first call and training step would create."""
         ...
 
@@ -182,37 +181,33 @@ class Session(Protocol):
 class Building(Protocol):
     """Plan, build, and shard the models of one library.
 
-    Nine methods are to be written; four have a default, which is for a library whose models cannot be built unseen,
-    cannot be padded, that has no options of its own, and that plans no arrays beside a model. `Training`, `Keeping` and
-    `Inspecting` are more that an adapter may know.
+    An adapter must write nine of the methods. The other four have defaults for a library that needs no refusal in a
+    scope for another library, has no padding and no options of its own, and plans no arrays that are created later.
+    `Training`, `Checkpointing`, and `Inspecting` are optional protocols.
     """
 
     name: str
-    places_batches: bool = False
-    """Whether the library's own training steps shard batches, by the scope's batch dim alone."""
+    shards_batches: bool = False
+    """Whether training steps of the library shard batches over the scope's batch dim, and never over others."""
 
     @property
     def engine_name(self) -> str:
         """Name of the engine of the library's arrays."""
         ...
 
-    def check(self) -> None:
-        """Refuse versions, modes, and backends of the library that this adapter does not support.
-
-        Raises:
-            ScopeError: The library's version, mode or backend is not supported, or a scope cannot be opened here.
-        """
+    def check_context(self) -> None:
+        """Raise a ScopeError if the library's version, mode, or backend is unsupported, or no scope can open now."""
         ...
 
     def owns_model(self, model: Any) -> bool:
         """Return whether a model belongs to this library."""
         ...
 
-    def begin(self, context: ScopeContext) -> Session:
+    def make_session(self, context: ScopeContext) -> Session:
         """Return a session for one scope."""
         ...
 
-    def keep_random_states(self) -> AbstractContextManager[None]:
+    def preserve_random_states(self) -> AbstractContextManager[None]:
         """Restore the library's random states when the block ends."""
         ...
 
@@ -220,7 +215,7 @@ class Building(Protocol):
         """Seed all random generators that the library uses."""
         ...
 
-    def complete(self, model: Any, batch: Any) -> None:
+    def create_lazy_variables(self, model: Any, batch: Any) -> None:
         """Create, without computing, the variables that a first call and training step would create."""
         ...
 
@@ -231,7 +226,7 @@ class Building(Protocol):
     def describe_later_variables(
         self, later: Mapping[str, Callable[[], object]], mesh: Mesh
     ) -> Sequence[VariableSpec]:
-        """Describe the arrays of functions by name, which are made after a model. Computes nothing."""
+        """Return descriptions of the arrays that functions will create after the model. Computes nothing."""
         raise ScopeError(
             f"later={shorten_repr(dict(later))} is for models of JAX",
             why=f"shapes of arrays outside {self.name} models cannot be determined before they are created",
@@ -246,11 +241,11 @@ class Building(Protocol):
         """Assign an engine or numpy array to a variable without changing its layout."""
         ...
 
-    def refused(self, library: str) -> AbstractContextManager[None]:
-        """Refuse models of this library that are built until the block ends, since they would stay unsharded.
+    def refuse_models(self, scope_library: str) -> AbstractContextManager[None]:
+        """Raise if models of this library are built until the block ends, since they would stay unsharded.
 
         Args:
-            library: The library that the scope was opened for.
+            scope_library: The library that the scope was opened for.
         """
         return nullcontext()
 
@@ -258,18 +253,20 @@ class Building(Protocol):
         """Return why a variable cannot be stored in a layout with padding, or an empty text if it can."""
         return f"{self.name} models are not padded"
 
-    def read_own_options(self, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> Any:
+    def read_library_options(
+        self, values: Mapping[str, Any], options: ScopeOptions, *, spans_processes: bool
+    ) -> Any:
         """Return the scope options that only this library has, as one value for `ScopeOptions.own`.
 
         Args:
-            given: Values by name.
-            options: The options of every scope.
-            across: Whether the mesh has devices of other processes.
+            values: The values of these options by name.
+            options: The options that every library has.
+            spans_processes: Whether the mesh has devices of other processes.
 
         Raises:
-            ScopeError: The library has no such option, or a value cannot be used.
+            ScopeError: The library has no option of a name, or a value cannot be used.
         """
-        check_names(given, self.name)
+        check_option_names(values, self.name)
 
 
 @runtime_checkable
@@ -284,9 +281,9 @@ class Training(Building, Protocol):
         """
         ...
 
-    def make_on_one_device(self, make: Callable[[], Any], mesh: Mesh) -> Any:
-        """Return an unsharded model on one device of a bound mesh's type, such as `"GPU"`."""
-        return make()
+    def make_on_one_device(self, make_model: Callable[[], Any], mesh: Mesh) -> Any:
+        """Return an unsharded model on one device of the type, such as `"GPU"`, that a bound mesh has."""
+        return make_model()
 
     def forward(self, model: Any, batch: Any) -> Any:
         """Return a model's inference outputs for a batch as numpy arrays, in the model's nesting."""
@@ -305,22 +302,23 @@ class Training(Building, Protocol):
 
 
 @runtime_checkable
-class Keeping(Building, Protocol):
+class Checkpointing(Building, Protocol):
     """Save, load, and export models."""
 
     def list_stored_variables(
-        self, model: Any, optimizer: Any = None, saved: Saved | None = None
-    ) -> Sequence[Stored]:
+        self, model: Any, optimizer: Any = None, saved: SavedOptimizer | None = None
+    ) -> Sequence[StoredVariable]:
         """Return the weights, states, random states, and optimizer slots that a checkpoint contains.
 
         Args:
             model: The model.
             optimizer: Its optimizer, where the model does not have it.
-            saved: What is about to be restored: slots that the optimizer makes in its first step are among those
-                returned if they are in it, each with an array that has its layout and no values.
+            saved: The state that is about to be restored. Slots that the optimizer creates only in its first step are
+                returned if they are in this state, each with an array that has its layout and no values.
 
         Raises:
-            CheckpointError: The optimizer is none that the library knows, not of this model, or another than was saved.
+            CheckpointError: The library does not know the optimizer, or it belongs to another model, or another one was
+                saved.
         """
         ...
 
@@ -328,10 +326,11 @@ class Keeping(Building, Protocol):
         """Return the names and axes of each variable in the checkpoint format of the model's own library.
 
         Returns:
-            Pairs of a path and of (name, axes) as in a name table. A variable that the format leaves out has none.
+            Pairs of a path and its list of (name, axes), as in a name table. The list is empty for a variable that the
+            format does not contain.
 
         Raises:
-            CheckpointError: The library has no such format, or it computes values.
+            CheckpointError: The library has no checkpoint format, or one that changes values.
         """
         raise CheckpointError(
             f'names="checkpoint": {type(model).__name__} has no checkpoint format',
@@ -340,35 +339,35 @@ class Keeping(Building, Protocol):
         )
 
     def make_host_array(self, values: NumpyArray) -> Any:
-        """Convert a numpy array to the library's host array type, with the same memory."""
+        """Return a numpy array as the library's type of arrays on the host, with the same memory."""
         return values
 
     def restore_variables(
         self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]
     ) -> tuple[Any, Any]:
-        """Assign new values, and return the model and its optimizer, or copies if they are immutable.
+        """Assign new values, and return the model and its optimizer, or changed copies if they are immutable.
 
         Args:
             model: The model.
             optimizer: Its optimizer, or `None`.
-            arrays: Paths of `stored`, and the new values: of the engine, in the layout of the variable, or of numpy
-                for one without a layout. Each is taken before the next is asked for.
+            arrays: Pairs of a path of `list_stored_variables` and a value: an array of the engine in the layout of the
+                variable, or a numpy array for a variable without a layout. Each is assigned before the next is read.
         """
         ...
 
-    def settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
-        """Return all other state of a checkpoint as numbers, texts, lists, and mappings.
+    def read_settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
+        """Return the state that is not in variables as numbers, texts, lists, and mappings.
 
-        `"random"` has the random states of this process by name, `"optimizer"` what an optimizer has beside slots.
+        `"random"` has the random states of this process by name, and `"optimizer"` the settings of the optimizer.
         """
         ...
 
     def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
-        """Restore the settings of a checkpoint, which a model of another library may have written."""
+        """Restore the result of `read_settings` from a checkpoint, which another library may have written."""
         ...
 
     def restore_with_optimizer(self, model: Any, restore: Callable[[], None]) -> bool:
-        """Call a function once a model gets an optimizer, and return whether the library supports this."""
+        """Arrange that `restore` is called when the model gets an optimizer. Return False if this is unsupported."""
         return False
 
 
@@ -376,24 +375,24 @@ class Keeping(Building, Protocol):
 class Inspecting(Building, Protocol):
     """Describe existing models, for `inspect`."""
 
-    def describe_variables(self, model: Any, optimizer: Any = None) -> Sequence[Stored]:
+    def describe_variables(self, model: Any, optimizer: Any = None) -> Sequence[StoredVariable]:
         """Return the variables and arrays of an existing model as a plan would list them.
 
         Args:
             model: The model; its arrays may be shapes without values.
-            optimizer: Its optimizer, whose slots are returned too, where the model does not have it.
+            optimizer: Its optimizer if the model does not contain it. Its slots are returned, too.
         """
         ...
 
     def find_context(self, model: Any) -> ScopeContext | None:
-        """Return the scope that sharded a model, or None without a scope or if the library cannot know it."""
+        """Return the scope that sharded a model, or None if no scope did or if the library does not record it."""
         ...
 
-    def gathered_dims(self, model: Any) -> tuple[str, ...]:
-        """Return the known mesh dims over which weights are gathered before their layers compute."""
+    def list_gathered_dims(self, model: Any) -> tuple[str, ...]:
+        """Return the mesh dims over which the library is known to gather weights before their layers compute."""
         return ()
 
 
 @runtime_checkable
-class Adapter(Training, Keeping, Inspecting, Protocol):
+class Adapter(Training, Checkpointing, Inspecting, Protocol):
     """Adapter with all optional capabilities."""

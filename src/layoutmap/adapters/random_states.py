@@ -11,7 +11,7 @@ import numpy as np
 
 
 @contextmanager
-def keep_states() -> Generator[None]:
+def preserve_states() -> Generator[None]:
     """Restore the random states of Python and numpy when the block ends."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that programs seed
     try:
@@ -21,7 +21,7 @@ def keep_states() -> Generator[None]:
         np.random.set_state(numpy)  # noqa: NPY002
 
 
-def seed_both(seed: int) -> None:
+def seed_python_and_numpy(seed: int) -> None:
     """Seed Python and numpy."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
@@ -32,9 +32,9 @@ def read_states() -> dict[str, Any]:
     return {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}  # noqa: NPY002
 
 
-def restore_states(found: Mapping[str, Any]) -> None:
-    """Restore the states that `read_states` returned, as far as they are present."""
-    if "python" in found:
-        random.setstate(found["python"])
-    if "numpy" in found:
-        np.random.set_state(found["numpy"])  # noqa: NPY002
+def restore_states(states: Mapping[str, Any]) -> None:
+    """Restore the states that `read_states` returned. Missing ones are skipped."""
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        np.random.set_state(states["numpy"])  # noqa: NPY002

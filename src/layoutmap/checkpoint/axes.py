@@ -1,8 +1,8 @@
 """Permute, split, and merge the axes of arrays by expressions such as `(heads size) width -> width heads size`.
 
 Each side names the axes of an array in their order. Several names in parentheses are one axis, the first of them the
-slowest. `1/3` selects a part: the second of three equal parts, counted from 0. An expression moves values and never
-computes any, so it is exact in both directions, and each block of one array maps to blocks of the other.
+slowest. `1/3` selects the second of three equal parts, since they are counted from 0. An expression moves values and
+never computes any, so it is exact in both directions, and each block of one array maps to blocks of the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from layoutmap.checkpoint.chunks import choose_chunk_shape, split_shard
+from layoutmap.checkpoint.chunks import choose_chunk_shape, split_shard_into_chunks
 from layoutmap.core.blocks import Index, NumpyArray, compute_block_shape, make_relative_index
 
 _TOKEN = re.compile(r"\s*([()]|\d+/\d+|[A-Za-z_]\w*|\S)")
@@ -29,38 +29,38 @@ Span = tuple[int, int]
 class AxisPart:
     """One of `count` equal parts of an axis, numbered from 0."""
 
-    number: int
+    index: int
     count: int
 
 
-Atom = str | AxisPart
-Side = tuple[tuple[Atom, ...], ...]
-"""The axes of an array. Each axis joins one or several atoms, the slowest first."""
+AxisAtom = str | AxisPart
+ArrayAxes = tuple[tuple[AxisAtom, ...], ...]
+"""The axes of an array. Each axis merges one or several atoms (axis names or parts), the slowest first."""
 
 
-def parse_axes(text: str) -> tuple[Side, Side]:
-    """Parse an expression such as `(heads size) width -> width heads size` into its two sides.
+def parse_axes_expression(text: str) -> tuple[ArrayAxes, ArrayAxes]:
+    """Parse an expression such as `(heads size) width -> width heads size`, and return the axes of its two sides.
 
     Raises:
         ValueError: The expression is invalid; the message says why.
 
     Example:
-        >>> parse_axes("(heads size) width -> width heads size")
+        >>> parse_axes_expression("(heads size) width -> width heads size")
         ((('heads', 'size'), ('width',)), (('width',), ('heads',), ('size',)))
     """
     left, arrow, right = text.partition("->")
     if not arrow:
-        raise ValueError("it has no ->, as in: out in -> in out")
-    return _parse_side(left), _parse_side(right)
+        raise ValueError("it lacks the arrow between its two sides, as in: out in -> in out")
+    return _parse_array_axes(left), _parse_array_axes(right)
 
 
-def check_sides(here: Side, there: Side) -> None:
-    """Raise unless both sides have the same axis names, each once.
+def check_same_axis_names(left: ArrayAxes, right: ArrayAxes) -> None:
+    """Raise unless both sides of an expression have the same axis names, each once.
 
     Raises:
-        ValueError: They do not; says which.
+        ValueError: A name appears twice on one side, or only on one side. The message names it.
     """
-    names = [[atom for axis in side for atom in axis if isinstance(atom, str)] for side in (here, there)]
+    names = [[atom for axis in side for atom in axis if isinstance(atom, str)] for side in (left, right)]
     for found in names:
         if again := next((name for name in found if found.count(name) > 1), None):
             raise ValueError(f"{again!r} appears twice on one side")
@@ -68,18 +68,18 @@ def check_sides(here: Side, there: Side) -> None:
         raise ValueError(f"{one!r} is on one side only")
 
 
-def solve_sizes(sides: Sequence[tuple[Side, Sequence[int]]]) -> dict[str, int] | None:
-    """Compute the size of each axis name from array shapes, or return `None` if they do not determine all sizes.
+def solve_axis_sizes(axes_and_shapes: Sequence[tuple[ArrayAxes, Sequence[int]]]) -> dict[str, int] | None:
+    """Return the size of each axis name, or `None` if the shapes do not determine all or contradict each other.
 
     Example:
-        >>> here, there = parse_axes("(heads size) width -> width heads size")
-        >>> solve_sizes([(here, (32, 16)), (there, (16, 4, 8))])
+        >>> here, there = parse_axes_expression("(heads size) width -> width heads size")
+        >>> solve_axis_sizes([(here, (32, 16)), (there, (16, 4, 8))])
         {'width': 16, 'heads': 4, 'size': 8}
-        >>> solve_sizes([(here, (32, 16))])
+        >>> solve_axis_sizes([(here, (32, 16))])
     """
-    if any(len(side) != len(shape) for side, shape in sides):
+    if any(len(side) != len(shape) for side, shape in axes_and_shapes):
         return None
-    axes = [(axis, size) for side, shape in sides for axis, size in zip(side, shape, strict=True)]
+    axes = [(axis, size) for side, shape in axes_and_shapes for axis, size in zip(side, shape, strict=True)]
     sizes: dict[str, int] = {}
     for _ in range(len(axes)):
         for axis, size in axes:
@@ -91,12 +91,12 @@ def solve_sizes(sides: Sequence[tuple[Side, Sequence[int]]]) -> dict[str, int] |
     return sizes if complete and all(_compute_axis_size(axis, sizes) == size for axis, size in axes) else None
 
 
-def compute_shape(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of an array from the sizes of its axis names."""
-    return tuple(_compute_axis_size(axis, sizes) for axis in side)
+def compute_array_shape(axes: ArrayAxes, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of an array with these axes, from the sizes of the axis names."""
+    return tuple(_compute_axis_size(axis, sizes) for axis in axes)
 
 
-def get_atom_size(atom: Atom, sizes: Mapping[str, int]) -> int:
+def get_atom_size(atom: AxisAtom, sizes: Mapping[str, int]) -> int:
     """Return the size of an axis name, or the number of parts of an `AxisPart`."""
     return atom.count if isinstance(atom, AxisPart) else sizes[atom]
 
@@ -104,43 +104,43 @@ def get_atom_size(atom: Atom, sizes: Mapping[str, int]) -> int:
 def fill_block(
     result: NumpyArray,
     index: Index,
-    here: Side,
-    there: Side,
+    target_axes: ArrayAxes,
+    source_axes: ArrayAxes,
     sizes: Mapping[str, int],
-    read: Callable[[Index], NumpyArray],
+    read_source: Callable[[Index], NumpyArray],
 ) -> int:
-    """Fill a block of an array from another array, and permute, split, or merge the axes.
+    """Fill a block of a target array from a source array with permuted, split, or merged axes.
 
     Args:
-        result: The block.
-        index: Where it is in its array.
-        here: The axes of its array.
-        there: The axes of the other array.
-        sizes: The size of each name.
-        read: Returns a block of the other array. It is asked for just what is needed, in pieces.
+        result: The memory of the block.
+        index: The position of the block in the target array.
+        target_axes: The axes of the target array.
+        source_axes: The axes of the source array.
+        sizes: The size of each axis name.
+        read_source: Returns a block of the source array. It is called once for each contiguous block that is needed.
 
     Returns:
-        Number of filled elements: those of the part of the array that the other one has.
+        Number of filled elements. It is smaller than the block if the source contains only a part of the target.
     """
-    order = [atom for axis in there for atom in axis if isinstance(atom, str)]
-    inside = [atom for axis in here for atom in axis]
-    names = [atom for atom in inside if isinstance(atom, str)]
+    order = [atom for axis in source_axes for atom in axis if isinstance(atom, str)]
+    atoms = [atom for axis in target_axes for atom in axis]
+    names = [atom for atom in atoms if isinstance(atom, str)]
     filled = 0
-    for step in split_shard(
+    for step in split_shard_into_chunks(
         index, choose_chunk_shape(compute_block_shape(index), result.itemsize, _STEP_BYTES)
     ):
-        for place, box in _split_block(step, here, sizes):
+        for box_index, box in _iterate_boxes(step, target_axes, sizes):
             at = [
-                slice(None) if isinstance(atom, str) else atom.number - start
-                for atom, (start, _) in zip(inside, box, strict=True)
+                slice(None) if isinstance(atom, str) else atom.index - start
+                for atom, (start, _) in zip(atoms, box, strict=True)
             ]
-            spans = {atom: span for atom, span in zip(inside, box, strict=True) if isinstance(atom, str)}
-            # Give each axis name an axis of its own. Splitting axes is a view in numpy, so nothing is copied.
-            view = result[(*make_relative_index(place, index), ...)].reshape(
+            spans = {atom: span for atom, span in zip(atoms, box, strict=True) if isinstance(atom, str)}
+            # Reshape so that each axis name has its own axis. Splitting axes gives a view, so writes reach `result`.
+            view = result[(*make_relative_index(box_index, index), ...)].reshape(
                 [b - a for a, b in box], copy=False
             )[(*at, ...)]
-            for block, found in _list_blocks(there, spans, sizes):
-                values = read(block).reshape([found[name][1] - found[name][0] for name in order])
+            for block, found in _iterate_covering_blocks(source_axes, spans, sizes):
+                values = read_source(block).reshape([found[name][1] - found[name][0] for name in order])
                 target = (slice(found[n][0] - spans[n][0], found[n][1] - spans[n][0]) for n in names)
                 view[(*target, ...)] = values.transpose([order.index(name) for name in names])
                 filled += values.size
@@ -153,67 +153,77 @@ class AxisConversion:
 
     Args:
         shape: Shape of the array.
-        parts: For each source the axes of the array, those of the source, and the size of each name.
+        parts: For each source, the axes of the array, the axes of the source, and the size of each axis name.
     """
 
     shape: tuple[int, ...]
-    parts: tuple[tuple[Side, Side, Mapping[str, int]], ...]
+    parts: tuple[tuple[ArrayAxes, ArrayAxes, Mapping[str, int]], ...]
 
-    def list_blocks(self, index: Index) -> list[list[Index]]:
+    def list_source_blocks(self, index: Index) -> list[list[Index]]:
         """Return, for each source, the blocks needed for a block of the result."""
-        return [list(self._iterate_blocks(index, *part)) for part in self.parts]
+        return [list(self._iterate_source_blocks(index, *part)) for part in self.parts]
 
-    def fill(self, index: Index, sources: Sequence[Callable[[Index], NumpyArray]], dtype: Any) -> NumpyArray:
+    def compute_block(
+        self, index: Index, sources: Sequence[Callable[[Index], NumpyArray]], dtype: Any
+    ) -> NumpyArray:
         """Compute a block of the result from the sources."""
         result = np.empty(compute_block_shape(index), dtype)
-        for part, read in zip(self.parts, sources, strict=True):
-            fill_block(result, index, *part, read)
+        for part, read_source in zip(self.parts, sources, strict=True):
+            fill_block(result, index, *part, read_source)
         return result
 
-    def compute(self, namespace: Any, sources: Sequence[Any]) -> Any:
+    def compute_array(self, namespace: Any, sources: Sequence[Any]) -> Any:
         """Compute the result as an array of a numpy-like namespace, which may be traced."""
-        here, _, sizes = self.parts[0]
-        places = [
-            n for n, atom in enumerate(atom for axis in here for atom in axis) if isinstance(atom, AxisPart)
+        axes, _, sizes = self.parts[0]
+        positions = [
+            n for n, atom in enumerate(atom for axis in axes for atom in axis) if isinstance(atom, AxisPart)
         ]
-        made = [
+        arrays = [
             _permute_source(namespace, *part, each) for part, each in zip(self.parts, sources, strict=True)
         ]
-        if not places:
-            return made[0].reshape(compute_shape(here, sizes))
+        if not positions:
+            return arrays[0].reshape(compute_array_shape(axes, sizes))
         numbers = [
-            next(a.number for axis in part[0] for a in axis if isinstance(a, AxisPart)) for part in self.parts
+            next(a.index for axis in part[0] for a in axis if isinstance(a, AxisPart)) for part in self.parts
         ]
-        joined = namespace.stack([made[numbers.index(n)] for n in range(len(made))], places[0])
-        return joined.reshape(compute_shape(here, sizes))
+        joined = namespace.stack([arrays[numbers.index(n)] for n in range(len(arrays))], positions[0])
+        return joined.reshape(compute_array_shape(axes, sizes))
 
     @staticmethod
-    def _iterate_blocks(index: Index, here: Side, there: Side, sizes: Mapping[str, int]) -> Iterator[Index]:
-        atoms = [atom for axis in here for atom in axis]
-        for _, box in _split_block(index, here, sizes):
+    def _iterate_source_blocks(
+        index: Index, target_axes: ArrayAxes, source_axes: ArrayAxes, sizes: Mapping[str, int]
+    ) -> Iterator[Index]:
+        atoms = [atom for axis in target_axes for atom in axis]
+        for _, box in _iterate_boxes(index, target_axes, sizes):
             spans = {atom: span for atom, span in zip(atoms, box, strict=True) if isinstance(atom, str)}
-            yield from (block for block, _ in _list_blocks(there, spans, sizes))
+            yield from (block for block, _ in _iterate_covering_blocks(source_axes, spans, sizes))
 
 
-def _permute_source(namespace: Any, here: Side, there: Side, sizes: Mapping[str, int], source: Any) -> Any:
-    """Reshape and transpose a source so that it has one axis per name, in the order of the result."""
-    atoms = [atom for axis in there for atom in axis]
+def _permute_source(
+    namespace: Any, target_axes: ArrayAxes, source_axes: ArrayAxes, sizes: Mapping[str, int], source: Any
+) -> Any:
+    """Return a source array with one axis for each axis name, in the order of the target's names."""
+    atoms = [atom for axis in source_axes for atom in axis]
     split = source.reshape([get_atom_size(atom, sizes) for atom in atoms])
-    taken = split[tuple(slice(None) if isinstance(atom, str) else atom.number for atom in atoms)]
+    taken = split[tuple(slice(None) if isinstance(atom, str) else atom.index for atom in atoms)]
     names = [atom for atom in atoms if isinstance(atom, str)]
-    order = [atom for axis in here for atom in axis if isinstance(atom, str)]
+    order = [atom for axis in target_axes for atom in axis if isinstance(atom, str)]
     return namespace.moveaxis(taken, list(range(len(names))), [order.index(name) for name in names])
 
 
-def _split_block(index: Index, side: Side, sizes: Mapping[str, int]) -> Iterator[tuple[Index, list[Span]]]:
-    """Split a block into boxes that are contiguous in every axis name, and yield the index and spans of each."""
-    dims = [[get_atom_size(atom, sizes) for atom in axis] for axis in side]
-    ranges = [list(_split_range(part.start, part.stop, each)) for part, each in zip(index, dims, strict=True)]
+def _iterate_boxes(
+    index: Index, axes: ArrayAxes, sizes: Mapping[str, int]
+) -> Iterator[tuple[Index, list[Span]]]:
+    """Split a block into parts with one contiguous range per atom, and yield the index and the ranges of each."""
+    dims = [[get_atom_size(atom, sizes) for atom in axis] for axis in axes]
+    ranges = [
+        list(_split_merged_range(part.start, part.stop, each)) for part, each in zip(index, dims, strict=True)
+    ]
     for chosen in itertools.product(*ranges):
         spans = [span for axis in chosen for span in axis]
-        atoms = [atom for axis in side for atom in axis]
+        atoms = [atom for axis in axes for atom in axis]
         if all(
-            isinstance(atom, str) or start <= atom.number < stop
+            isinstance(atom, str) or start <= atom.index < stop
             for atom, (start, stop) in zip(atoms, spans, strict=True)
         ):
             starts = [
@@ -223,8 +233,8 @@ def _split_block(index: Index, side: Side, sizes: Mapping[str, int]) -> Iterator
             yield tuple(slice(a, a + n) for a, n in zip(starts, lengths, strict=True)), spans
 
 
-def _split_range(start: int, stop: int, dims: Sequence[int]) -> Iterator[list[Span]]:
-    """Split a range of a merged axis into boxes, with one range for each merged name."""
+def _split_merged_range(start: int, stop: int, dims: Sequence[int]) -> Iterator[list[Span]]:
+    """Split a range of an axis that merges axes of sizes `dims`, and yield parts with one range for each of these."""
     if start >= stop:
         return
     if not dims:
@@ -235,30 +245,30 @@ def _split_range(start: int, stop: int, dims: Sequence[int]) -> Iterator[list[Sp
     if start % inner == 0 and stop % inner == 0:
         yield [(start // inner, stop // inner), *((0, dim) for dim in dims[1:])]
     elif first == last:
-        for rest in _split_range(start - first * inner, stop - first * inner, dims[1:]):
+        for rest in _split_merged_range(start - first * inner, stop - first * inner, dims[1:]):
             yield [(first, first + 1), *rest]
     else:
         ends = -(-start // inner) * inner, stop // inner * inner
         for begin, end in ((start, ends[0]), ends, (ends[1], stop)):
-            yield from _split_range(begin, end, dims)
+            yield from _split_merged_range(begin, end, dims)
 
 
-def _list_blocks(
-    side: Side, spans: Mapping[str, Span], sizes: Mapping[str, int]
+def _iterate_covering_blocks(
+    side: ArrayAxes, spans: Mapping[str, Span], sizes: Mapping[str, int]
 ) -> Iterator[tuple[Index, dict[str, Span]]]:
-    """List the blocks of an array that cover a box of axis names, with the span of each name."""
-    axes = [list(_list_ranges(axis, spans, sizes)) for axis in side]
+    """Yield the blocks of an array that make up ranges of its axis names, with the part of each range in the block."""
+    axes = [list(_iterate_covering_ranges(axis, spans, sizes)) for axis in side]
     for chosen in itertools.product(*axes):
         found = {name: span for _, own in chosen for name, span in own.items()}
         yield tuple(part for part, _ in chosen), found
 
 
-def _list_ranges(
-    axis: Sequence[Atom], spans: Mapping[str, Span], sizes: Mapping[str, int]
+def _iterate_covering_ranges(
+    axis: Sequence[AxisAtom], spans: Mapping[str, Span], sizes: Mapping[str, int]
 ) -> Iterator[tuple[slice, dict[str, Span]]]:
-    """List the contiguous ranges of one axis that cover a box, with the span of each name."""
+    """Yield the ranges of one axis that make up ranges of its axis names, with the part of each of these."""
     dims = [get_atom_size(atom, sizes) for atom in axis]
-    wanted = [(a.number, a.number + 1) if isinstance(a, AxisPart) else spans[a] for a in axis]
+    wanted = [(a.index, a.index + 1) if isinstance(a, AxisPart) else spans[a] for a in axis]
     split = len(axis) - 1  # axes after `split` are read in full; axes before it need one range per position
     while split > 0 and wanted[split] == (0, dims[split]):
         split -= 1
@@ -270,22 +280,22 @@ def _list_ranges(
         yield slice(start, start + length), named
 
 
-def _flatten_position(place: Sequence[int], dims: Sequence[int]) -> int:
-    """Convert positions on the axes of a merged axis to the position on that axis."""
+def _flatten_position(positions: Sequence[int], sizes: Sequence[int]) -> int:
+    """Convert positions on the names of a merged axis to the position on the merged axis."""
     start = 0
-    for each, dim in zip(place, dims, strict=True):
+    for each, dim in zip(positions, sizes, strict=True):
         start = start * dim + each
     return start
 
 
-def _compute_axis_size(axis: Sequence[Atom], sizes: Mapping[str, int]) -> int:
+def _compute_axis_size(axis: Sequence[AxisAtom], sizes: Mapping[str, int]) -> int:
     return math.prod(get_atom_size(atom, sizes) for atom in axis)
 
 
-def _parse_side(text: str) -> Side:
-    """Parse the axes on one side of an expression."""
-    found: list[tuple[Atom, ...]] = []
-    group: list[Atom] | None = None
+def _parse_array_axes(text: str) -> ArrayAxes:
+    """Parse one side of an axes expression to the axes of its array."""
+    found: list[tuple[AxisAtom, ...]] = []
+    group: list[AxisAtom] | None = None
     for token in _TOKEN.findall(text):
         if token == "(" and group is None:
             group = []
@@ -295,10 +305,10 @@ def _parse_side(text: str) -> Side:
         elif token[0].isalnum() or token[0] == "_":
             atom = token
             if "/" in token:
-                number, count = map(int, token.split("/"))
-                if number >= count:
-                    raise ValueError(f"{token!r} is not a valid part: use 0/{count} to {count - 1}/{count}")
-                atom = AxisPart(number, count)
+                index, count = map(int, token.split("/"))
+                if index >= count:
+                    raise ValueError(f"there is no part {token!r}: use 0/{count} to {count - 1}/{count}")
+                atom = AxisPart(index, count)
             if group is None:
                 found.append((atom,))
             else:

@@ -1,4 +1,4 @@
-"""Store the chunks of each variable as columns, so that lookups are fast with half a million chunks."""
+"""Store the chunks of each variable as numpy columns, so that lookups are fast with half a million chunks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Chunk:
     """A block of a variable that is stored in a file.
 
     Args:
-        file: The number of the file.
-        start: Its offset in the file in bytes.
-        index: Its position in the variable.
-        checksum: Its checksum.
+        file: The position of the file in the manifest's list of files.
+        start: The chunk's offset in the file in bytes.
+        index: The chunk's position in the variable.
+        checksum: The checksum of the chunk's bytes.
     """
 
     file: int
@@ -41,8 +41,8 @@ class Chunk:
     checksum: str
 
 
-class Columns(NamedTuple):
-    """Store the chunks of all variables of one rank as columns, with one row per chunk."""
+class ChunkColumns(NamedTuple):
+    """The chunks of all variables with the same number of axes, as arrays with one row per chunk."""
 
     files: NumpyArray
     starts: NumpyArray
@@ -55,13 +55,13 @@ class ChunkOverlap(NamedTuple):
     """The part of a chunk that a requested block contains.
 
     Attributes:
-        file: The number of the chunk's file.
-        start: The byte of the file at which it begins.
-        end: That at which it ends.
+        file: The position of the chunk's file in the manifest's list of files.
+        start: The offset of the chunk in the file in bytes.
+        end: The offset of the end of the chunk.
         shape: The shape of the chunk.
-        checksum: Its checksum.
-        place: The position of the part in the block.
-        part: The position of the part in the chunk; `None`: the whole chunk.
+        checksum: The checksum of the chunk.
+        block_index: The position of the shared part in the block.
+        chunk_index: The position of the shared part in the chunk; `None`: it is the whole chunk.
     """
 
     file: int
@@ -69,19 +69,19 @@ class ChunkOverlap(NamedTuple):
     end: int
     shape: tuple[int, ...]
     checksum: str
-    place: Index
-    part: Index | None
+    block_index: Index
+    chunk_index: Index | None
 
 
 class ChunkTable(Sequence[Chunk]):
     """Look up the chunks of one variable, which are stored as columns.
 
     Args:
-        columns: The chunks of all variables of this rank.
-        rows: The rows of this variable.
+        columns: The chunks of all variables with as many axes as this one.
+        rows: The rows of `columns` that are chunks of this variable.
     """
 
-    def __init__(self, columns: Columns, rows: range):
+    def __init__(self, columns: ChunkColumns, rows: range):
         self._columns, self._rows = columns, rows
 
     def find_overlaps(self, index: Index, itemsize: int) -> Iterator[ChunkOverlap]:
@@ -102,8 +102,8 @@ class ChunkTable(Sequence[Chunk]):
             *(each.tolist() for each in wanted), strict=True
         ):
             part = None if is_whole else tuple(map(slice, inner, outer))
-            place = tuple(map(slice, low, high))
-            yield ChunkOverlap(file, start, stop, tuple(shape), columns.checksums[int(row)], place, part)
+            block = tuple(map(slice, low, high))
+            yield ChunkOverlap(file, start, stop, tuple(shape), columns.checksums[int(row)], block, part)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -116,28 +116,29 @@ class ChunkTable(Sequence[Chunk]):
 
 
 def build_chunk_tables(
-    variables: Sequence[SavedVariable], rows_of: Sequence[Sequence[Any]], file_sizes: Sequence[int]
+    variables: Sequence[SavedVariable], chunk_rows: Sequence[Sequence[Any]], file_sizes: Sequence[int]
 ) -> dict[str, ChunkTable]:
     """Build the chunk table of each variable, and check that its chunks cover each element exactly once.
 
     Args:
-        variables: The variables. Those of one rank are checked together: to call numpy for each takes far longer.
-        rows_of: The rows of the chunks of each, as `chunk_to_json` returns them.
+        variables: The variables. Variables of the same rank are checked together, because numpy calls are slow.
+        chunk_rows: For each variable, its chunks as rows of `chunk_to_json`.
         file_sizes: The sizes of the files in bytes.
 
     Raises:
-        ValueError: They are not; `TypeError` or `OverflowError`, where a row is none of a chunk.
+        ValueError: Chunks overlap, leave a gap, or are outside of their variable or file. For values that cannot be
+            those of a chunk, the error can also be a `TypeError` or an `OverflowError`.
     """
     by_rank: dict[int, list[tuple[SavedVariable, Sequence[Any]]]] = {}
     tables: dict[str, ChunkTable] = {}
-    for variable, rows in zip(variables, rows_of, strict=True):
-        if math.prod(max(size, 1) for size in variable.shape) * _round_itemsize(variable) >= 2**63:
-            raise ValueError(f"{variable.path}: shape {variable.shape}")
+    for variable, rows in zip(variables, chunk_rows, strict=True):
+        if math.prod(max(size, 1) for size in variable.shape) * _round_up_itemsize(variable) >= 2**63:
+            raise ValueError(f"{variable.path}: its shape {variable.shape} has too many elements")
         by_rank.setdefault(len(variable.shape), []).append((variable, rows))
     for rank, pairs in by_rank.items():
         group = [variable for variable, _ in pairs]
         rows = [row for _, own in pairs for row in own]
-        columns = _make_columns(rows, rank)
+        columns = _convert_rows_to_columns(rows, rank)
         files, starts, begins, ends, _ = columns
         counts = [len(own) for _, own in pairs]
         owners = np.repeat(np.arange(len(group)), counts)
@@ -146,12 +147,12 @@ def build_chunk_tables(
         right &= (files >= 0) & (files < len(file_sizes))
         if right.all():
             num_bytes = (
-                np.prod(ends - begins, axis=1) * np.array([*map(_round_itemsize, group)], np.int64)[owners]
+                np.prod(ends - begins, axis=1) * np.array([*map(_round_up_itemsize, group)], np.int64)[owners]
             )
             right = (starts >= 0) & (starts <= np.array(file_sizes, np.int64)[files] - num_bytes)
         if not right.all():
             row = int(np.argmin(right))
-            raise ValueError(f"{group[int(owners[row])].path}: chunk {rows[row]}")
+            raise ValueError(f"{group[int(owners[row])].path}: chunk {rows[row]} is out of bounds")
         for number in np.flatnonzero(~are_covered_once(begins, ends, counts, np.zeros_like(shapes), shapes)):
             (own,), wanted = np.nonzero(owners == number), make_full_index(group[number].shape)
             if (found := find_coverage_error(begins[own], ends[own], wanted)) is not None:
@@ -164,42 +165,42 @@ def build_chunk_tables(
     return tables
 
 
-def _round_itemsize(variable: SavedVariable) -> int:
-    """Return the bytes of an element, rounded up."""
+def _round_up_itemsize(variable: SavedVariable) -> int:
+    """Return the bytes of an element of a variable, rounded up to a whole number for types such as int4."""
     return math.ceil(get_itemsize(variable.dtype))
 
 
-def _make_columns(rows: Sequence[Any], rank: int) -> Columns:
-    """Convert JSON rows of `chunk_to_json` to columns.
+def _convert_rows_to_columns(rows: Sequence[Any], rank: int) -> ChunkColumns:
+    """Convert rows of `chunk_to_json`, of variables with `rank` axes, to columns.
 
     Raises:
-        ValueError: They are not rows of chunks.
+        ValueError: A row is not that of a chunk of such a variable.
     """
     files, starts, indices, checksums = zip(*rows, strict=True) if rows else ((), (), (), ())
     if not {*map(type, checksums)} <= {str}:
         raise ValueError("a checksum of a chunk is not text")
     if not {*map(len, indices)} <= {rank}:
         raise ValueError("a chunk has another number of axes than its variable")
-    number, ends = len(rows), _convert_integers(indices, (len(rows), rank, 2))
-    files, starts = _convert_integers(files, (number,)), _convert_integers(starts, (number,))
-    return Columns(files, starts, ends[..., 0], ends[..., 1], checksums)
+    number, ends = len(rows), _convert_to_int64_array(indices, (len(rows), rank, 2))
+    files, starts = _convert_to_int64_array(files, (number,)), _convert_to_int64_array(starts, (number,))
+    return ChunkColumns(files, starts, ends[..., 0], ends[..., 1], checksums)
 
 
-def _convert_integers(values: Sequence[Any], shape: tuple[int, ...]) -> NumpyArray:
-    """Convert whole numbers from JSON to an array of a given shape."""
+def _convert_to_int64_array(values: Sequence[Any], shape: tuple[int, ...]) -> NumpyArray:
+    """Convert whole numbers in nested lists to an int64 array. Raise a `ValueError` for other values or shapes."""
     found = np.array(values)
-    # A damaged file may contain text, fractions, numbers over 64 bits, or nested lists instead.
+    # numpy chooses another dtype if a damaged file has text, fractions, or numbers over 64 bits instead.
     if found.size and (found.dtype != np.int64 or found.shape != shape):
-        raise ValueError(f"{found.dtype}{list(found.shape)} instead of whole numbers")
+        raise ValueError(f"chunks have {found.dtype}{list(found.shape)} instead of whole numbers")
     return found.reshape(shape).astype(np.int64, copy=False)
 
 
 def chunk_to_json(chunk: Chunk) -> list[Any]:
-    """Convert a chunk to JSON values."""
+    """Convert a chunk to its row in a manifest, a list of JSON values."""
     return [chunk.file, chunk.start, [[part.start, part.stop] for part in chunk.index], chunk.checksum]
 
 
-def chunk_from_json(found: Sequence[Any]) -> Chunk:
-    """Read the result of `chunk_to_json`."""
-    file, start, index, checksum = found
+def chunk_from_json(row: Sequence[Any]) -> Chunk:
+    """Convert a row of `chunk_to_json` back to a chunk."""
+    file, start, index, checksum = row
     return Chunk(file, start, tuple(slice(begin, end) for begin, end in index), checksum)

@@ -33,14 +33,14 @@ _UNSIGNED_CODES = {1: "U8", 2: "U16", 4: "U32", 8: "U64"}
 
 
 def get_numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
-    """Return the numpy dtype of a name, from ml_dtypes if numpy lacks it.
+    """Return the numpy dtype with a name, from ml_dtypes if numpy lacks it.
 
     Args:
         name: The name, as in `"bfloat16"`.
-        where: What has elements of it, for the message.
+        where: The variable with this dtype, for the message.
 
     Raises:
-        CheckpointError: There is none, or a package is missing that has it.
+        CheckpointError: No such dtype exists, or the package ml_dtypes is needed and not installed.
     """
     try:
         found = np.dtype(name)
@@ -49,7 +49,7 @@ def get_numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
     except (TypeError, ValueError, SyntaxError):  # numpy raises any of these while it parses the name
         pass
     try:
-        import ml_dtypes  # imported here, because numpy does not install it, and frameworks do
+        import ml_dtypes  # imported here, because it may be missing: only the frameworks install it
     except ModuleNotFoundError:
         ml_dtypes = None
     extended = getattr(ml_dtypes, name, None)
@@ -63,12 +63,12 @@ def get_numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
     return np.dtype(extended)
 
 
-def get_header_dtype(name: str, itemsize: int) -> tuple[str, int]:
-    """Return the code of a dtype in a safetensors header, and the number of such values per element.
+def get_safetensors_dtype(name: str, itemsize: int) -> tuple[str, int]:
+    """Return the safetensors code with which a dtype is stored, and how many values of that code make one element.
 
     Example:
-        >>> get_header_dtype("bfloat16", 2), get_header_dtype("int4", 1), get_header_dtype("complex128", 16)
-        (('BF16', 1), ('U8', 1), ('U64', 2))
+        >>> [get_safetensors_dtype(*each) for each in (("bfloat16", 2), ("int4", 1), ("complex128", 16))]
+        [('BF16', 1), ('U8', 1), ('U64', 2)]
     """
     if name in SAFETENSORS:
         return SAFETENSORS[name], 1

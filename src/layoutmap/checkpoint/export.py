@@ -8,11 +8,11 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
-from layoutmap.checkpoint.foreign import load_writer
-from layoutmap.checkpoint.name_tables import NameTable, read_names
+from layoutmap.checkpoint.foreign import load_export_writer
+from layoutmap.checkpoint.name_tables import NameTable, read_name_table
 from layoutmap.checkpoint.renamed_source import rename_source
 from layoutmap.checkpoint.source import Source
-from layoutmap.checkpoint.storage import LocalStorage, make_token
+from layoutmap.checkpoint.storage import LocalStorage, make_random_token
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.folders import open_hidden_folder, sync_folder
 from layoutmap.core.variables import Kind
@@ -32,15 +32,15 @@ def export_source(
 ) -> str:
     """Write the weights and moving statistics of a source in a format of another library.
 
-    Values are read and written in blocks of at most 64 MiB, or one row of a tensor. The folder exists when this
-    returns, and durable: all of it, or, whatever happens on the way, none of it.
+    Values are read and written in blocks of at most 64 MiB, or one row of a tensor. When this returns, the folder is
+    complete and flushed to disk. After an error, it does not exist.
 
     Args:
-        source: What values are read from, such as a `Step`.
-        directory: The folder to make. If it exists, it is empty.
+        source: The source of the values, such as a `StepSource`.
+        directory: The folder to create. If it exists, it must be empty.
         format: The name of the format, a key of `layoutmap.checkpoint.foreign.WRITERS`.
-        names: What the variables are called in the files; see `load`. `None`: what they are called in the source.
-        max_shard_bytes: The size of a file in bytes, unless one tensor is larger.
+        names: The table with the names of the variables in the files; see `load`. `None`: the names in the source.
+        max_shard_bytes: The maximum size of a file in bytes. A file with one larger tensor may exceed it.
         progress: Called with the name of each tensor when it is written.
 
     Returns:
@@ -49,48 +49,48 @@ def export_source(
     Raises:
         CheckpointError: The folder exists and is not empty, values cannot be read or written, the table has no line for
             a variable, or the format does not exist or has no such element type.
-        RuleError: The table of names cannot be read.
+        RuleError: The name table cannot be read.
     """
     if max_shard_bytes <= 0:
         raise CheckpointError(
             f"max_shard_bytes={max_shard_bytes!r}: too small for a file",
-            why="it is a size in bytes",
-            fix="pass 5 << 30",
+            why="it is the maximum size of a file in bytes",
+            fix="pass a larger size, such as 5 << 30",
         )
-    write = load_writer(format)
+    write = load_export_writer(format)
     if names is not None:
-        source = rename_source(source, names if isinstance(names, NameTable) else read_names(names))
+        source = rename_source(source, names if isinstance(names, NameTable) else read_name_table(names))
     variables = [v for v in source.variables.values() if v.kind in (Kind.WEIGHT, Kind.STATE)]
     target = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
-    _check_target(target, sum(each.global_bytes for each in variables))
-    with _open_target(target) as (storage, folder):
+    _check_target_folder(target, sum(each.global_bytes for each in variables))
+    with _open_hidden_target(target) as (storage, folder):
         write(storage, folder, source, variables, max_shard_bytes, progress or str)
     return str(target)
 
 
-def _check_target(target: Path, needed: int) -> None:
-    """Raise if the target has content, or its file system lacks space."""
+def _check_target_folder(target: Path, needed_bytes: int) -> None:
+    """Raise if the target folder is not empty, or if its file system has less than `needed_bytes` of free space."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(
             f"{target}: it exists already",
             why="an export creates its folder in one step and never overwrites one",
             fix="name a new folder; add other files, such as config.json, after the export",
         )
-    free = LocalStorage(target).free_bytes()
-    if free is not None and free < needed:
+    free = LocalStorage(target).get_free_bytes()
+    if free is not None and free < needed_bytes:
         raise CheckpointError(
             f"{target}: there is not enough disk space",
-            facts={"needed": f"{needed:,} bytes", "free": f"{free:,} bytes"},
+            facts={"needed": f"{needed_bytes:,} bytes", "free": f"{free:,} bytes"},
             why="the file system has less space left than the weights need",
             fix="free some space, or export elsewhere",
         )
 
 
 @contextlib.contextmanager
-def _open_target(target: Path) -> Generator[tuple[LocalStorage, str]]:
-    """Open a hidden folder next to the target, and rename it to the target once all files are written."""
+def _open_hidden_target(target: Path) -> Generator[tuple[LocalStorage, str]]:
+    """Yield the storage and the name of a hidden folder next to the target, and rename it to the target at the end."""
     try:
-        with open_hidden_folder(target, make_token()) as hidden:
+        with open_hidden_folder(target, make_random_token()) as hidden:
             yield LocalStorage(target.parent), hidden.name
             sync_folder(hidden)
             os.rename(hidden, target)

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 from layoutmap.core.errors import CheckpointError, shorten_repr
 
-# limit for metadata, indexes, and manifests. A manifest of 500,000 chunks takes 50 MB.
+# limit for metadata, indexes, and manifests, which are read as a whole. A manifest of 500,000 chunks takes 50 MB.
 MOST_SMALL_BYTES = 1 << 28
 _LEAST_SPARSE_BYTES = 1 << 30
 FIX = "restore it from a copy, or save it again"
@@ -20,7 +20,7 @@ FIX = "restore it from a copy, or save it again"
 @contextlib.contextmanager
 # Parsers raise undocumented errors, so every error becomes a `CheckpointError` (decisions/0085).
 def translate_parser_errors(where: str) -> Generator[None]:
-    """Convert any error that a damaged file causes in a parser to a `CheckpointError`.
+    """Convert any error that a parser raises in the block, as for a damaged file, to a `CheckpointError`.
 
     Args:
         where: The file or variable, for the message.
@@ -36,38 +36,38 @@ def translate_parser_errors(where: str) -> Generator[None]:
         ) from error
 
 
-def check_regular(path: str, found: os.stat_result) -> None:
-    """Raise unless a file is a regular one and is not sparse.
+def check_regular_file(path: str, file_stat: os.stat_result) -> None:
+    """Raise if a file is not a regular file, or if it is large and almost entirely unwritten (sparse).
 
     Raises:
-        CheckpointError: It is a directory, a pipe or a device, or nearly all of a large file is a hole.
+        CheckpointError: The path is a directory, a pipe, or a device, or the file is sparse.
     """
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(file_stat.st_mode):
         raise CheckpointError(
             f"{path}: it is not a regular file", why="only regular files hold values", fix=FIX
         )
-    if found.st_size > _LEAST_SPARSE_BYTES and found.st_blocks * 512 < found.st_size >> 8:
+    if file_stat.st_size > _LEAST_SPARSE_BYTES and file_stat.st_blocks * 512 < file_stat.st_size >> 8:
         raise CheckpointError(
             f"{path}: the file is sparse",
-            facts={"bytes": f"{found.st_size:,}", "on the disk": f"{found.st_blocks * 512:,}"},
+            facts={"bytes": f"{file_stat.st_size:,}", "on the disk": f"{file_stat.st_blocks * 512:,}"},
             why="most of its bytes were never written",
             fix=FIX,
         )
 
 
-def check_small(path: str, num_bytes: int, most: int = MOST_SMALL_BYTES) -> None:
-    """Raise if a file that is read as a whole exceeds the limit for its kind."""
-    if num_bytes > most:
+def check_size_limit(path: str, num_bytes: int, max_bytes: int = MOST_SMALL_BYTES) -> None:
+    """Raise if a file that is read as a whole has more than `max_bytes` bytes."""
+    if num_bytes > max_bytes:
         raise CheckpointError(
             f"{path}: the file is too large",
             facts={"bytes": f"{num_bytes:,}"},
-            why=f"files of this kind have at most {most:,} bytes",
+            why=f"files of this kind have at most {max_bytes:,} bytes",
             fix=FIX,
         )
 
 
-def check_inside(where: str, name: str) -> None:
-    """Raise if a file name points outside the folder of its checkpoint."""
+def check_name_inside_folder(where: str, name: str) -> None:
+    """Raise if the file name in a checkpoint's metadata points outside the checkpoint's folder."""
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or {*"\\\0"} & {*name}:
         raise CheckpointError(

@@ -23,17 +23,17 @@ from typing import Any, cast
 import msgspec
 
 from layoutmap.checkpoint.foreign.ranges import ByteFile
-from layoutmap.checkpoint.storage import FileMaker, LocalStorage, make_token
+from layoutmap.checkpoint.storage import FileMaker, LocalStorage, make_random_token
 from layoutmap.checkpoint.stream_records import (
     MOST_DATA_BYTES,
-    Begin,
-    End,
-    Record,
+    BeginRecord,
+    EndRecord,
+    RecordKind,
     check_answer,
-    decode,
-    make_answer,
-    make_damage_error,
-    make_record,
+    decode_payload,
+    encode_answer,
+    encode_record_header,
+    make_stream_error,
     parse_begin,
     read_record,
 )
@@ -45,15 +45,14 @@ _FILE_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _POLL_SECONDS = 0.02
 
 
-# A blocking write would not notice that the receiver refused or hangs, so `poll` waits on
-# both directions (decisions/0246).
+# A blocking write would not notice a receiver that refuses or hangs, so `poll` waits on both ends (decisions/0246).
 class PipeLink:
     """Exchange weight streams over a socket or a pair of pipes.
 
     Args:
         reader: File descriptor to read from.
         writer: File descriptor to write to.
-        timeout_seconds: How long the other process may do nothing.
+        timeout_seconds: How long to wait for the other process to read or write.
     """
 
     _where = "the other process"
@@ -64,45 +63,45 @@ class PipeLink:
         self._timeout = timeout_seconds
 
     @contextlib.contextmanager
-    def open_stream(self, begin: Begin) -> Generator[tuple[FileMaker, str]]:
-        """Yield a storage and a folder for files, send the files, and then wait for the answer.
+    def open_stream(self, begin: BeginRecord) -> Generator[tuple[FileMaker, str]]:
+        """Yield a storage and a folder. New files in it are sent at once. At the end, wait for the receiver's answer.
 
         Raises:
             CheckpointError: The receiver refuses the stream, has ended, or does not answer in time.
         """
         self._token, number = begin.token, 0
 
-        def send(kind: Record, payload: bytes | memoryview) -> None:
+        def send_record(kind: RecordKind, payload: bytes | memoryview) -> None:
             nonlocal number
-            for data in make_record(kind, number, payload), payload:
-                self._write(data, is_sending=True)
+            for data in encode_record_header(kind, number, payload), payload:
+                self._write_all(data, stop_at_answer=True)
             number += 1
 
-        with self._make_nonblocking():
-            send(Record.BEGIN, msgspec.json.encode(begin))
+        with self._use_nonblocking_writes():
+            send_record(RecordKind.BEGIN, msgspec.json.encode(begin))
             try:
-                yield _RecordFiles(send), ""
+                yield _RecordFileMaker(send_record), ""
             except Exception:
                 with contextlib.suppress(CheckpointError):
-                    send(Record.FAILED, b"")
+                    send_record(RecordKind.FAILED, b"")
                 raise
-            send(Record.END, b"")
+            send_record(RecordKind.END, b"")
             self._receive_answer()
 
-    def receive_begin(self) -> Begin:
-        """Read the first record of the next stream."""
-        begin = parse_begin(read_record(self._read, 0, [Record.BEGIN], self._where)[1], self._where)
+    def receive_begin_record(self) -> BeginRecord:
+        """Read the first record of the next stream, which lists its variables, and return it."""
+        begin = parse_begin(read_record(self._read_bytes, 0, [RecordKind.BEGIN], self._where)[1], self._where)
         self._token = begin.token
         return begin
 
-    def receive_files(self, begin: Begin, spool: Path) -> Path:
-        """Receive all files into a folder, verify their checksums, and return the folder.
+    def receive_files(self, begin: BeginRecord, spool: Path) -> Path:
+        """Receive all files into a folder, verify the checksum of each record, and return the folder.
 
         Args:
             begin: The first record.
-            spool: An empty folder for files that are not in a folder yet.
+            spool: An empty folder for the files.
         """
-        free = LocalStorage(spool).free_bytes()
+        free = LocalStorage(spool).get_free_bytes()
         if free is not None and free < begin.sent_bytes:
             raise CheckpointError(
                 f"{spool}: there is not enough space for the weights",
@@ -110,40 +109,42 @@ class PipeLink:
                 why="all weights are stored before the model changes",
                 fix="pass another folder as spool=",
             )
-        left, number, kinds = begin.sent_bytes + _MOST_HEADERS_BYTES, 1, [Record.FILE]
+        remaining, number, kinds = begin.sent_bytes + _MOST_HEADERS_BYTES, 1, [RecordKind.FILE]
         with contextlib.ExitStack() as stack:
             file: Any = None
-            while (record := read_record(self._read, number, kinds, self._where))[0] != Record.END:
+            while (record := read_record(self._read_bytes, number, kinds, self._where))[0] != RecordKind.END:
                 kind, payload = record
-                if kind == Record.FILE:
+                if kind == RecordKind.FILE:
                     stack.close()
                     name = payload.decode(errors="replace")
                     if not _FILE_NAME.fullmatch(name) or (spool / name).exists():
-                        raise make_damage_error(self._where, f"it sends a file {name!r:.100}")
+                        raise make_stream_error(self._where, f"it sends a file {name!r:.100}")
                     file = stack.enter_context(open(spool / name, "xb"))
-                    kinds = [Record.FILE, Record.DATA, Record.END]
+                    kinds = [RecordKind.FILE, RecordKind.DATA, RecordKind.END]
                 else:
-                    left -= len(payload)
-                    if left < 0:
-                        raise make_damage_error(self._where, "it sends more bytes than it announced")
+                    remaining -= len(payload)
+                    if remaining < 0:
+                        raise make_stream_error(self._where, "it sends more bytes than it announced")
                     file.write(payload)
                 number += 1
         return spool
 
-    def answer(self, error: str = "") -> None:
-        """Send the sender an empty error for success, or the error that prevented it."""
-        payload = make_answer(self._token, error)
-        with self._make_nonblocking():
-            self._write(make_record(Record.ANSWER, 0, payload) + payload, is_sending=False)
+    def send_answer(self, error: str = "") -> None:
+        """Tell the sender that the weights were received, or the error that prevented it."""
+        payload = encode_answer(self._token, error)
+        with self._use_nonblocking_writes():
+            self._write_all(
+                encode_record_header(RecordKind.ANSWER, 0, payload) + payload, stop_at_answer=False
+            )
 
     def _receive_answer(self) -> None:
-        payload = read_record(self._read, 0, [Record.ANSWER], self._where)[1]
+        payload = read_record(self._read_bytes, 0, [RecordKind.ANSWER], self._where)[1]
         check_answer(payload, self._token, self._where)
 
-    def _read(self, size: int) -> bytes:
+    def _read_bytes(self, size: int) -> bytes:
         data = bytearray()
         while len(data) < size:
-            self._wait({self._reader: select.POLLIN})
+            self._wait_for_events({self._reader: select.POLLIN})
             with self._translate_errors():
                 found = os.read(self._reader, min(size - len(data), MOST_DATA_BYTES))
                 if not found:
@@ -151,32 +152,32 @@ class PipeLink:
                 data += found
         return bytes(data)
 
-    def _write(self, data: bytes | memoryview, *, is_sending: bool) -> None:
-        """Write all bytes. An answer that arrives while sending means that the receiver refused the stream."""
-        left = memoryview(data).cast("B")
-        while left:
-            ends = {self._writer: select.POLLOUT}
-            if is_sending:
-                ends[self._reader] = ends.get(self._reader, 0) | select.POLLIN
-            ready = self._wait(ends)
-            if is_sending and ready.get(self._reader, 0) & ~select.POLLOUT:
+    def _write_all(self, data: bytes | memoryview, *, stop_at_answer: bool) -> None:
+        """Write all bytes. With `stop_at_answer`, raise if the receiver answers before, since then it has refused."""
+        remaining = memoryview(data).cast("B")
+        while remaining:
+            events_by_descriptor = {self._writer: select.POLLOUT}
+            if stop_at_answer:
+                events_by_descriptor[self._reader] = events_by_descriptor.get(self._reader, 0) | select.POLLIN
+            ready = self._wait_for_events(events_by_descriptor)
+            if stop_at_answer and ready.get(self._reader, 0) & ~select.POLLOUT:
                 self._receive_answer()
-                raise make_damage_error(self._where, "it answers before the end of the stream")
+                raise make_stream_error(self._where, "it answers before the end of the stream")
             with self._translate_errors():
-                left = left[os.write(self._writer, left) :]
+                remaining = remaining[os.write(self._writer, remaining) :]
 
-    def _wait(self, ends: Mapping[int, int]) -> dict[int, int]:
-        """Wait for an event on one of these file descriptors, and return the events of each."""
+    def _wait_for_events(self, events_by_descriptor: Mapping[int, int]) -> dict[int, int]:
+        """Wait for an event on one of these file descriptors, and return the events that occurred by descriptor."""
         poll = select.poll()
-        for descriptor, events in ends.items():
+        for descriptor, events in events_by_descriptor.items():
             poll.register(descriptor, events)
         if ready := poll.poll(self._timeout * 1000):
             return dict(ready)
         raise _make_timeout_error(self._where, self._timeout)
 
     @contextlib.contextmanager
-    def _make_nonblocking(self) -> Generator[None]:
-        """Set the descriptors to non-blocking, so that `_wait` notices a process that does not read."""
+    def _use_nonblocking_writes(self) -> Generator[None]:
+        """Make writes non-blocking until the block ends, so that `_wait_for_events` notices a hanging receiver."""
         before = os.get_blocking(self._writer)
         os.set_blocking(self._writer, False)
         try:
@@ -217,61 +218,62 @@ class FolderLink:
         self._files: dict[str, tuple[int, int]] = {}
 
     @contextlib.contextmanager
-    def open_stream(self, begin: Begin) -> Generator[tuple[FileMaker, str]]:
-        """Write the files into a hidden folder, rename it, and wait for the answer."""
+    def open_stream(self, begin: BeginRecord) -> Generator[tuple[FileMaker, str]]:
+        """Yield a storage and a hidden folder for files. At the end, publish the folder, and wait for the answer."""
         with self._translate_errors(), open_hidden_folder(self._sent, begin.token) as hidden:
             storage = LocalStorage(self._folder)
             self._answer.unlink(missing_ok=True)
             yield storage, hidden.name
-            end = End({each.name: _checksum_file(each) for each in hidden.iterdir()})
-            with storage.create(hidden.name, "stream") as sink:
-                for number, kind, value in (0, Record.BEGIN, begin), (1, Record.END, end):
+            end = EndRecord({each.name: _compute_size_and_checksum(each) for each in hidden.iterdir()})
+            with storage.create_file(hidden.name, "stream") as sink:
+                for number, kind, value in (0, RecordKind.BEGIN, begin), (1, RecordKind.END, end):
                     payload = msgspec.json.encode(value)
-                    sink.write(make_record(kind, number, payload) + payload)
-            old = self._folder / f".{make_token()}"
-            if self._try_rename(self._sent, old):  # an earlier stream that nobody received
+                    sink.write(encode_record_header(kind, number, payload) + payload)
+            old = self._folder / f".{make_random_token()}"
+            if self._try_rename(self._sent, old):  # an earlier stream was never received, so replace it
                 remove_folder(old)
             os.rename(hidden, self._sent)
         with self._translate_errors():
-            self._wait(self._answer.exists)
+            self._wait_until(self._answer.exists)
             answer = self._answer.read_bytes()
             self._answer.unlink()
         check_answer(answer, begin.token, self._where)
 
-    def receive_begin(self) -> Begin:
-        """Wait for the next stream, and claim it."""
+    def receive_begin_record(self) -> BeginRecord:
+        """Wait for the next stream, rename its folder to claim it, and return the first record."""
         with self._translate_errors():
             remove_folder(self._received)
-            self._wait(lambda: self._try_rename(self._sent, self._received))
-        file, place = ByteFile(self._received / "stream"), 0
+            self._wait_until(lambda: self._try_rename(self._sent, self._received))
+        file, position = ByteFile(self._received / "stream"), 0
 
-        def read(size: int) -> bytes:
-            nonlocal place
-            place += size
-            return file.read(place - size, size)
+        def read_next(size: int) -> bytes:
+            nonlocal position
+            position += size
+            return file.read(position - size, size)
 
-        begin = parse_begin(read_record(read, 0, [Record.BEGIN], self._where)[1], self._where)
+        begin = parse_begin(read_record(read_next, 0, [RecordKind.BEGIN], self._where)[1], self._where)
         self._token = begin.token
-        self._files = decode(read_record(read, 1, [Record.END], self._where)[1], End, self._where).files
+        end = read_record(read_next, 1, [RecordKind.END], self._where)[1]
+        self._files = decode_payload(end, EndRecord, self._where).files
         return begin
 
-    def receive_files(self, begin: Begin, spool: Path) -> Path:
-        """Verify the checksums of the files."""
+    def receive_files(self, begin: BeginRecord, spool: Path) -> Path:
+        """Return the folder of the files, which the sender wrote, after checking their names, sizes, and checksums."""
         names = {each.name for each in self._received.iterdir()} - {"stream"}
         if names != self._files.keys() or not all(map(_FILE_NAME.fullmatch, names)):
             difference = ", ".join(sorted(names ^ self._files.keys()))
-            raise make_damage_error(self._where, f"files are missing or unexpected: {difference:.200}")
+            raise make_stream_error(self._where, f"files are missing or unexpected: {difference:.200}")
         for name, expected in self._files.items():
-            if _checksum_file(self._received / name) != expected:
-                raise make_damage_error(self._where, f"the checksum or size of {name} is wrong")
+            if _compute_size_and_checksum(self._received / name) != expected:
+                raise make_stream_error(self._where, f"the checksum or size of {name} is wrong")
         return self._received
 
-    def answer(self, error: str = "") -> None:
-        """Delete the stream, and write the answer."""
+    def send_answer(self, error: str = "") -> None:
+        """Delete the received files, and write the answer, with the error if there was one."""
         with self._translate_errors():
             remove_folder(self._received)
             hidden = self._folder / ".answer"
-            hidden.write_bytes(make_answer(self._token, error))
+            hidden.write_bytes(encode_answer(self._token, error))
             os.replace(hidden, self._answer)
 
     def _try_rename(self, source: Path, target: Path) -> bool:
@@ -282,7 +284,7 @@ class FolderLink:
             return False
         return True
 
-    def _wait(self, is_done: Callable[[], bool]) -> None:
+    def _wait_until(self, is_done: Callable[[], bool]) -> None:
         end = time.monotonic() + self._timeout
         while not is_done():
             if time.monotonic() > end:
@@ -301,48 +303,48 @@ class FolderLink:
             ) from error
 
 
-Link = PipeLink | FolderLink
+StreamLink = PipeLink | FolderLink
 
 
-class _RecordFiles(FileMaker):
+class _RecordFileMaker(FileMaker):
     """Send files as records, one file after the other."""
 
-    def __init__(self, send: Callable[[Record, bytes | memoryview], None]):
-        self._send = send
+    def __init__(self, send_record: Callable[[RecordKind, bytes | memoryview], None]):
+        self._send = send_record
 
-    def create(self, folder: str, name: str) -> _RecordFiles:
-        self._send(Record.FILE, name.encode())
+    def create_file(self, folder: str, name: str) -> _RecordFileMaker:
+        self._send(RecordKind.FILE, name.encode())
         return self
 
-    def __enter__(self) -> _RecordFiles:
+    def __enter__(self) -> _RecordFileMaker:
         return self
 
     def write(self, data: memoryview | bytes, /) -> None:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), MOST_DATA_BYTES):
-            self._send(Record.DATA, view[start : start + MOST_DATA_BYTES])
+            self._send(RecordKind.DATA, view[start : start + MOST_DATA_BYTES])
 
     def __exit__(self, *_: object) -> None:
         pass
 
 
-def open_link(end: object, timeout_seconds: float) -> Link:
-    """Open the link for a folder, a socket, or a pair of pipes.
+def open_link(connection: object, timeout_seconds: float) -> StreamLink:
+    """Return the link for exchanging weight streams over a folder, a socket, or a pair of pipes.
 
     Args:
-        end: A path; an object that both reads and writes, such as a socket; or a pair of one to read from and one to
-            write to. An object is a file descriptor, or has one.
-        timeout_seconds: How long the other process may do nothing.
+        connection: A path of a folder; a connected socket; or a pair of pipes: one to read from, and one to write to.
+            A socket or pipe can also be given as its file descriptor.
+        timeout_seconds: How long to wait for the other process.
 
     Raises:
-        CheckpointError: It is none of these.
+        CheckpointError: The connection is none of these.
     """
-    if isinstance(end, str | os.PathLike):
-        return FolderLink(os.fspath(cast("str | os.PathLike[str]", end)), timeout_seconds)
-    pair = cast("tuple[Any, ...]", end if isinstance(end, tuple) else (end, end))
+    if isinstance(connection, str | os.PathLike):
+        return FolderLink(os.fspath(cast("str | os.PathLike[str]", connection)), timeout_seconds)
+    pair = cast("tuple[Any, ...]", connection if isinstance(connection, tuple) else (connection, connection))
     with contextlib.suppress(OSError, AttributeError, TypeError, ValueError):
         reader, writer = pair
-        # a TLS socket must encrypt, so its descriptor cannot be used directly
+        # The bytes of a TLS socket must be encrypted, so writing to its descriptor directly would be wrong.
         if type(reader).__module__ != "ssl":
             if hasattr(writer, "flush"):
                 writer.flush()
@@ -351,14 +353,14 @@ def open_link(end: object, timeout_seconds: float) -> Link:
                 os.fstat(each)
             return PipeLink(found[0], found[1], timeout_seconds)
     raise CheckpointError(
-        f"{end!r:.100}: weights cannot be sent or received through it",
+        f"{connection!r:.100}: weights cannot be sent or received through it",
         why="it is neither a path nor an object with an open file descriptor",
         fix="pass a folder, a connected socket, or a pair of pipes: (reader, writer)",
     )
 
 
-def _checksum_file(path: Path) -> tuple[int, int]:
-    """Compute the size and the CRC-32 of a file."""
+def _compute_size_and_checksum(path: Path) -> tuple[int, int]:
+    """Return the size of a file in bytes and its CRC-32."""
     file, checksum = ByteFile(path), 0
     for start in range(0, file.num_bytes, MOST_DATA_BYTES):
         checksum = zlib.crc32(file.read(start, min(MOST_DATA_BYTES, file.num_bytes - start)), checksum)

@@ -13,9 +13,9 @@
       ]}
      ]}
 
-A chunk is the number of its file, the byte at which it begins, where it is in the variable, and its checksum: the 16
-hexadecimal digits of XXH3 with 64 bits over its bytes. The checksum of the first line is that of all bytes after that
-line.
+A chunk is a list: the position of its file in `files`, its offset in the file, its start and stop on each axis of the
+variable, and its checksum. That is the 64-bit XXH3 of its bytes as 16 hexadecimal digits. The checksum in the first
+line is that of all bytes after this line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from layoutmap.checkpoint.chunk_table import Chunk, build_chunk_tables, chunk_from_json, chunk_to_json
-from layoutmap.checkpoint.manifest_form import read_form
+from layoutmap.checkpoint.manifest_form import parse_manifest_form
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.core.errors import CheckpointError, shorten_repr
 from layoutmap.core.garbage import pause_garbage_collection
@@ -46,9 +46,9 @@ class DataFile:
     """A file of chunks as listed in the manifest.
 
     Args:
-        name: Its name, in the folder of the step.
-        num_bytes: Its size.
-        header_bytes: The size of the header at its start.
+        name: The name of the file, relative to the folder of the step.
+        num_bytes: The size of the file in bytes.
+        header_bytes: The size of the header at the start of the file in bytes.
         header: The checksum of the header.
     """
 
@@ -63,9 +63,9 @@ class ProcessPart:
     """The part of a step that one process wrote.
 
     Args:
-        files: Its files; chunks count from the first of them.
+        files: The files of this process. `Chunk.file` is a position in this list.
         chunks: The chunks of each variable, by path.
-        states: Its own states.
+        states: The states that only this process has.
     """
 
     files: Sequence[DataFile]
@@ -79,11 +79,11 @@ class Manifest:
     """The content of one step of a checkpoint.
 
     Args:
-        step: The step.
+        step: The number of the step.
         facts: Further entries: `created`, `writer`, `library`, `engine`, `mesh`, `plan`, `id`.
-        metadata: The user's metadata.
-        states: States by name, encoded.
-        files: The files.
+        metadata: The user's metadata, encoded by `encode_state`.
+        states: States by name, encoded by `encode_state`.
+        files: The data files.
         variables: The variables, in order.
         chunks: The chunks of each variable, by path.
     """
@@ -105,26 +105,27 @@ def compute_xxh3(data: Any) -> str:
 
 
 def manifest_to_bytes(manifest: Manifest) -> bytes:
-    """Serialize a manifest. Equal manifests give equal bytes."""
+    """Serialize a manifest to the bytes of its file. Equal manifests give equal bytes."""
     head: dict[str, Any] = {"format": FORMAT, "version": VERSION, "step": manifest.step, **manifest.facts}
     head |= {"metadata": manifest.metadata, "states": manifest.states}
     lines = [f'"{name}": {_format_json(value)}' for name, value in head.items()]
-    lines.append(f'"files": {_format_list([_format_json(file_to_json(file)) for file in manifest.files])}')
+    files = [_format_json(file_to_json(file)) for file in manifest.files]
+    lines.append(f'"files": {_format_json_list(files)}')
     variables = [_format_variable(each, manifest.chunks[each.path]) for each in manifest.variables]
-    lines.append(f'"variables": {_format_list(variables)}')
+    lines.append(f'"variables": {_format_json_list(variables)}')
     text = (" " + ",\n ".join(lines) + "}\n").encode()
     return _FIRST_LINE.format(compute_xxh3(text)).encode() + text
 
 
 def manifest_from_bytes(data: bytes, where: str) -> Manifest:
-    """Read a manifest.
+    """Parse the bytes of a manifest file, and check all its entries.
 
     Args:
         data: The bytes of the file.
         where: The file, for messages.
 
     Raises:
-        CheckpointError: It is not as it was written, no manifest, or of a newer version.
+        CheckpointError: The checksum is wrong, the content is not that of a manifest, or its version is unknown.
     """
     body = data[_FIRST_LENGTH:]
     if data[:_FIRST_LENGTH] != _FIRST_LINE.format(compute_xxh3(body)).encode():
@@ -135,10 +136,10 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
             fix="restore the file from a copy, or load another step",
         )
     try:
-        with pause_garbage_collection():  # decoding a large manifest creates a million lists
-            found: Any = json.loads(data, parse_constant=_refuse_constant)
+        with pause_garbage_collection():  # because decoding a large manifest creates a million lists
+            found: Any = json.loads(data, parse_constant=_refuse_nonfinite_number)
             is_known = (found["format"], found["version"]) == (FORMAT, VERSION)
-            manifest = _convert_manifest(found) if is_known else None
+            manifest = _build_manifest(found) if is_known else None
     except (
         *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError),
         msgspec.ValidationError,
@@ -158,13 +159,13 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
     return manifest
 
 
-def _convert_manifest(found: Mapping[str, Any]) -> Manifest:
-    """Build a manifest from JSON, and check that its chunks are complete and inside their files.
+def _build_manifest(fields: Mapping[str, Any]) -> Manifest:
+    """Build a manifest from its JSON, and check that its chunks are complete and inside their files.
 
     Raises:
-        ValueError: It does; whoever wrote it can have given it the right checksum.
+        ValueError: They are not. A forged manifest can have the right checksum.
     """
-    form = read_form(found)
+    form = parse_manifest_form(fields)
     known = {"checksum", "format", "version", "step", "metadata", "states", "files", "variables"}
     files = tuple(DataFile(f.name, f.bytes, f.header_bytes, f.header) for f in form.files)
     variables = tuple(
@@ -173,12 +174,12 @@ def _convert_manifest(found: Mapping[str, Any]) -> Manifest:
     tables = build_chunk_tables(
         variables, [v.chunks for v in form.variables], [file.num_bytes for file in files]
     )
-    facts = {name: value for name, value in found.items() if name not in known}
+    facts = {name: value for name, value in fields.items() if name not in known}
     return Manifest(form.step, facts, form.metadata, form.states, files, variables, tables)
 
 
 def part_to_bytes(part: ProcessPart) -> bytes:
-    """Serialize the part of a process for the process that writes the manifest."""
+    """Serialize the part of a step that one process wrote, for process 0, which writes the manifest."""
     chunks = {path: list(map(chunk_to_json, found)) for path, found in part.chunks.items()}
     return _format_json(
         {"files": list(map(file_to_json, part.files)), "chunks": chunks, "states": part.states}
@@ -186,7 +187,7 @@ def part_to_bytes(part: ProcessPart) -> bytes:
 
 
 def part_from_bytes(data: bytes) -> ProcessPart:
-    """Read the result of `part_to_bytes`."""
+    """Parse the bytes of `part_to_bytes` to the part."""
     found = json.loads(data)
     return ProcessPart(
         tuple(map(file_from_json, found["files"])),
@@ -196,7 +197,7 @@ def part_from_bytes(data: bytes) -> ProcessPart:
 
 
 def file_to_json(file: DataFile) -> dict[str, Any]:
-    """Convert a file's entry to JSON values."""
+    """Convert a data file to its entry in the manifest."""
     return {
         "name": file.name,
         "bytes": file.num_bytes,
@@ -205,9 +206,9 @@ def file_to_json(file: DataFile) -> dict[str, Any]:
     }
 
 
-def file_from_json(found: Mapping[str, Any]) -> DataFile:
-    """Read the result of `file_to_json`."""
-    return DataFile(found["name"], found["bytes"], found["header_bytes"], found["header"])
+def file_from_json(entry: Mapping[str, Any]) -> DataFile:
+    """Convert an entry of `file_to_json` back to a data file."""
+    return DataFile(entry["name"], entry["bytes"], entry["header_bytes"], entry["header"])
 
 
 def _format_variable(variable: SavedVariable, chunks: Sequence[Chunk]) -> str:
@@ -221,11 +222,11 @@ def _format_variable(variable: SavedVariable, chunks: Sequence[Chunk]) -> str:
     return f'{_format_json(row)[:-1]}, "chunks": {_format_json(list(map(chunk_to_json, chunks)))}}}'
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} instead of a number")
+def _refuse_nonfinite_number(name: str) -> float:
+    raise ValueError(f"{name} is not a number that JSON allows")
 
 
-def _format_list(lines: Sequence[str]) -> str:
+def _format_json_list(lines: Sequence[str]) -> str:
     return "[" + ",".join(f"\n  {line}" for line in lines) + ("\n ]" if lines else "]")
 
 

@@ -1,7 +1,4 @@
-"""Declare the fields of a manifest. All fields are checked before any is used.
-
-A changed manifest can have the right checksum.
-"""
+"""Declare the fields of a manifest. All fields are checked before any is used, because its checksum can be forged."""
 
 from __future__ import annotations
 
@@ -18,41 +15,41 @@ from layoutmap.core.variables import Kind
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class _File(msgspec.Struct):
+class _FileForm(msgspec.Struct):
     name: str
     bytes: _Number
     header_bytes: _Number
     header: str
 
 
-class _Variable(msgspec.Struct):
+class _VariableForm(msgspec.Struct):
     path: str
     shape: tuple[_Number, ...]
     dtype: str
-    chunks: list[Any]  # up to a million rows, which numpy checks faster
+    chunks: list[Any]  # up to a million rows, which `build_chunk_tables` checks faster, with numpy
     kind: Kind = Kind.WEIGHT
     aliases: tuple[str, ...] = ()
     layout: Specs | None = None
 
 
-class _Random(msgspec.Struct):
+class _RandomStateForm(msgspec.Struct):
     random: dict[str, Any] = {}
 
 
-class _States(msgspec.Struct):
+class _StatesForm(msgspec.Struct):
     settings: dict[str, Any] = {}
-    processes: list[_Random] = []
+    processes: list[_RandomStateForm] = []
 
 
-# The msgspec struct checks types and bounds while decoding, so other code need not (decisions/0190).
+# msgspec checks the types and bounds of all fields while it converts, so other code need not (decisions/0190).
 class ManifestForm(msgspec.Struct):
     """Declare the fields of a manifest with their types. Unknown fields are allowed."""
 
     step: _Number
     metadata: Any
     states: dict[str, Any]
-    files: tuple[_File, ...]
-    variables: tuple[_Variable, ...]
+    files: tuple[_FileForm, ...]
+    variables: tuple[_VariableForm, ...]
     created: str | None = None
     writer: str | None = None
     library: str | None = None
@@ -66,19 +63,21 @@ class ManifestForm(msgspec.Struct):
     metrics: Any = msgspec.UNSET
 
 
-def read_form(found: Any) -> ManifestForm:
-    """Check the JSON of a manifest, and return its fields.
+def parse_manifest_form(data: Any) -> ManifestForm:
+    """Convert the JSON of a manifest to its fields, and check all of them.
 
     Raises:
         msgspec.ValidationError: A value has another type.
-        ValueError: A value cannot be used as what it stands for.
+        ValueError: A file name, path, layout, or state is invalid.
     """
-    form = msgspec.convert(found, ManifestForm)
+    form = msgspec.convert(data, ManifestForm)
     for file in form.files:
-        if not _is_inside(file.name) or file.header_bytes > file.bytes:
-            raise ValueError(f"file {file.name!r:.200}: {file.header_bytes} of {file.bytes} bytes")
+        if not _is_inside_step_folder(file.name):
+            raise ValueError(f"file {file.name!r:.200} is outside of the step's folder")
+        if file.header_bytes > file.bytes:
+            raise ValueError(f"file {file.name!r:.200} is smaller than its header")
     decode_state(form.metadata)
-    msgspec.convert({name: decode_state(value) for name, value in form.states.items()}, _States)
+    msgspec.convert({name: decode_state(value) for name, value in form.states.items()}, _StatesForm)
     if form.metrics is not msgspec.UNSET:
         msgspec.convert(decode_state(form.metrics), dict[str, bool | int | float])
     mesh = Mesh(None, list((form.mesh or {}).items()))
@@ -86,18 +85,18 @@ def read_form(found: Any) -> ManifestForm:
     layouts: set[Specs] = set()
     for each in form.variables:
         if each.path in paths:
-            raise ValueError(f"path {each.path!r:.200} appears twice")
+            raise ValueError(f"two variables have the path {each.path!r:.200}")
         paths.add(each.path)
         if each.layout is not None and len(each.layout) != len(each.shape):
-            raise ValueError(f"{each.path}: layout {each.layout!r:.200}")
+            raise ValueError(f"{each.path}: layout {each.layout!r:.200} does not fit its shape")
         if each.layout is not None and each.layout not in layouts:
             Layout(each.layout, mesh)  # raises if the specs do not fit the mesh
             layouts.add(each.layout)
     return form
 
 
-def _is_inside(name: str) -> bool:
-    """Return whether a file name stays inside the folder of the step."""
+def _is_inside_step_folder(name: str) -> bool:
+    """Return whether a file name, relative to the step's folder, names a file inside it."""
     parts = name.split("/")
     return (
         not any(part in ("", ".", "..") for part in parts) and not {*"\\\0"} & {*name} and bool(name.encode())

@@ -14,7 +14,7 @@ from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.rules.near_misses import Candidates
+from layoutmap.rules.near_misses import NearMissSearch
 
 Missing = Literal["error", "keep"]
 Extra = Literal["error", "ignore"]
@@ -25,13 +25,13 @@ class ModelValues:
 
     Args:
         source: The checkpoint.
-        names: The names of the variables in the checkpoint; `None`: the same as in the model.
+        names: The table with the names of the variables in the checkpoint; `None`: they have the names of the model.
         missing: See `load`.
         extra: See `load`.
         cast: See `load`.
 
     Attributes:
-        taken: The paths of variables whose values have been read.
+        read_paths: The paths of the variables whose values have been read.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class ModelValues:
         self.missing = missing
         self._extra = extra
         self._cast = cast
-        self.taken: set[str] = set()
+        self.read_paths: set[str] = set()
         self._closed = False
         self._by_alias = {a: v.path for v in source.variables.values() for a in v.aliases}
 
-    def find(self, variable: VariableSpec) -> SavedVariable | None:
-        """Find the saved variable under any path of a model's variable, or return `None`."""
+    def find_saved(self, variable: VariableSpec) -> SavedVariable | None:
+        """Return the saved variable that has the path or an alias of a model's variable, or `None` without one."""
         if self._renamed is not None and variable.kind in (Kind.WEIGHT, Kind.STATE):
-            self._renamed.fit((variable.path, *variable.aliases), variable.shape)
+            self._renamed.add_from_table((variable.path, *variable.aliases), variable.shape)
         for path in (variable.path, *variable.aliases):
             if path in self.source.variables:
                 return self.source.variables[path]
@@ -63,21 +63,21 @@ class ModelValues:
                 return self.source.variables[self._by_alias[path]]
         return None
 
-    def list_parts(self, saved: SavedVariable) -> list[str]:
-        """Return the names of the tensors in the checkpoint that make up a variable."""
-        return [saved.path] if self._renamed is None else self._renamed.list_parts(saved.path)
+    def list_tensor_names(self, saved: SavedVariable) -> list[str]:
+        """Return the names of the tensors in the checkpoint that make up a saved variable."""
+        return [saved.path] if self._renamed is None else self._renamed.list_tensor_names(saved.path)
 
-    def check(self, variables: Sequence[VariableSpec], kinds: Collection[Kind] = (Kind.WEIGHT,)) -> None:
+    def check_all(self, variables: Sequence[VariableSpec], kinds: Collection[Kind] = (Kind.WEIGHT,)) -> None:
         """Compare all variables of a model with the checkpoint, and raise one error with all differences.
 
         Args:
-            variables: The variables.
-            kinds: Of which kinds none may be missing, and none too many.
+            variables: The variables of the model.
+            kinds: The kinds of variables that may neither be missing in the checkpoint nor be only there.
 
         Raises:
-            CheckpointError: They differ.
+            CheckpointError: The variables differ.
         """
-        found = [(variable, self.find(variable)) for variable in variables]
+        found = [(variable, self.find_saved(variable)) for variable in variables]
         if self._renamed is not None:
             self._renamed.check_unique_parts(saved.path for _, saved in found if saved)
         wrong = [
@@ -89,14 +89,14 @@ class ModelValues:
         unknown = [
             v
             for v, saved in found
-            if saved is None and v.kind in kinds and not (self._renamed and self._renamed.is_left_out(v.path))
+            if saved is None and v.kind in kinds and not (self._renamed and self._renamed.is_excluded(v.path))
         ]
         rest = [path for path, v in self.source.variables.items() if path not in known and v.kind in kinds]
         missing = unknown if self.missing == "error" else []
         extra = rest if self._extra == "error" else []
         if not (wrong or missing or extra):
             return
-        near = Candidates(rest, most=10_000)
+        near = NearMissSearch(rest, max_comparisons=10_000)
         facts: dict[str, object] = {}
         for variable in missing:
             names = near.find_nearest(variable.path, 1)
@@ -107,7 +107,7 @@ class ModelValues:
         if len(facts) > len(shown):
             shown["and"] = f"{len(facts) - len(shown)} more"
         fixes = ["build the model that was saved"]
-        fixes += ["pass names=, a table, if they have other names there"] * bool(
+        fixes += ["pass a name table as names=, if the checkpoint has other names"] * bool(
             missing and extra and not self._renamed
         )
         fixes += ['pass missing="keep" to keep what the checkpoint does not have'] * bool(missing)
@@ -121,47 +121,47 @@ class ModelValues:
         )
 
     def make_reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
-        """Return a function that reads blocks of a variable, or `None` if the checkpoint lacks it."""
-        saved = None if self._closed or _is_random_key(variable) else self.find(variable)
-        # Paths are provisional until all variables exist, so compare shapes to detect a mix-up.
+        """Return a function that reads blocks of a variable, or `None` if the checkpoint has none with its shape."""
+        saved = None if self._closed or _is_random_key(variable) else self.find_saved(variable)
+        # Paths are provisional until all variables exist, so a path can name another variable. Its shape shows that.
         if saved is None or saved.shape != variable.shape:
             return None
-        self.taken.add(variable.path)
+        self.read_paths.add(variable.path)
         dtype = get_numpy_dtype(variable.dtype, variable.path)
 
-        def read(index: Index) -> NumpyArray:
+        def read_converted(index: Index) -> NumpyArray:
             found = self.source.read(saved.path, index)
             values = found.astype(dtype, copy=False)
             if is_integer_state(variable, saved) and not np.array_equal(values, found):
                 raise CheckpointError(
                     f"{variable.path}: {'a random state' if variable.kind is Kind.RNG else 'a count'} does not fit",
                     facts={"saved": f"{found.tolist()}, {saved.dtype}", "dtype in the model": variable.dtype},
-                    why="libraries store it with different integer types, and this value exceeds the range of this one",
-                    fix="load it where it was saved"
+                    why="libraries store it with different integer types, and the model's type is too small for it",
+                    fix="load it with the library that saved it"
                     + ", or seed the generator with a number below 2**31" * (variable.kind is Kind.RNG),
                 )
             return values
 
-        return read
+        return read_converted
 
-    def fill(self, variable: VariableSpec, shards: Sequence[tuple[Index, NumpyArray]]) -> bool:
-        """Write the values of a variable into the memory of its shards.
+    def read_into_shards(self, variable: VariableSpec, shards: Sequence[tuple[Index, NumpyArray]]) -> bool:
+        """Read the values of a variable directly into the memory of its shards, if they need no conversion.
 
         Args:
             variable: The variable.
-            shards: Where these are in it, and their memory.
+            shards: The position of each shard in the variable, and its memory.
 
         Returns:
-            Whether they were written: not if they are to be converted.
+            Whether the values were read.
         """
-        saved = self.find(variable)
+        saved = self.find_saved(variable)
         if saved is None or saved.dtype != variable.dtype or not shards:
             return False
         for index, memory in shards:
             self.source.read_into(saved.path, index, memory)
         return True
 
-    def close(self) -> None:
+    def stop_providing_values(self) -> None:
         """Stop providing values. Variables created later keep their initial values."""
         self._closed = True
 
@@ -176,7 +176,7 @@ class ModelValues:
 
 
 def is_integer_state(variable: VariableSpec, saved: SavedVariable) -> bool:
-    """Return whether a variable is an RNG state or a count, which libraries store with different integer types."""
+    """Return whether a variable is an RNG state or a count. Libraries store these with different integer types."""
     if variable.kind is Kind.RNG:
         return True
     integers = all(each.dtype.lstrip("u").startswith("int") for each in (variable, saved))
@@ -184,5 +184,5 @@ def is_integer_state(variable: VariableSpec, saved: SavedVariable) -> bool:
 
 
 def _is_random_key(variable: VariableSpec) -> bool:
-    """Return whether a variable holds typed JAX random keys, of which only the key data is saved."""
+    """Return whether a variable consists of JAX's typed random keys. A checkpoint has their data as integers."""
     return variable.dtype.startswith("key<")

@@ -1,4 +1,4 @@
-"""Open a step of a checkpoint, and verify checksums while blocks of variables are read."""
+"""Read blocks of variables from a step of a checkpoint, and verify their checksums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from layoutmap.checkpoint.chunk_table import ChunkOverlap, ChunkTable
 from layoutmap.checkpoint.dtypes import get_numpy_dtype
-from layoutmap.checkpoint.gate import check_small
+from layoutmap.checkpoint.gate import check_size_limit
 from layoutmap.checkpoint.lineage import find_last_step
 from layoutmap.checkpoint.manifest import NAME, DataFile, Manifest, compute_xxh3, manifest_from_bytes
 from layoutmap.checkpoint.source import SavedVariable, Source
@@ -34,25 +34,25 @@ class StepSource(Source):
 
     Args:
         storage: The storage of the checkpoint.
-        step: The step; `None`: the last one.
+        step: The number of the step; `None`: the last step.
 
     Attributes:
         where: The folder of the step.
-        manifest: Its manifest.
+        manifest: The manifest of the step.
         bytes_read: Number of bytes of values read so far.
         verifies: Whether reads verify the checksums of values.
-        cache_bytes: Bytes that `check` may still cache for the next `read`.
+        cache_bytes: Number of bytes that `verify_block` may still cache for the next `read`.
 
     Raises:
-        CheckpointError: There is no such step, or its manifest is not as it was written.
+        CheckpointError: There is no such step, or its manifest is missing, damaged, or of an unknown version.
     """
 
     def __init__(self, storage: Storage, step: int | None = None):
         self._storage = storage
         number = _choose_step(storage, step)
-        self._folder = storage.folder(number)
+        self._folder = storage.get_folder_name(number)
         where = f"{storage.where}/{self._folder}"
-        size = storage.size(self._folder, NAME)
+        size = storage.get_file_size(self._folder, NAME)
         if size is None:
             raise CheckpointError(
                 f"{where}: the manifest is missing",
@@ -60,9 +60,9 @@ class StepSource(Source):
                 why="only the manifest maps variables to bytes in files",
                 fix="restore it from a copy, or load another step",
             )
-        check_small(f"{where}/{NAME}", size)
+        check_size_limit(f"{where}/{NAME}", size)
         data = np.empty(size, np.uint8)
-        storage.read_into(self._folder, NAME, 0, data.data)
+        storage.read_file_into(self._folder, NAME, 0, data.data)
         self.manifest: Manifest = manifest_from_bytes(data.tobytes(), f"{where}/{NAME}")
         super().__init__(where, {each.path: each for each in self.manifest.variables})
         self.bytes_read = self.cache_bytes = 0
@@ -81,7 +81,7 @@ class StepSource(Source):
     @property
     def steps(self) -> tuple[int, ...]:
         """All existing steps, in ascending order."""
-        return tuple(self._storage.steps())
+        return tuple(self._storage.list_steps())
 
     @property
     def metadata(self) -> Any:
@@ -103,61 +103,59 @@ class StepSource(Source):
         """Size of all variables."""
         return sum(math.ceil(math.prod(v.shape) * get_itemsize(v.dtype)) for v in self.manifest.variables)
 
-    def check_files(self) -> None:
-        """Raise if a file is missing or its size changed, without reading files.
+    def check_file_sizes(self) -> None:
+        """Raise if a data file is missing or its size has changed. The content of files is not read.
 
         Raises:
-            CheckpointError: There is one.
+            CheckpointError: A file is missing, or has another size than in the manifest.
         """
         for file in self.manifest.files:
-            if (size := self._storage.size(self._folder, file.name)) != file.num_bytes:
+            if (size := self._storage.get_file_size(self._folder, file.name)) != file.num_bytes:
                 raise self._make_size_error(file, size)
 
     def _make_size_error(self, file: DataFile, size: int | None) -> CheckpointError:
         facts: dict[str, object] = {"bytes": size, "written": file.num_bytes}
         if size is None:
             number = self.manifest.files.index(file)
-            inside = (
-                p for p, chunks in self.manifest.chunks.items() if any(c.file == number for c in chunks)
-            )
-            facts = {"variables": join_names(list(inside))}
+            paths = (p for p, chunks in self.manifest.chunks.items() if any(c.file == number for c in chunks))
+            facts = {"variables": join_names(list(paths))}
         return CheckpointError(
             f"{self.where}/{file.name}: "
             + ("the file is missing" if size is None else "the size of the file has changed"),
             facts=facts,
-            why="the manifest lists another size",
+            why="the manifest lists it" if size is None else "the manifest lists another size",
             fix="restore it from a copy, or load another step",
         )
 
-    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
         checked = self._checked.pop((variable.path, get_slice_ends(wanted)), None)
         if checked is not None:
             return checked
         result = _allocate_aligned(
             compute_block_shape(wanted), get_numpy_dtype(variable.dtype, variable.path)
         )
-        self._read_into(variable, wanted, result)
+        self._read_block_into(variable, wanted, result)
         return result
 
-    def _read_into(self, variable: SavedVariable, wanted: Index, target: NumpyArray) -> None:
+    def _read_block_into(self, variable: SavedVariable, wanted: Index, target: NumpyArray) -> None:
         checked = self._checked.pop((variable.path, get_slice_ends(wanted)), None)
         if checked is not None:
             target[...] = checked
             return
         self._read_chunks(variable, wanted, target)
 
-    def _check(self, variable: SavedVariable, wanted: Index) -> None:
+    def _verify_block(self, variable: SavedVariable, wanted: Index) -> None:
         """Verify a block, and cache its values for the next `read` while `cache_bytes` allows."""
         num_bytes = (
             math.prod(compute_block_shape(wanted)) * get_numpy_dtype(variable.dtype, variable.path).itemsize
         )
         if num_bytes <= self.cache_bytes:
-            self._checked[variable.path, get_slice_ends(wanted)] = self._read(variable, wanted)
+            self._checked[variable.path, get_slice_ends(wanted)] = self._read_block(variable, wanted)
             self.cache_bytes -= num_bytes
             return
         self._read_chunks(variable, wanted, None)
 
-    def problems(self, progress: Callable[[str], object] | None = None) -> Iterator[CheckpointError]:
+    def find_damage(self, progress: Callable[[str], object] | None = None) -> Iterator[CheckpointError]:
         """Read all files, and yield an error for each damaged file or chunk.
 
         Args:
@@ -165,19 +163,19 @@ class StepSource(Source):
         """
         missing: set[int] = set()
         for number, file in enumerate(self.manifest.files):
-            size = self._storage.size(self._folder, file.name)
+            size = self._storage.get_file_size(self._folder, file.name)
             if size != file.num_bytes:
                 yield self._make_size_error(file, size)
             if size is None:
                 missing.add(number)
                 continue
             header = np.zeros(file.header_bytes, np.uint8)
-            self._storage.read_into(self._folder, file.name, 0, header.data)
+            self._storage.read_file_into(self._folder, file.name, 0, header.data)
             if compute_xxh3(header.data) != file.header:
                 yield _make_damage_error(f"{self.where}/{file.name}", "its header", 0, file.header_bytes)
         for path in self.variables:
             try:
-                self.check(path)
+                self.verify_block(path)
             except CheckpointError:
                 yield from self._find_damaged_chunks(path, missing)
             if progress is not None:
@@ -188,68 +186,68 @@ class StepSource(Source):
         for chunk in self.manifest.chunks[path]:
             if chunk.file not in missing:
                 try:
-                    self.check(path, chunk.index)
+                    self.verify_block(path, chunk.index)
                 except CheckpointError as error:
                     yield error
 
     def _read_chunks(self, variable: SavedVariable, wanted: Index, target: NumpyArray | None) -> None:
-        """Read and verify the chunks that overlap a block, and copy them into an array if one is given.
+        """Read and verify the chunks that overlap a block, and copy the overlaps into `target` unless it is `None`.
 
-        Neighbours in a file are read at once, and several such runs at the same time.
+        Chunks that are adjacent in a file are read at once as a group, and threads read several groups at a time.
         """
         dtype = get_numpy_dtype(variable.dtype, variable.path)
         chunks = self.manifest.chunks[variable.path]
         assert isinstance(chunks, ChunkTable)
         rest: list[ChunkOverlap] = []
-        for found in chunks.find_overlaps(wanted, dtype.itemsize):
-            if self._kept and (kept := self._kept.get(found[:5])) is not None:
-                _copy_overlap(found, kept, target)
+        for overlap in chunks.find_overlaps(wanted, dtype.itemsize):
+            if self._kept and (cached := self._kept.get(overlap[:5])) is not None:
+                _copy_overlap(overlap, cached, target)
             else:
-                rest.append(found)
-        runs = list(_group_adjacent(rest, self._storage.read_bytes))
-        left = iter(runs)
+                rest.append(overlap)
+        groups = list(_group_adjacent_chunks(rest, self._storage.read_bytes))
+        remaining = iter(groups)
 
-        def read_runs() -> None:
-            while (run := next(left, None)) is not None:
-                self._read_run(variable.path, dtype, run, target)
+        def read_remaining_groups() -> None:
+            while (group := next(remaining, None)) is not None:
+                self._read_adjacent_chunks(variable.path, dtype, group, target)
 
-        helping = [self._pool.submit(read_runs) for _ in range(min(_THREADS, len(runs)) - 1)]
+        futures = [self._pool.submit(read_remaining_groups) for _ in range(min(_THREADS, len(groups)) - 1)]
         try:
-            read_runs()
+            read_remaining_groups()
         finally:
-            deque(left, 0)  # after an error, drop the remaining runs
-            wait(helping)
-        for each in helping:
+            deque(remaining, 0)  # after an error, drop the remaining groups, so that other threads stop
+            wait(futures)
+        for each in futures:
             each.result()
 
-    def _read_run(
-        self, path: str, dtype: np.dtype[Any], run: Sequence[ChunkOverlap], target: NumpyArray | None
+    def _read_adjacent_chunks(
+        self, path: str, dtype: np.dtype[Any], group: Sequence[ChunkOverlap], target: NumpyArray | None
     ) -> None:
-        """Read and verify adjacent chunks, in memory that the thread reuses for its next run."""
-        start, file = run[0].start, self.manifest.files[run[0].file]
+        """Read and verify adjacent chunks, and copy their values. The memory for reading is reused by the thread."""
+        start, file = group[0].start, self.manifest.files[group[0].file]
         scratch: NumpyArray | None = getattr(self._local, "scratch", None)
-        if scratch is None or scratch.size < run[-1].end - start:
-            scratch = self._local.scratch = np.empty(run[-1].end - start, np.uint8)
-        data = scratch[: run[-1].end - start]
-        count = self._storage.read_into(self._folder, file.name, start, data.data)
+        if scratch is None or scratch.size < group[-1].end - start:
+            scratch = self._local.scratch = np.empty(group[-1].end - start, np.uint8)
+        data = scratch[: group[-1].end - start]
+        count = self._storage.read_file_into(self._folder, file.name, start, data.data)
         # Threads verify and copy in parallel, so only shared state needs the lock (decisions/0127).
         with self._lock:
             self.bytes_read += count
-        for found in run:
-            part = data[found.start - start : found.end - start]
-            missing = max(0, min(part.size, found.end - start - count))
-            if missing or (self.verifies and compute_xxh3(part) != found.checksum):
+        for overlap in group:
+            part = data[overlap.start - start : overlap.end - start]
+            missing = max(0, min(part.size, overlap.end - start - count))
+            if missing or (self.verifies and compute_xxh3(part) != overlap.checksum):
                 raise _make_damage_error(
-                    f"{self.where}/{file.name}", path, found.start, part.size, missing=missing
+                    f"{self.where}/{file.name}", path, overlap.start, part.size, missing=missing
                 )
-            values = part.view(dtype).reshape(found.shape)
-            if found.part is not None:
-                kept = values.copy()
+            values = part.view(dtype).reshape(overlap.shape)
+            if overlap.chunk_index is not None:
+                cached = values.copy()
                 with self._lock:
-                    self._kept[found[:5]] = kept
+                    self._kept[overlap[:5]] = cached
                     while len(self._kept) > _MAX_CACHED_CHUNKS:
                         self._kept.popitem(last=False)
-            _copy_overlap(found, values, target)
+            _copy_overlap(overlap, values, target)
 
     def __repr__(self) -> str:
         return f"<Step {self.step} of {self.where}: {len(self.variables)} variables>"
@@ -262,30 +260,31 @@ def _allocate_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NumpyArra
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def _copy_overlap(found: ChunkOverlap, values: NumpyArray, target: NumpyArray | None) -> None:
+def _copy_overlap(overlap: ChunkOverlap, values: NumpyArray, target: NumpyArray | None) -> None:
     if target is not None:
-        target[found.place] = values if found.part is None else values[found.part]
+        target[overlap.block_index] = values if overlap.chunk_index is None else values[overlap.chunk_index]
 
 
-def _group_adjacent(found: Iterable[ChunkOverlap], most_bytes: int) -> Iterator[list[ChunkOverlap]]:
-    """Group chunks that are adjacent in a file, up to a size."""
-    run: list[ChunkOverlap] = []
-    for each in found:
-        if run and (
-            (each.file, each.start) != (run[0].file, run[-1].end) or each.end - run[0].start > most_bytes
+def _group_adjacent_chunks(overlaps: Iterable[ChunkOverlap], max_bytes: int) -> Iterator[list[ChunkOverlap]]:
+    """Yield groups of chunks that are adjacent in a file, each with at most `max_bytes` bytes or of one chunk."""
+    group: list[ChunkOverlap] = []
+    for overlap in overlaps:
+        if group and (
+            (overlap.file, overlap.start) != (group[0].file, group[-1].end)
+            or overlap.end - group[0].start > max_bytes
         ):
-            yield run
-            run = []
-        run.append(each)
-    if run:
-        yield run
+            yield group
+            group = []
+        group.append(overlap)
+    if group:
+        yield group
 
 
 def _make_damage_error(where: str, what: str, start: int, size: int, *, missing: int = 0) -> CheckpointError:
     return CheckpointError(
         f"{what}: its values differ from the saved ones",
         facts={"file": where, "bytes": f"{start} to {start + size}", "missing bytes": missing or ""},
-        why="the file ends before them"
+        why="the file ends before the last of them"
         if missing
         else "their checksum does not match: the file was damaged or changed",
         fix="restore the file from a copy, or load another step",
@@ -293,7 +292,7 @@ def _make_damage_error(where: str, what: str, start: int, size: int, *, missing:
 
 
 def _choose_step(storage: Storage, step: int | None) -> int:
-    steps = storage.steps()
+    steps = storage.list_steps()
     if steps and step is None:
         return steps[0] if len(steps) == 1 else find_last_step(storage) or steps[-1]
     if step in steps:
@@ -303,5 +302,5 @@ def _choose_step(storage: Storage, step: int | None) -> int:
         f"{storage.where}: there is no {'checkpoint' if step is None else f'step {step}'}",
         facts={"steps": join_names([str(each) for each in steps]) or "none"},
         why="a step is a folder step-<number>, which exists once it is complete",
-        fix="name the directory of a checkpoint" if not steps else "load one of these",
+        fix="name the directory of a checkpoint" if not steps else "load one of these steps",
     )

@@ -1,14 +1,14 @@
 """Store checkpoints in object stores through fsspec, such as `s3://bucket/folder` or `gs://bucket/folder`.
 
 An object store cannot rename a folder, so a step exists when its manifest does: `step-1000/manifest.json`, which is
-written last, and only if there is none. All else that a save writes is in a folder of its own within the step's, so
-two saves of one step do not mix, and what a dead one has left is no part of any step:
+written last, and only if there is none. A save writes its other files into its own subfolder of the step's folder, so
+two saves of one step do not mix, and files of a killed save belong to no step:
 
     step-1000/manifest.json
     step-1000/5a1c90ab12cd34ef/data-00000.safetensors
 
-Files of the manifest are named from its folder on. A step that is copied to a disk can be loaded from there, and one
-that was saved on a disk can be copied here, its manifest last.
+The manifest lists its files relative to the step's folder. So a step that is copied to a disk can be loaded from there,
+and a step that was saved on a disk can be copied to an object store, with its manifest last.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from layoutmap.checkpoint.manifest import NAME
-from layoutmap.checkpoint.storage import LocalStorage, Storage, make_exists_error, parse_step
+from layoutmap.checkpoint.storage import LocalStorage, Storage, make_step_exists_error, parse_step_folder_name
 from layoutmap.core.errors import CheckpointError
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -35,7 +35,7 @@ def open_storage(directory: str | os.PathLike[str]) -> Storage:
     """Open the storage of a directory: an object store for a URL, else a local folder.
 
     Raises:
-        CheckpointError: Nothing is installed that reaches the URL.
+        CheckpointError: The package for this kind of URL is not installed.
     """
     text = os.fspath(directory)
     found = _URL.match(text)
@@ -57,12 +57,12 @@ class RemoteStorage:
     """
 
     read_bytes = 1 << 23
-    write_files = 1  # each open file buffers two parts in memory
+    write_files = 1  # only one, because each open file buffers two parts in memory
 
     def __init__(self, url: str):
         self.where = url.rstrip("/")
         try:
-            # Imported here, because few programs use remote storage, so others need not install fsspec.
+            # Imported here, so that programs without remote storage need not install fsspec.
             fsspec: Any = importlib.import_module("fsspec.core")
             found: tuple[Any, str] = fsspec.url_to_fs(self.where, use_listings_cache=False)
         except (ImportError, ValueError) as error:
@@ -73,80 +73,80 @@ class RemoteStorage:
             ) from error
         self._files, self._root = found[0], found[1].rstrip("/")
 
-    def steps(self) -> list[int]:
-        """Return the steps that exist, in rising order."""
-        with _translate_errors(self._files, self._root, "it cannot be listed"):
+    def list_steps(self) -> list[int]:
+        """Return the existing steps, in ascending order."""
+        with _translate_errors(self._files, self._root, "the folder cannot be listed"):
             try:
                 names = [
                     os.path.basename(path.rstrip("/")) for path in self._files.ls(self._root, detail=False)
                 ]
             except FileNotFoundError:
                 return []
-        numbers = sorted(number for name in names if (number := parse_step(name)) is not None)
-        return [number for number in numbers if self.size(self.folder(number), NAME) is not None]
+        steps = sorted(step for name in names if (step := parse_step_folder_name(name)) is not None)
+        return [step for step in steps if self.get_file_size(self.get_folder_name(step), NAME) is not None]
 
-    def folder(self, step: int) -> str:
+    def get_folder_name(self, step: int) -> str:
         """Return the name of a step's folder."""
         return f"step-{step}"
 
-    def begin(self, step: int, token: str) -> str:
-        """Return the folder name for a new step, without creating anything."""
-        if self.size(self.folder(step), NAME) is not None:
-            raise make_exists_error(self.where, step)
-        return f"{self.folder(step)}/{token}"
+    def create_step_folder(self, step: int, token: str) -> str:
+        """Return the name of the folder for a new step. Object stores need not create folders."""
+        if self.get_file_size(self.get_folder_name(step), NAME) is not None:
+            raise make_step_exists_error(self.where, step)
+        return f"{self.get_folder_name(step)}/{token}"
 
-    def commit(self, step: int, token: str) -> None:
-        """Write the manifest, which makes the step exist, unless another save wrote it. Then delete leftovers."""
-        folder = self.folder(step)
+    def commit_step(self, step: int, token: str) -> None:
+        """Move the manifest into the step's folder, or raise if that has one. Then delete files of other saves."""
+        folder = self.get_folder_name(step)
         path = self._join_path(folder, NAME)
         with _translate_errors(self._files, path, f"step {step} cannot be completed", _FIX_BUCKET):
             manifest = self._files.cat_file(self._join_path(f"{folder}/{token}", NAME))
             try:
                 self._files.pipe_file(path, manifest, mode="create")
             except Exception:
-                if self.size(folder, NAME) is None:
+                if self.get_file_size(folder, NAME) is None:
                     raise
         head = memoryview(bytearray(_HEAD_BYTES))
-        if token.encode() not in bytes(head[: self.read_into(folder, NAME, 0, head)]):
-            # If the manifest has this save's token, the write succeeded and only the store's answer was lost.
-            raise make_exists_error(self.where, step)
-        # The manifest is now final, so other files in the folder belong to saves that will fail.
-        self.remove(f"{folder}/{token}", NAME)
+        if token.encode() not in bytes(head[: self.read_file_into(folder, NAME, 0, head)]):
+            # With this save's token in the manifest, the write succeeded, and only the store's answer was lost.
+            raise make_step_exists_error(self.where, step)
+        # The step is now final, so delete other files in its folder: they belong to saves that will fail.
+        self.remove_file(f"{folder}/{token}", NAME)
         with suppress(Exception):
             for other in self._files.ls(self._join_path(folder), detail=False):
                 if os.path.basename(other.rstrip("/")) not in (NAME, token):
                     self._files.rm(other, recursive=True)
 
-    def abandon(self, step: int, token: str) -> None:
-        """Try to delete the unfinished step, unless it may have been committed."""
-        folder = self.folder(step)
+    def discard_step(self, step: int, token: str) -> None:
+        """Delete the files of the unfinished step, if possible and if the step is not committed. Ignore errors."""
+        folder = self.get_folder_name(step)
         with suppress(Exception):
             head = memoryview(bytearray(_HEAD_BYTES))
-            is_step = self.size(folder, NAME) is not None
-            if not is_step or token.encode() not in bytes(head[: self.read_into(folder, NAME, 0, head)]):
+            is_step = self.get_file_size(folder, NAME) is not None
+            if not is_step or token.encode() not in bytes(head[: self.read_file_into(folder, NAME, 0, head)]):
                 self._files.rm(self._join_path(f"{folder}/{token}"), recursive=True)
 
-    def delete(self, step: int) -> None:
-        """Delete the manifest, then the rest."""
-        path = self._join_path(self.folder(step), NAME)
+    def delete_step(self, step: int) -> None:
+        """Delete the manifest, so that the step no longer exists, then the other files. Ignore a missing step."""
+        path = self._join_path(self.get_folder_name(step), NAME)
         with (
             _translate_errors(self._files, path, f"step {step} cannot be deleted"),
             suppress(FileNotFoundError),
         ):
             self._files.rm_file(path)
         with suppress(Exception):
-            self._files.rm(self._join_path(self.folder(step)), recursive=True)
+            self._files.rm(self._join_path(self.get_folder_name(step)), recursive=True)
 
-    def create(self, folder: str, name: str) -> _RemoteSink:
+    def create_file(self, folder: str, name: str) -> _RemoteSink:
         """Open a new file for writing. The file exists once it is closed."""
         return _RemoteSink(self._files, self._join_path(folder, name))
 
-    def remove(self, folder: str, name: str) -> None:
-        """Try to delete a file."""
+    def remove_file(self, folder: str, name: str) -> None:
+        """Delete a file, if possible. Ignore errors."""
         with suppress(Exception):
             self._files.rm_file(self._join_path(folder, name))
 
-    def size(self, folder: str, name: str) -> int | None:
+    def get_file_size(self, folder: str, name: str) -> int | None:
         """Return the size of a file in bytes, or `None` if it does not exist."""
         path = self._join_path(folder, name)
         with _translate_errors(self._files, path, "the file cannot be read"):
@@ -156,8 +156,8 @@ class RemoteStorage:
                 return None
         return found["size"] if found["type"] == "file" else None
 
-    def read_into(self, folder: str, name: str, start: int, buffer: memoryview) -> int:
-        """Read from `start` into `buffer`, and return the byte count."""
+    def read_file_into(self, folder: str, name: str, start: int, buffer: memoryview) -> int:
+        """Read from offset `start` into `buffer`, and return the byte count, which is smaller only at the end."""
         path = self._join_path(folder, name)
         end = start + len(buffer)
         with _translate_errors(self._files, path, "the file cannot be read"):
@@ -165,14 +165,14 @@ class RemoteStorage:
                 data = self._files.cat_file(path, start=start, end=end) if buffer else b""
             except FileNotFoundError:
                 raise
-            except Exception:  # some stores raise for a range beyond the end
-                if (self.size(folder, name) or 0) > start:
+            except Exception:  # some stores raise for a range beyond the end, where no bytes can be read
+                if (self.get_file_size(folder, name) or 0) > start:
                     raise
                 data = b""
         buffer[: len(data)] = data
         return len(data)
 
-    def free_bytes(self) -> None:
+    def get_free_bytes(self) -> None:
         """Return `None`, because an object store does not report its free space."""
         return
 
@@ -206,7 +206,7 @@ class _RemoteSink:
             return
         with suppress(Exception):
             self._file.discard()
-            # without this, fsspec would upload the file when it is garbage-collected
+            # fsspec would upload a file that is not closed when it is garbage-collected, so mark it as closed
             self._file.closed = True
         with suppress(Exception):
             self._files.rm_file(self._path)

@@ -24,15 +24,15 @@ Specs = tuple[str | tuple[str, ...] | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class SavedVariable:
-    """Describe a variable in a checkpoint.
+    """A variable in a checkpoint, without its values.
 
     Args:
-        path: Its path.
-        shape: Its global shape.
-        dtype: The name of its element type, as in `"bfloat16"`.
-        kind: Its purpose.
-        aliases: Its other paths.
-        layout: Its sharding specs when it was saved; `None`: it was on no mesh, or they are unknown.
+        path: The path of the variable.
+        shape: The global shape.
+        dtype: The name of the element type, as in `"bfloat16"`.
+        kind: The purpose of the variable.
+        aliases: Other paths of the variable.
+        layout: The sharding specs when it was saved; `None`: it was on no mesh, or they are unknown.
     """
 
     path: str
@@ -48,51 +48,53 @@ class SavedVariable:
         return math.prod(self.shape) * get_numpy_dtype(self.dtype, self.path).itemsize
 
 
-def check_variables(where: str, variables: Iterable[SavedVariable], most_bytes: int | None = None) -> None:
+def check_limits(where: str, variables: Iterable[SavedVariable], max_bytes: int | None = None) -> None:
     """Raise if a variable has a name, rank, or size that cannot be real, as in a damaged or malicious file.
 
     Args:
         where: The checkpoint, for messages.
         variables: The variables.
-        most_bytes: Largest number of bytes of one of them; `None`: the format has checked it.
+        max_bytes: The maximum size of a variable in bytes; `None`: any size that a 64-bit offset allows.
 
     Raises:
-        CheckpointError: One has.
+        CheckpointError: A variable exceeds a limit.
     """
     for each in variables:
         why = ""
         if len(each.path) > _MOST_NAME:
-            why = f"its name has {len(each.path):,} characters, and {_MOST_NAME:,} are the most"
+            why = f"its name has {len(each.path):,} characters, and at most {_MOST_NAME:,} are allowed"
         elif len(each.shape) > _MOST_AXES:
-            why = f"it has {len(each.shape):,} axes, and {_MOST_AXES} are the most"
+            why = f"it has {len(each.shape):,} axes, and at most {_MOST_AXES} are allowed"
         else:
             size = math.ceil(math.prod(each.shape) * get_itemsize(each.dtype))
-            most = 2**63 - 1 if most_bytes is None else most_bytes
+            most = 2**63 - 1 if max_bytes is None else max_bytes
             if size > most or math.prod(max(n, 1) for n in each.shape) >= 2**63:
                 why = f"its shape {each.shape} needs {size:,} bytes, and its files can have {most:,}"
         if why:
             raise CheckpointError(f"{where}: {shorten_repr(each.path)} is invalid", why=why, fix=FIX)
 
 
-def import_reader(what: str, name: str, why: str) -> Any:
-    """Import the package that reads a format, or raise an error with the install command.
+def import_package(subject: str, package: str, why: str) -> Any:
+    """Import and return a package that reads a format. The error for a missing package has `subject` and `why`.
 
     Raises:
-        CheckpointError: It is not installed.
+        CheckpointError: The package is not installed.
     """
     try:
-        return import_module(name)
+        return import_module(package)
     except ModuleNotFoundError as error:
         raise CheckpointError(
-            f"{what} are read with {name}, which is not installed", why=why, fix=f"pip install {name}"
+            f"{subject} are read with {package}, which is not installed",
+            why=why,
+            fix=f"pip install {package}",
         ) from error
 
 
 class Source(ABC):
-    """Base of all sources, which read variables block by block.
+    """Base class of checkpoints from which variables are read block by block.
 
     Args:
-        where: The file or folder, as messages name it.
+        where: The name of the file or folder in messages.
         variables: The variables by path.
     """
 
@@ -106,35 +108,35 @@ class Source(ABC):
         return {}
 
     def read(self, path: str, index: Index | None = None) -> NumpyArray:
-        """Read the values of a variable at an index (`None`: all) into new memory.
+        """Return the values of a variable at an index (`None`: all) in new memory.
 
         Raises:
-            CheckpointError: There is no such variable, or its values cannot be read or are not those that were saved.
+            CheckpointError: There is no such variable, or its values cannot be read or are damaged.
         """
         wanted = self._resolve_block(path, index)
         with translate_parser_errors(f"{self.where}: {path}"):
-            return self._read(*wanted)
+            return self._read_block(*wanted)
 
     def read_into(self, path: str, index: Index, target: NumpyArray) -> None:
-        """Read the values at an index into an array of the variable's dtype."""
+        """Read the values of a variable at an index into `target`, an array of its dtype."""
         wanted = self._resolve_block(path, index)
         with translate_parser_errors(f"{self.where}: {path}"):
-            self._read_into(*wanted, target)
+            self._read_block_into(*wanted, target)
 
-    def check(self, path: str, index: Index | None = None) -> None:
-        """Raise the error that `read` would raise for a damaged block, if the format has checksums."""
+    def verify_block(self, path: str, index: Index | None = None) -> None:
+        """Raise if `read` would raise for this block. Damaged values are found only in formats with checksums."""
         wanted = self._resolve_block(path, index)
         with translate_parser_errors(f"{self.where}: {path}"):
-            self._check(*wanted)
+            self._verify_block(*wanted)
 
     @abstractmethod
-    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray: ...
+    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray: ...
 
-    def _read_into(self, variable: SavedVariable, wanted: Index, target: NumpyArray) -> None:
-        target[...] = self._read(variable, wanted)
+    def _read_block_into(self, variable: SavedVariable, wanted: Index, target: NumpyArray) -> None:
+        target[...] = self._read_block(variable, wanted)
 
-    def _check(self, variable: SavedVariable, wanted: Index) -> None:
-        self._read(variable, wanted)
+    def _verify_block(self, variable: SavedVariable, wanted: Index) -> None:
+        self._read_block(variable, wanted)
 
     def _resolve_block(self, path: str, index: Index | None) -> tuple[SavedVariable, Index]:
         variable = self[path]
@@ -143,10 +145,10 @@ class Source(ABC):
         )
 
     def __getitem__(self, path: str) -> SavedVariable:
-        """Return a variable.
+        """Return the variable with a path.
 
         Raises:
-            CheckpointError: There is none of that path.
+            CheckpointError: There is no such variable.
         """
         if path not in self.variables:
             from layoutmap.rules.near_misses import find_nearest
@@ -157,7 +159,7 @@ class Source(ABC):
                     "checkpoint": self.where,
                     "near misses": join_names(find_nearest(path, self.variables)),
                 },
-                why=f"it has {len(self.variables)} others",
+                why=f"the checkpoint has {len(self.variables)} variables with other paths",
                 fix="use one of the paths that layoutmap.describe(directory) shows",
             )
         return self.variables[path]

@@ -11,7 +11,7 @@ from layoutmap.core.variables import Kind, VariableSpec
 def make_variable_specs(variables: Iterable[SavedVariable]) -> list[VariableSpec]:
     """Convert saved variables to the specs that a plan needs, in the same order.
 
-    A slot's parent is the weight whose path is in its own, the longest if there are several, and that has its shape.
+    The parent of a slot is the weight of its shape whose path is contained in the slot's path. The longest path wins.
 
     Example:
         >>> kernel = SavedVariable("d1.kernel", (8, 4), "float32")
@@ -28,13 +28,13 @@ def make_variable_specs(variables: Iterable[SavedVariable]) -> list[VariableSpec
             v.dtype,
             v.kind,
             v.aliases,
-            _find_parent(v, weights) if v.kind is Kind.SLOT else None,
+            _find_parent_path(v, weights) if v.kind is Kind.SLOT else None,
         )
         for v in known
     ]
 
 
-def _find_parent(slot: SavedVariable, weights: Mapping[str, SavedVariable]) -> str | None:
+def _find_parent_path(slot: SavedVariable, weights: Mapping[str, SavedVariable]) -> str | None:
     parts = slot.path.split(".")
     for length in range(len(parts) - 1, 0, -1):
         for start in range(len(parts) - length, -1, -1):

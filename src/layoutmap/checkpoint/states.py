@@ -1,7 +1,7 @@
 """Convert states of data iterators, random generators, and schedules to JSON and back, without running code.
 
-What is no JSON of its own is an object with one key that begins with `__`: bytes, arrays, tuples, numbers that are not
-finite, mappings with other keys than text, counters.
+JSON lacks bytes, arrays, tuples, infinite numbers, mappings with keys other than text, and counters. Each of them
+becomes an object with a key that begins with `__`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def encode_state(value: Any, where: str) -> Any:
 
     Args:
         value: Numbers, texts, bytes, `None`, arrays, and lists, tuples and mappings of them.
-        where: What it is, for messages.
+        where: The name of the state in messages.
 
     Raises:
-        CheckpointError: It has something else in it; says where.
+        CheckpointError: The state contains another type of value. The message names its place.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -65,9 +65,9 @@ def encode_state(value: Any, where: str) -> Any:
 
 
 def decode_state(value: Any) -> Any:
-    """Read the result of `encode_state`. Arrays become numpy's, and tensors torch's if torch is imported."""
+    """Convert the result of `encode_state` back. Tensors become numpy arrays unless torch is imported."""
     if isinstance(value, list):
-        parts = cast("list[Any]", value)  # a Mersenne Twister has 625 numbers
+        parts = cast("list[Any]", value)  # a Mersenne Twister has 625 numbers, so copy them without calls
         return [decode_state(each) for each in parts] if {list, dict} & {*map(type, parts)} else [*parts]
     if not isinstance(value, dict):
         return value
@@ -85,7 +85,7 @@ def decode_state(value: Any) -> Any:
     if "__array__" in found:
         data = np.frombuffer(base64.b64decode(found["__array__"]), get_numpy_dtype(found["dtype"]))
         array = data.reshape(found["shape"]).copy()
-        # torch generators and data loaders accept states only as tensors.
+        # torch generators and data loaders accept states only as tensors, so make one if the state had one.
         return (
             sys.modules["torch"].from_numpy(array) if "tensor" in found and "torch" in sys.modules else array
         )

@@ -23,7 +23,7 @@ _UNFINISHED = re.compile(r"\.step-[0-9]+\.[0-9a-f]{16}")
 
 
 class Sink(Protocol):
-    """Write a file from start to end. The file is durable once its `with` block ends without an error."""
+    """A new file that is written from start to end. It is durable once its `with` block ends without an error."""
 
     def write(self, data: memoryview | bytes, /) -> object:
         """Append all bytes."""
@@ -37,34 +37,34 @@ class Sink(Protocol):
 
 
 class FileMaker(Protocol):
-    """Create files."""
+    """Create files in a folder. A `Storage` does so, and also a link that sends each new file."""
 
-    def create(self, folder: str, name: str) -> Sink:
+    def create_file(self, folder: str, name: str) -> Sink:
         """Open a new file for writing."""
         ...
 
 
 class Storage(FileMaker, Protocol):
-    """Store steps. A step exists once `commit` has returned."""
+    """Store the steps of a checkpoint. A step exists once `commit_step` has returned."""
 
     where: str
-    """The folder, as messages name it."""
+    """The name of the checkpoint's folder in messages."""
 
     read_bytes: int
-    """Number of bytes that are best read at once."""
+    """Number of bytes that should be read at once for the best speed."""
 
     write_files: int
-    """Number of files that a process writes at the same time."""
+    """Number of files that a process should write at the same time for the best speed."""
 
-    def steps(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         """Return the existing steps, in ascending order."""
         ...
 
-    def folder(self, step: int) -> str:
+    def get_folder_name(self, step: int) -> str:
         """Return the name of a step's folder."""
         ...
 
-    def begin(self, step: int, token: str) -> str:
+    def create_step_folder(self, step: int, token: str) -> str:
         """Create the folder for a new step, and return its name. Only one process calls it.
 
         Raises:
@@ -72,49 +72,49 @@ class Storage(FileMaker, Protocol):
         """
         ...
 
-    def commit(self, step: int, token: str) -> None:
-        """Turn the folder of `begin` into the step.
+    def commit_step(self, step: int, token: str) -> None:
+        """Turn the folder of `create_step_folder` into the step, which then exists.
 
         Raises:
             CheckpointError: Another program has saved the step meanwhile.
         """
         ...
 
-    def abandon(self, step: int, token: str) -> None:
-        """Try to delete the folder of `begin`."""
+    def discard_step(self, step: int, token: str) -> None:
+        """Delete the folder of `create_step_folder`, if possible. Ignore errors."""
         ...
 
-    def delete(self, step: int) -> None:
-        """Delete a step so that an interrupt leaves no damaged step. Ignore a missing step."""
+    def delete_step(self, step: int) -> None:
+        """Delete a step, in an order in which an interrupt leaves no damaged step. Ignore a missing step."""
         ...
 
-    def remove(self, folder: str, name: str) -> None:
-        """Try to delete a file."""
+    def remove_file(self, folder: str, name: str) -> None:
+        """Delete a file, if possible. Ignore errors."""
         ...
 
-    def size(self, folder: str, name: str) -> int | None:
+    def get_file_size(self, folder: str, name: str) -> int | None:
         """Return the size of a file in bytes, or `None` if it does not exist."""
         ...
 
-    def read_into(self, folder: str, name: str, start: int, buffer: memoryview) -> int:
+    def read_file_into(self, folder: str, name: str, start: int, buffer: memoryview) -> int:
         """Read from `start` into `buffer`, and return the byte count, which is smaller only at the end of the file."""
         ...
 
-    def free_bytes(self) -> int | None:
+    def get_free_bytes(self) -> int | None:
         """Return the free space in bytes, or `None` if it is unknown."""
         ...
 
 
-def make_token() -> str:
-    """Return a random token that identifies a save."""
+def make_random_token() -> str:
+    """Return a random text that names a save or a stream."""
     return secrets.token_hex(8)
 
 
-def parse_step(name: str) -> int | None:
+def parse_step_folder_name(name: str) -> int | None:
     """Return the step number in a folder name, or `None` for other names.
 
     Example:
-        >>> parse_step("step-1000"), parse_step("step-07")
+        >>> parse_step_folder_name("step-1000"), parse_step_folder_name("step-07")
         (1000, None)
     """
     found = _STEP.fullmatch(name)
@@ -124,86 +124,86 @@ def parse_step(name: str) -> int | None:
 class LocalStorage:
     """Store steps as folders such as `step-1000`. An unfinished step is `.step-1000.<token>`."""
 
-    read_bytes = 1 << 20  # so that the bytes stay in the CPU cache until they are copied
+    read_bytes = 1 << 20  # small, so that the bytes are still in the CPU cache when they are copied
     write_files = min(16, max(2, getattr(os, "process_cpu_count", os.cpu_count)() or 1))
 
     def __init__(self, directory: str | os.PathLike[str]):
         self._root = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
         self.where = str(self._root)
-        self._locks: dict[str, folders.Lock | None] = {}
+        self._locks: dict[str, folders.FolderLock | None] = {}
 
-    def steps(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         """Return the existing steps, in ascending order."""
         try:
             names = os.listdir(self._root)
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise _make_error(self.where, "it cannot be listed", error) from error
-        return sorted(number for name in names if (number := parse_step(name)) is not None)
+            raise _make_os_error(self.where, "the folder cannot be listed", error) from error
+        return sorted(number for name in names if (number := parse_step_folder_name(name)) is not None)
 
-    def folder(self, step: int) -> str:
+    def get_folder_name(self, step: int) -> str:
         """Return the name of a step's folder."""
         return f"step-{step}"
 
-    def begin(self, step: int, token: str) -> str:
-        """Create the folder for a new step, and lock it until this process ends."""
-        self._check_system()
-        if os.path.lexists(self._root / self.folder(step)):
-            raise make_exists_error(self.where, step)
-        name = _name_hidden_folder(step, token)
+    def create_step_folder(self, step: int, token: str) -> str:
+        """Create a hidden folder for a new step, lock it for the time of the save, and return its name."""
+        self._check_posix_support()
+        if os.path.lexists(self._root / self.get_folder_name(step)):
+            raise make_step_exists_error(self.where, step)
+        name = _make_hidden_name(step, token)
         try:
-            self._make_root()
+            self._create_root_folder()
             folders.remove_leftovers(self._root, _UNFINISHED)
-            self._locks[name] = folders.make_locked_folder(self._root / name)
+            self._locks[name] = folders.create_locked_folder(self._root / name)
             return name
         except BaseException as error:
-            self.abandon(step, token)
+            self.discard_step(step, token)
             if isinstance(error, OSError):
-                raise _make_error(self.where, "checkpoints cannot be written there", error) from error
+                raise _make_os_error(self.where, "checkpoints cannot be written there", error) from error
             raise
 
-    def commit(self, step: int, token: str) -> None:
-        """Flush all files to disk, then rename the folder."""
-        name = _name_hidden_folder(step, token)
+    def commit_step(self, step: int, token: str) -> None:
+        """Flush all files to disk, then rename the hidden folder to that of the step."""
+        name = _make_hidden_name(step, token)
         try:
             sync_folder(self._root / name)
-            os.rename(self._root / name, self._root / self.folder(step))
+            os.rename(self._root / name, self._root / self.get_folder_name(step))
             sync_folder(self._root)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                raise make_exists_error(self.where, step) from error
-            raise _make_error(self.where, f"step {step} cannot be completed", error) from error
+                raise make_step_exists_error(self.where, step) from error
+            raise _make_os_error(self.where, f"step {step} cannot be completed", error) from error
         finally:
             self._locks.pop(name, None)
 
-    def abandon(self, step: int, token: str) -> None:
-        """Try to delete the unfinished step."""
-        name = _name_hidden_folder(step, token)
+    def discard_step(self, step: int, token: str) -> None:
+        """Delete the unfinished step, if possible. Ignore errors."""
+        name = _make_hidden_name(step, token)
         remove_folder(self._root / name)
         self._locks.pop(name, None)
 
-    def delete(self, step: int) -> None:
-        """Hide the step, then delete it."""
-        hidden = self._root / _name_hidden_folder(step, make_token())
+    def delete_step(self, step: int) -> None:
+        """Rename the step to a hidden folder, so that it no longer exists, then delete the folder."""
+        hidden = self._root / _make_hidden_name(step, make_random_token())
         try:
             with contextlib.suppress(FileNotFoundError):  # another program may have deleted the step
-                os.rename(self._root / self.folder(step), hidden)
+                os.rename(self._root / self.get_folder_name(step), hidden)
                 sync_folder(self._root)
         except OSError as error:
-            raise _make_error(self.where, f"step {step} cannot be deleted", error) from error
+            raise _make_os_error(self.where, f"step {step} cannot be deleted", error) from error
         remove_folder(hidden)
 
-    def create(self, folder: str, name: str) -> Sink:
+    def create_file(self, folder: str, name: str) -> Sink:
         """Open a new file for writing."""
         return _LocalSink(self._root / folder / name)
 
-    def remove(self, folder: str, name: str) -> None:
-        """Try to delete a file."""
+    def remove_file(self, folder: str, name: str) -> None:
+        """Delete a file, if possible. Ignore errors."""
         with contextlib.suppress(OSError):
             os.unlink(self._root / folder / name)
 
-    def size(self, folder: str, name: str) -> int | None:
+    def get_file_size(self, folder: str, name: str) -> int | None:
         """Return the size of a regular file in bytes, or `None` if it does not exist."""
         path = self._root / folder / name
         try:
@@ -211,15 +211,15 @@ class LocalStorage:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise _make_error(str(path), "the file cannot be read", error) from error
+            raise _make_os_error(str(path), "the file cannot be read", error) from error
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
-    def read_into(self, folder: str, name: str, start: int, buffer: memoryview) -> int:
+    def read_file_into(self, folder: str, name: str, start: int, buffer: memoryview) -> int:
         """Read from `start` into `buffer`, and return the byte count."""
-        self._check_system()
+        self._check_posix_support()
         path, done = f"{self.where}/{folder}/{name}", 0
         try:
-            # O_NONBLOCK: opening a named pipe must not block
+            # O_NONBLOCK, because opening a named pipe would block
             file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             try:
                 while done < len(buffer) and (count := os.preadv(file, [buffer[done:]], start + done)):
@@ -227,37 +227,37 @@ class LocalStorage:
             finally:
                 os.close(file)
         except OSError as error:
-            raise _make_error(path, "the file cannot be read", error) from error
+            raise _make_os_error(path, "the file cannot be read", error) from error
         return done
 
-    def free_bytes(self) -> int | None:
+    def get_free_bytes(self) -> int | None:
         """Return the free space in bytes."""
         existing = next(path for path in (self._root, *self._root.parents) if path.exists())
         with contextlib.suppress(OSError):
             return shutil.disk_usage(existing).free
         return None
 
-    def _check_system(self) -> None:
+    def _check_posix_support(self) -> None:
         if folders.fcntl is None:
             raise CheckpointError(
                 f"{self.where}: checkpoints are not written or read on this system",
-                why="it lacks POSIX locks, reads, and renames",
+                why="the system lacks POSIX locks, reads, and renames",
                 fix="use Linux, macOS, or WSL, or save to an object store: s3://bucket/run",
             )
 
-    def _make_root(self) -> None:
+    def _create_root_folder(self) -> None:
         new = [path for path in (self._root, *self._root.parents) if not path.exists()]
         self._root.mkdir(parents=True, exist_ok=True)
         for path in new:
             sync_folder(path.parent)
 
 
-def _name_hidden_folder(step: int, token: str) -> str:
+def _make_hidden_name(step: int, token: str) -> str:
     return f".step-{step}.{token}"
 
 
 class _LocalSink:
-    """Write a new file, and flush it to disk on close."""
+    """Write a new local file, and flush it to disk at the end of the `with` block."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -267,16 +267,16 @@ class _LocalSink:
         try:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:
-            raise _make_error(str(self._path), "the file cannot be written", error) from error
+            raise _make_os_error(str(self._path), "the file cannot be written", error) from error
         return self
 
     def write(self, data: memoryview | bytes, /) -> None:
-        left = memoryview(data).cast("B")
+        remaining = memoryview(data).cast("B")
         try:
-            while left:
-                left = left[os.write(self._file, left) :]
+            while remaining:
+                remaining = remaining[os.write(self._file, remaining) :]
         except OSError as error:
-            raise _make_error(str(self._path), "the file cannot be written", error) from error
+            raise _make_os_error(str(self._path), "the file cannot be written", error) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
@@ -285,12 +285,12 @@ class _LocalSink:
             if kind is None:
                 os.fsync(self._file)
         except OSError as failure:
-            raise _make_error(str(self._path), "the file cannot be written", failure) from failure
+            raise _make_os_error(str(self._path), "the file cannot be written", failure) from failure
         finally:
             os.close(self._file)
 
 
-def make_exists_error(where: str, step: int) -> CheckpointError:
+def make_step_exists_error(where: str, step: int) -> CheckpointError:
     """Return the error for a step that already exists."""
     return CheckpointError(
         f"{where}: step {step} exists already",
@@ -299,16 +299,16 @@ def make_exists_error(where: str, step: int) -> CheckpointError:
     )
 
 
-def _make_error(where: str, what: str, error: OSError) -> CheckpointError:
+def _make_os_error(where: str, what: str, error: OSError) -> CheckpointError:
     fixes = {
         errno.ENOSPC: "free some space, or save elsewhere; existing steps are unchanged",
         errno.EDQUOT: "free some space, or save elsewhere; existing steps are unchanged",
-        errno.EACCES: "give this user the right to it, or name another directory",
+        errno.EACCES: "give this user access to the path, or name another directory",
         errno.EROFS: "name a directory that can be written",
-        errno.ENOENT: "restore it from a copy, or load another step",
-        errno.ENOTDIR: "name a directory; there is a file of that name",
-        errno.EEXIST: "name a directory; there is something else of that name",
-        errno.EFBIG: "raise the limit of the size of files (ulimit -f), or save elsewhere",
+        errno.ENOENT: "restore the missing file from a copy, or load another step",
+        errno.ENOTDIR: "name a directory; a part of the path is a file",
+        errno.EEXIST: "name another directory; a file of this name exists already",
+        errno.EFBIG: "raise the limit for the size of files (ulimit -f), or save elsewhere",
     }
     return CheckpointError(
         f"{where}: {what}",

@@ -1,8 +1,8 @@
 """Encode and check the records of a weight stream. Each record has a number and checksums.
 
-A record is a header and a payload. The header has:
+A record is a header and a payload. The header has these fields:
 
-    magic, kind, number in the stream, length of the payload, CRC-32 of the payload, CRC-32 of the header before it
+    magic, kind, number of the record in the stream, length of the payload, CRC-32 of the payload, CRC-32 of the others
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import msgspec
 
 from layoutmap.checkpoint.dtypes import SAFETENSORS
 from layoutmap.checkpoint.gate import MOST_SMALL_BYTES, translate_parser_errors
-from layoutmap.checkpoint.source import SavedVariable, check_variables
-from layoutmap.checkpoint.storage import make_token
+from layoutmap.checkpoint.source import SavedVariable, check_limits
+from layoutmap.checkpoint.storage import make_random_token
 from layoutmap.core.errors import CheckpointError
 
 VERSION = 1
@@ -32,8 +32,8 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Token = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 
-class Record(IntEnum):
-    """The kinds of records."""
+class RecordKind(IntEnum):
+    """The kinds of records in a weight stream."""
 
     BEGIN = 1
     FILE = 2
@@ -44,124 +44,128 @@ class Record(IntEnum):
 
 
 class StreamedVariable(msgspec.Struct, forbid_unknown_fields=True):
-    """Describe a variable of a stream: its dtype, shape, and aliases."""
+    """The dtype, shape, and aliases of a variable in a stream."""
 
     dtype: str
     shape: tuple[_Number, ...]
     aliases: tuple[str, ...] = ()
 
 
-class Begin(msgspec.Struct, forbid_unknown_fields=True):
+class BeginRecord(msgspec.Struct, forbid_unknown_fields=True):
     """The first record of a stream, with its variables.
 
     Args:
         variables: The variables by name.
-        unchanged: Checksums of the variables that are not sent, because the receiver already has them.
+        unchanged: Checksums of the variables that are not sent, because the receiver already has their values.
         token: A random name of the stream.
         version: The version of the format.
     """
 
     variables: dict[str, StreamedVariable]
     unchanged: dict[str, str]
-    token: _Token = msgspec.field(default_factory=make_token)
+    token: _Token = msgspec.field(default_factory=make_random_token)
     version: int = VERSION
 
     def list_variables(self) -> list[SavedVariable]:
-        """Return the variables in the form of a source."""
+        """Return all variables of the stream as `SavedVariable`s."""
         return [SavedVariable(n, e.shape, e.dtype, aliases=e.aliases) for n, e in self.variables.items()]
 
     @property
     def sent_bytes(self) -> int:
-        """Size of the variables that are sent."""
+        """Size in bytes of the variables that are sent, without the unchanged ones."""
         return sum(v.global_bytes for v in self.list_variables() if v.path not in self.unchanged)
 
 
-class End(msgspec.Struct, forbid_unknown_fields=True):
+class EndRecord(msgspec.Struct, forbid_unknown_fields=True):
     """The last record of a stream: the size and CRC-32 of each file."""
 
     files: dict[str, tuple[_Number, _Number]]
 
 
-class _Answer(msgspec.Struct, forbid_unknown_fields=True):
+class _AnswerRecord(msgspec.Struct, forbid_unknown_fields=True):
     token: str
     error: str
 
 
-def parse_begin(payload: bytes, where: str) -> Begin:
+def parse_begin(payload: bytes, where: str) -> BeginRecord:
     """Parse and check the first record of a stream."""
-    begin = decode(payload, Begin, where)
+    begin = decode_payload(payload, BeginRecord, where)
     if begin.version != VERSION or not begin.unchanged.keys() <= begin.variables.keys():
-        raise make_damage_error(
-            where, f"it has version {begin.version}, or lists unchanged names that are not variables"
+        raise make_stream_error(
+            where,
+            f"its version is {begin.version}, not {VERSION}"
+            if begin.version != VERSION
+            else "it lists unchanged variables that it does not describe",
         )
     if unknown := {each.dtype for each in begin.variables.values()} - SAFETENSORS.keys():
-        raise make_damage_error(where, f"it has an element type {min(unknown)!r:.50}")
-    check_variables(where, begin.list_variables())
+        raise make_stream_error(where, f"it has the unknown element type {min(unknown)!r:.50}")
+    check_limits(where, begin.list_variables())
     return begin
 
 
-def make_answer(token: str, error: str) -> bytes:
-    """Encode an answer. An empty error means that the model has all values."""
-    return msgspec.json.encode(_Answer(token, error))
+def encode_answer(token: str, error: str) -> bytes:
+    """Encode the receiver's answer to a stream. An empty error means that its model has all values."""
+    return msgspec.json.encode(_AnswerRecord(token, error))
 
 
 def check_answer(payload: bytes, token: str, where: str) -> None:
     """Raise if an answer is a refusal or belongs to another stream."""
-    answer = decode(payload, _Answer, where)
+    answer = decode_payload(payload, _AnswerRecord, where)
     if answer.token not in (token, ""):
-        raise make_damage_error(where, "the answer belongs to another stream")
+        raise make_stream_error(where, "the answer belongs to another stream")
     if answer.error:
         raise CheckpointError(
             f"{where}: the receiver refuses the weights",
-            facts={"it says": answer.error},
-            why="its model still has the old weights, unless its error says otherwise",
+            facts={"its error": answer.error},
+            why="the receiver's model still has the old weights, unless the error says otherwise",
             fix="correct the receiver's error, and open a new connection",
         )
 
 
-def make_record(kind: Record, number: int, payload: bytes | memoryview) -> bytes:
-    """Encode the header of a record."""
+def encode_record_header(kind: RecordKind, number: int, payload: bytes | memoryview) -> bytes:
+    """Return the encoded header of a record, to which the payload is appended."""
     header = _HEADER.pack(_MAGIC, kind, number, len(payload), zlib.crc32(payload))
     return header + _SUM.pack(zlib.crc32(header))
 
 
 def read_record(
-    read: Callable[[int], bytes], number: int, kinds: Collection[Record], where: str
-) -> tuple[Record, bytes]:
+    read: Callable[[int], bytes], number: int, kinds: Collection[RecordKind], where: str
+) -> tuple[RecordKind, bytes]:
     """Read the next record, and return its kind and payload.
 
     Args:
-        read: Returns the next bytes, of a given number.
+        read: Reads and returns the given number of bytes.
         number: The number that the record must have.
-        kinds: The kinds that it can have.
+        kinds: The kinds that the record may have.
         where: The sender, for messages.
 
     Raises:
-        CheckpointError: It is damaged, too long, or another record.
+        CheckpointError: The record is damaged or too long, or has another number or kind.
     """
     header, checksum = read(_HEADER.size), read(_SUM.size)
-    magic, kind, found, length, payload_checksum = _HEADER.unpack(header)
+    magic, kind, actual, length, payload_checksum = _HEADER.unpack(header)
     if magic != _MAGIC or _SUM.pack(zlib.crc32(header)) != checksum:
-        raise make_damage_error(where, "a record has no valid header")
-    if kind == Record.FAILED:
-        raise make_damage_error(where, "the sender failed to read its values: read its error")
-    most = MOST_DATA_BYTES if kind in (Record.FILE, Record.DATA) else MOST_SMALL_BYTES
-    if found != number or kind not in kinds or length > most:
-        why = f"record {found} of kind {kind} with {length:,} bytes is in place of record {number}"
-        raise make_damage_error(where, why)
+        raise make_stream_error(where, "a record has no valid header")
+    if kind == RecordKind.FAILED:
+        raise make_stream_error(where, "the sender failed to read its values: read the sender's error")
+    max_bytes = MOST_DATA_BYTES if kind in (RecordKind.FILE, RecordKind.DATA) else MOST_SMALL_BYTES
+    if actual != number or kind not in kinds or length > max_bytes:
+        names = " or ".join(each.name for each in kinds)
+        why = f"record {actual} has kind {kind} and {length:,} bytes; expected is record {number}: {names}"
+        raise make_stream_error(where, f"{why} with at most {max_bytes:,} bytes")
     payload = read(length)
     if zlib.crc32(payload) != payload_checksum:
-        raise make_damage_error(where, f"the checksum of record {number} is wrong")
-    return Record(kind), payload
+        raise make_stream_error(where, f"the checksum of record {number} is wrong")
+    return RecordKind(kind), payload
 
 
-def decode(payload: bytes, kind: type[T], where: str) -> T:
-    """Decode a JSON payload to a type."""
+def decode_payload(payload: bytes, payload_type: type[T], where: str) -> T:
+    """Decode a JSON payload to a value of a type, or raise a `CheckpointError` if it does not fit."""
     with translate_parser_errors(where):
-        return msgspec.json.decode(payload, type=kind)
+        return msgspec.json.decode(payload, type=payload_type)
 
 
-def make_damage_error(where: str, why: str) -> CheckpointError:
+def make_stream_error(where: str, why: str) -> CheckpointError:
     """Return the error for a damaged or incomplete stream."""
     return CheckpointError(
         f"{where}: the weights are damaged or incomplete",

@@ -9,20 +9,20 @@ from typing import Any
 
 from layoutmap.checkpoint.export import export_source
 from layoutmap.checkpoint.foreign.torch_file import TorchFile
-from layoutmap.checkpoint.lineage import History, find_last_step
-from layoutmap.checkpoint.name_tables import read_names
+from layoutmap.checkpoint.lineage import StepHistory, find_last_step
+from layoutmap.checkpoint.name_tables import read_name_table
 from layoutmap.checkpoint.relayout import write_relayout
 from layoutmap.checkpoint.remote import open_storage
 from layoutmap.checkpoint.renamed_source import rename_source
 from layoutmap.checkpoint.specs import make_variable_specs
-from layoutmap.cli.output import PROBLEMS, SUCCESS, check_targets, get_width, print_text, write_all
-from layoutmap.cli.plans import read_rules
+from layoutmap.cli.output import PROBLEMS, SUCCESS, get_file_paths, get_width, print_text, write_texts
+from layoutmap.cli.plans import load_layout_map_file
 from layoutmap.core.errors import CheckpointError, LayoutMapError, join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import VariableSpec
-from layoutmap.plan.problems import group_problems
+from layoutmap.plan.problems import merge_problems
 from layoutmap.report.history import format_history
 from layoutmap.saving.describe import Checkpoint, describe
 from layoutmap.scope.plan import Plan, make_plan
@@ -30,8 +30,8 @@ from layoutmap.scope.progress import Progress
 
 
 def run_describe(options: Any) -> int:
-    """Print the content of a checkpoint, and write it as JSON and as a page."""
-    files = check_targets({"--json": options.json, "--html": options.html})
+    """Print the content of a checkpoint, write the requested JSON file and HTML page, and return the exit code."""
+    files = get_file_paths({"--json": options.json, "--html": options.html})
     found = describe(options.directory, step=options.step)
     if options.match is not None:
         try:
@@ -43,46 +43,46 @@ def run_describe(options: Any) -> int:
                 fix=r"write it as in --match '\.kernel$'",
             ) from error
     texts = {"--json": found.to_json, "--html": found.to_html}
-    out = write_all({path: texts[option]() for option, path in files.items()})
+    out = write_texts({path: texts[option]() for option, path in files.items()})
     width = get_width(out, options.wide)
     print_text(found.to_text(width), out, width)
     return SUCCESS
 
 
 def run_verify(options: Any) -> int:
-    """Read a checkpoint completely, and print all damage."""
+    """Read one step of a checkpoint or all steps completely, print all damage, and return the exit code."""
     for option, value in (("--step", options.step), ("--html", options.html)):
         if options.all and value is not None:
             raise LayoutMapError(
-                f"--all and {option} {value}",
+                f"--all and {option} {value} contradict each other",
                 why=f"{option} is for one step",
                 fix=f"leave out --all or {option}",
             )
-    files = check_targets({"--html": options.html})
+    files = get_file_paths({"--html": options.html})
     storage = open_storage(options.directory)
-    there = storage.steps()
+    steps = storage.list_steps()
     wanted = (
-        there
-        if options.all and there
+        steps
+        if options.all and steps
         else [find_last_step(storage) if options.step is None else options.step]
     )
     return max(
-        [_verify_step(options.directory, step, step in there, list(files.values())) for step in wanted]
+        [_verify_step(options.directory, step, step in steps, list(files.values())) for step in wanted]
     )
 
 
-def _verify_step(directory: str, step: int | None, is_there: bool, pages: Sequence[str]) -> int:
+def _verify_step(directory: str, step: int | None, exists: bool, pages: Sequence[str]) -> int:
     try:
         found = describe(directory, step=step)
     except CheckpointError as error:
-        if not is_there:
+        if not exists:
             raise
-        # a damaged manifest is the only problem that can be reported
+        # The manifest is damaged, so nothing else of the step can be checked.
         print_text(f"{error}\n\nstep {step}: 1 problem", sys.stdout)
         return PROBLEMS
-    with Progress(_collect_specs(found.plan), verb="verified") as shown:
+    with Progress(_get_specs_by_path(found.plan), verb="verified") as shown:
         problems = found.verify(shown)
-    out = write_all({path: found.to_html(problems) for path in pages})
+    out = write_texts({path: found.to_html(problems) for path in pages})
     for problem in problems:
         print_text(f"{problem}\n", out)
     name = found.where if found.step is None else f"step {found.step}"
@@ -94,14 +94,14 @@ def _verify_step(directory: str, step: int | None, is_there: bool, pages: Sequen
 
 
 def run_history(options: Any) -> int:
-    """Print the parent of each step."""
+    """Print the tree of the steps of a checkpoint by their parents, and return the exit code."""
     storage = open_storage(options.directory)
-    found = History(storage)
-    if not (steps := found.steps()):
+    found = StepHistory(storage)
+    if not (steps := found.read_steps()):
         raise CheckpointError(
             f"{storage.where}: there is no checkpoint",
             facts={"damaged": join_names(list(map(str, found.damaged)))},
-            why="a step is a folder step-<number>, whose manifest says which step it came from",
+            why="no step-<number> folder has a readable manifest, which names the step's parent",
             fix="name the directory of a checkpoint",
         )
     print_text(format_history(storage.where, steps.values()), sys.stdout)
@@ -113,14 +113,14 @@ def run_history(options: Any) -> int:
 
 
 def run_relayout(options: Any) -> int:
-    """Rewrite a step for other layouts."""
+    """Write a step of a checkpoint again, in the layouts of a rules file, and return the exit code."""
     source = describe(options.directory, step=options.step)
-    layout_map = read_rules(options.rules, Mesh(None, options.mesh) if options.mesh else None)
+    layout_map = load_layout_map_file(options.rules, Mesh(None, options.mesh) if options.mesh else None)
     plan = make_plan(make_variable_specs(source.values()), layout_map).check()
-    for problem in group_problems([p for p in plan.warnings if p.kind != "no rule"]):
+    for problem in merge_problems([p for p in plan.warnings if p.kind != "no rule"]):
         print_text(f"layoutmap: warning: {problem.what}", sys.stderr)
     layouts = {path: a.layout for path, a in plan.items()}
-    with Progress(_collect_specs(plan), verb="written") as shown:
+    with Progress(_get_specs_by_path(plan), verb="written") as shown:
         folder = write_relayout(
             source.source, open_storage(options.new), layouts, plan.mesh, plan.fingerprint, shown
         )
@@ -129,10 +129,10 @@ def run_relayout(options: Any) -> int:
 
 
 def run_export(options: Any) -> int:
-    """Write the weights in another library's format."""
+    """Write the weights of a checkpoint in another library's format, and return the exit code."""
     source = describe(options.directory, step=options.step).source
     if options.names is not None:
-        source = rename_source(source, read_names(options.names))
+        source = rename_source(source, read_name_table(options.names))
     variables = {each.path: each for each in make_variable_specs(source.variables.values())}
     with Progress(variables, verb="written") as shown:
         folder = export_source(
@@ -147,7 +147,7 @@ def run_export(options: Any) -> int:
 
 
 def run_convert(options: Any) -> int:
-    """Write a `torch.save` file as a step of a checkpoint."""
+    """Write the tensors of a `torch.save` file as step 0 of a checkpoint, and return the exit code."""
     source = TorchFile(options.directory, options.part)
     mesh = Mesh(None, "device=1")
     layouts = {path: Layout.replicated(mesh, len(each.shape)) for path, each in source.variables.items()}
@@ -158,5 +158,5 @@ def run_convert(options: Any) -> int:
     return SUCCESS
 
 
-def _collect_specs(plan: Plan) -> dict[str, VariableSpec]:
+def _get_specs_by_path(plan: Plan) -> dict[str, VariableSpec]:
     return {path: a.variable for path, a in plan.items()}

@@ -1,6 +1,6 @@
 """Define the options of `layoutmap checkpoint describe | history | verify | relayout | export | convert`.
 
-They run in `checkpoint_commands`, which loads numpy: that takes as long as all the rest of the command line.
+The commands are in `checkpoint_commands`. That module loads numpy, which takes as long as the rest of the command line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ exit codes:
 
 
 def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands for checkpoints."""
+    """Add the subcommands of `layoutmap checkpoint` and their options to a parser."""
     parser.epilog = _EXAMPLES
     commands = parser.add_subparsers(
         required=True, metavar="describe | history | verify | relayout | export | convert"
@@ -109,8 +109,8 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def run_checkpoint_command(options: Any) -> int:
-    """Run the chosen subcommand and return the exit code."""
+    """Run the subcommand of `layoutmap checkpoint` that the options name, and return the exit code."""
     from layoutmap.cli import checkpoint_commands
 
-    with interrupts.interruptible():
+    with interrupts.allow_interrupts():
         return getattr(checkpoint_commands, f"run_{options.checkpoint_command}")(options)

@@ -1,7 +1,7 @@
-"""Complete the command line in a shell, with a script that shtab generates from the parser.
+"""Generate scripts with which shells complete the command line, from the parser with shtab.
 
-The script is text that the shell reads once, so that a tab starts no Python. Uses `ArgumentParser._actions`, as shtab
-itself does; tested with Python 3.11 and shtab 1.13.
+The shell reads a script once, so that pressing tab starts no Python. Uses `ArgumentParser._actions`, as shtab itself
+does; tested with Python 3.11 and shtab 1.13.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def make_completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
         raise LayoutMapError(
             "completion needs shtab", why=str(error), fix='pip install "layoutmap[completion]"'
         ) from error
-    for action in _list_actions(parser):
+    for action in _iterate_parser_actions(parser):
         if action.type is Path or str(action.metavar).startswith("FILE"):
             action.complete = shtab.FILE
         elif action.metavar in ("DIRECTORY", "NEW"):
@@ -43,10 +43,11 @@ def make_completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     return shtab.complete(parser, shell)
 
 
-def _list_actions(parser: argparse.ArgumentParser) -> Iterator[Any]:
+def _iterate_parser_actions(parser: argparse.ArgumentParser) -> Iterator[Any]:
+    """Yield the actions of a parser and of its subcommands."""
     actions: list[Any] = parser._actions  # pyright: ignore[reportPrivateUsage]
     for action in actions:
         yield action
         if action.nargs == argparse.PARSER:  # subcommands
             for inner in action.choices.values():
-                yield from _list_actions(inner)
+                yield from _iterate_parser_actions(inner)

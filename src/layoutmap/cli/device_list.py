@@ -19,13 +19,13 @@ _JOIN_HELP = {
 }
 
 
-def list_devices(options: Any) -> int:
-    """Print this process's launcher and each engine's devices, and return the exit code."""
-    started_by = detect_launcher()
+def print_devices(options: Any) -> int:
+    """Print which launcher started this process and the devices of each engine, and return the exit code."""
+    launcher = detect_launcher()
     texts: list[str] = []
     for engine in [options.engine] if options.engine else ENGINES:
         try:
-            texts.append(_describe_devices(engine, started_by))
+            texts.append(_describe_devices(engine, launcher))
         except Exception as error:  # device drivers raise errors of any type
             missing = isinstance(error, LayoutMapError | ImportError)
             if options.engine:
@@ -43,20 +43,20 @@ def list_devices(options: Any) -> int:
             "no engine has devices", fix='pip install "layoutmap[jax]", [tensorflow] or [torch]'
         )
     print_text(
-        "\n".join([str(started_by or "process 0 of 1: neither SLURM nor torchrun started it"), *texts]),
+        "\n".join([str(launcher or "process 0 of 1: neither SLURM nor torchrun started it"), *texts]),
         sys.stdout,
     )
     return SUCCESS
 
 
-def _describe_devices(engine: str, started_by: Launcher | None) -> str:
+def _describe_devices(engine: str, launcher: Launcher | None) -> str:
     names = list_device_names(engine=engine)
-    here = get_engine(engine).bind(Mesh(names, {"all": len(names)})).local_device_ids
-    alone = len(here) == len(names)
+    local_ids = get_engine(engine).bind_mesh(Mesh(names, {"all": len(names)})).local_device_ids
+    alone = len(local_ids) == len(names)
     count = "1 device" if len(names) == 1 else f"{len(names)} devices"
-    lines = [f"{engine}: {count}, {'all' if alone else len(here)} of this process"]
-    if alone and started_by is not None and started_by.num_processes > 1:
-        lines.append(f"   to see those of all {started_by.num_processes} processes, {_JOIN_HELP[engine]}")
+    lines = [f"{engine}: {count}, {'all' if alone else len(local_ids)} of this process"]
+    if alone and launcher is not None and launcher.num_processes > 1:
+        lines.append(f"   to see those of all {launcher.num_processes} processes, {_JOIN_HELP[engine]}")
     return "\n".join(
-        lines + [f"   {name}{' here' * (i in here and not alone)}" for i, name in enumerate(names)]
+        lines + [f"   {name}{' here' * (i in local_ids and not alone)}" for i, name in enumerate(names)]
     )

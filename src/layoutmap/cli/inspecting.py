@@ -8,13 +8,13 @@ import sys
 from typing import Any
 
 from layoutmap.cli.output import PROBLEMS, SUCCESS, add_wide_option, get_width, print_text
-from layoutmap.cli.plans import read_plan
-from layoutmap.cli.users_code import import_function, parse_function_name, users_code
+from layoutmap.cli.plans import read_plan_file
+from layoutmap.cli.users_code import guard_users_code, import_function, parse_function_name
 from layoutmap.core.errors import LayoutMapError, format_count, join_names
 from layoutmap.core.specs import parse_batch_dim
 from layoutmap.engines.launchers import detect_launcher
-from layoutmap.plan.completeness import find_missing_weights
-from layoutmap.plan.problems import group_problems
+from layoutmap.plan.completeness import find_unbuilt_problem
+from layoutmap.plan.problems import merge_problems
 from layoutmap.scope.plan import Plan
 
 
@@ -38,27 +38,27 @@ def add_inspect_options(parser: argparse.ArgumentParser) -> None:
     add_wide_option(parser)
 
 
-def get_process_number() -> int:
-    """Return this process's number in its torchrun or SLURM job, or 0 without one."""
-    started_by = detect_launcher()
-    return 0 if started_by is None else started_by.process
+def get_process_index() -> int:
+    """Return the rank of this process in its torchrun or SLURM job, or 0 outside of a job."""
+    launcher = detect_launcher()
+    return 0 if launcher is None else launcher.process
 
 
 def inspect_model(options: Any) -> Plan:
-    """Return the plan of the model that a function builds, compared across processes if there are several."""
+    """Return the plan of the model that a function creates. Several processes are compared."""
     # imported here, so that other commands need not load numpy
     from layoutmap.inspecting.inspect import inspect
 
-    name, started_by = options.model, detect_launcher()
+    name, launcher = options.model, detect_launcher()
     if options.backend:
         os.environ["KERAS_BACKEND"] = options.backend
-    if not get_process_number():
+    if not get_process_index():
         print_text(f"layoutmap: making {name}", sys.stderr)
-    with users_code(name, choose_backend="add --backend {}"):
+    with guard_users_code(name, choose_backend="add --backend {}"):
         model = import_function(*parse_function_name(name))()
-        across = options.across or (started_by is not None and started_by.num_processes > 1)
+        across = options.across or (launcher is not None and launcher.num_processes > 1)
         plan = inspect(model, batch_dim=options.batch_dim, across=across)
-    if (missing := find_missing_weights(plan)) is not None:
+    if (missing := find_unbuilt_problem(plan)) is not None:
         raise LayoutMapError(
             f"{name}: {missing.what}",
             why="a model creates its weights in its first call, and has none to compare before",
@@ -67,28 +67,29 @@ def inspect_model(options: Any) -> Plan:
     return plan
 
 
-def report_difference(plan: Plan) -> int:
-    """Print one line if this process's layouts differ from process 0's, and return the exit code."""
-    own = f"process {get_process_number()}"
+def print_process_difference(plan: Plan) -> int:
+    """Print one line if variables differ between this process and process 0, and return the exit code."""
+    own_label = f"process {get_process_index()}"
     facts = [(p.subject, dict(p.facts)) for p in plan.problems if p.kind == "differs"]
-    other = [path for path, each in facts if each.get(own) != each.get("process 0")]
-    if other:
+    different_paths = [path for path, each in facts if each.get(own_label) != each.get("process 0")]
+    if different_paths:
         print_text(
-            f"{own}: holds {format_count(len(other), 'variable')} in other ways than process 0: {join_names(other)}",
+            f"{own_label}: {format_count(len(different_paths), 'variable')} differ from those of process 0: "
+            f"{join_names(different_paths)}",
             sys.stdout,
         )
     return PROBLEMS if plan.errors else SUCCESS
 
 
 def run_guard_command(options: Any) -> int:
-    """Compare a model with its stored plan. Return the exit code, 1 if anything differs."""
-    kept = read_plan(options.golden)
+    """Compare a model with its stored plan, print the differences, and return the exit code: 1 if anything differs."""
+    golden_plan = read_plan_file(options.golden)
     plan = inspect_model(options)
-    difference = kept.diff(plan)
-    if get_process_number():
+    difference = golden_plan.diff(plan)
+    if get_process_index():
         return PROBLEMS if difference or plan.errors else SUCCESS
     width = get_width(sys.stdout, options.wide)
     print_text(difference.to_text(width), sys.stdout, width)
-    for problem in group_problems(plan.errors):
+    for problem in merge_problems(plan.errors):
         print_text(f"\nerror: {problem}", sys.stdout, width)
     return PROBLEMS if difference or plan.errors else SUCCESS

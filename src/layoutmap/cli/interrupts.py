@@ -1,8 +1,8 @@
 """End the command line on Ctrl-C with one line and exit code 130.
 
-Python raises `KeyboardInterrupt` at any line. Inside the import of a framework, C extensions crash or replace it by
-errors of their own. So the signal's handler ends the process at once. Only blocks that must clean up ask for the
-exception (decisions/0034).
+Python raises `KeyboardInterrupt` at any line. While a framework is imported, C extensions would crash or replace it by
+other errors. So the signal handler ends the process at once. Only blocks that must clean up get the exception
+(decisions/0034).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from types import FrameType
 _INTERRUPTED = 130
 
 
-class _Handler:
-    """Handle SIGINT, and count the open `interruptible` blocks."""
+class _InterruptHandler:
+    """Handle SIGINT: raise `KeyboardInterrupt` in `allow_interrupts` blocks, and end the process elsewhere."""
 
     def __init__(self) -> None:
         self.num_interruptible = 0
@@ -30,36 +30,37 @@ class _Handler:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
+    """Return whether a frame or one of its callers is an import."""
     while frame and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
     return frame is not None
 
 
-def install_handler() -> None:
-    """Install the handler, unless this process ignores the signal as background jobs do."""
+def install_interrupt_handler() -> None:
+    """Install the handler for Ctrl-C, unless this process ignores the signal as background jobs do."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _Handler())
+        signal.signal(signal.SIGINT, _InterruptHandler())
 
 
 @contextmanager
-def interruptible() -> Generator[None]:
+def allow_interrupts() -> Generator[None]:
     """Raise `KeyboardInterrupt` on Ctrl-C inside the block, unless a module is being imported."""
     handler = signal.getsignal(signal.SIGINT)
-    asks = isinstance(handler, _Handler)
-    if asks:
+    is_installed = isinstance(handler, _InterruptHandler)
+    if is_installed:
         handler.num_interruptible += 1
     try:
         yield
     finally:
-        if asks:
+        if is_installed:
             handler.num_interruptible -= 1
 
 
-def finish(code: int) -> int:
-    """Return the exit code of a finished command, and ignore later interrupts."""
-    if isinstance(signal.getsignal(signal.SIGINT), _Handler):
+def finish_command(code: int) -> int:
+    """Ignore interrupts from now on, and return the exit code. After an interrupt, end the process with it at once."""
+    if isinstance(signal.getsignal(signal.SIGINT), _InterruptHandler):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if code == _INTERRUPTED:
-            # Frameworks' exit handlers can crash after an interrupt, so skip them.
+            # Frameworks' exit handlers can crash after an interrupt, so end the process without them.
             os._exit(code)
     return code

@@ -1,13 +1,12 @@
 """The command line: `layoutmap suggest | plan | inspect | guard | explain | lint | diff | search | checkpoint | ...`.
 
-A model is named as `package.module:function`: a function without arguments that makes and returns it, found from the
-current folder; or it is one that `layoutmap presets` lists. Nothing of it is allocated, and no device is needed.
+A model is named as `package.module:function`, a function without arguments that creates and returns the model, found
+from the current folder. Or it is a model that `layoutmap presets` lists. Planning allocates no values on any device.
 
 Exit codes: 0 the output was printed and all is well; 1 the plan has problems, lint finds something, two plans differ,
 a checkpoint is damaged, or a law of the self-test does not hold; 2 there is no answer, as where a rules file is wrong
-or a plan incomplete; 130 interrupted; 141 the reader of a pipe has closed it.
-Code of a model that ends the process itself (`os._exit`) decides the exit code as well: nothing inside of the process
-can prevent that.
+or a plan is incomplete; 130 interrupted; 141 the reader of a pipe has closed it.
+If a model's code ends the process itself (`os._exit`), the exit code is its own, which cannot be prevented.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ import layoutmap
 from layoutmap.cli import interrupts
 from layoutmap.cli.checkpoints import add_checkpoint_commands, run_checkpoint_command
 from layoutmap.cli.completion import INSTALL_HELP, SHELLS, make_completion_script
-from layoutmap.cli.device_list import list_devices
+from layoutmap.cli.device_list import print_devices
 from layoutmap.cli.inspecting import (
     add_inspect_options,
-    get_process_number,
+    get_process_index,
     inspect_model,
-    report_difference,
+    print_process_difference,
     run_guard_command,
 )
-from layoutmap.cli.models import find_published_model, list_presets
+from layoutmap.cli.models import find_published_model, format_presets
 from layoutmap.cli.output import (
     CLOSED,
     FAILED,
@@ -39,13 +38,13 @@ from layoutmap.cli.output import (
     PROBLEMS,
     SUCCESS,
     add_wide_option,
-    check_targets,
-    drop_unwritten,
+    discard_unwritten_output,
+    get_file_paths,
     get_width,
     print_text,
-    write_all,
+    write_texts,
 )
-from layoutmap.cli.plans import add_model_options, count_rules, make_plans, make_single_plan, read_step
+from layoutmap.cli.plans import add_model_options, check_and_count_rules, load_or_make_plans, read_step_file
 from layoutmap.cli.search import add_search_options, run_search_command
 from layoutmap.cli.selftest import add_selftest_options, run_selftest_command
 from layoutmap.cli.sizes import parse_size
@@ -90,11 +89,12 @@ exit codes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code."""
-    return interrupts.finish(_run(arguments))
+    """Run one command with its arguments (`None`: those of the process), and return the exit code."""
+    return interrupts.finish_command(_run_and_report_errors(arguments))
 
 
-def _run(arguments: Sequence[str] | None) -> int:
+def _run_and_report_errors(arguments: Sequence[str] | None) -> int:
+    """Run one command, print its error if it fails, and return the exit code."""
     try:
         try:
             options = _make_parser().parse_args(arguments)
@@ -103,33 +103,34 @@ def _run(arguments: Sequence[str] | None) -> int:
             if sys.stdout is not None and not sys.stdout.closed:
                 sys.stdout.flush()
     except BrokenPipeError:  # the reader closed the pipe, like `| head`
-        drop_unwritten(sys.stdout)
+        discard_unwritten_output(sys.stdout)
         return CLOSED
     except KeyboardInterrupt:
         return _report_failure("interrupted", INTERRUPTED)
     except UsersCodeError as error:
-        return _report_failure(error, before=error.trace)
+        return _report_failure(error, traceback_text=error.trace)
     except LayoutMapError as error:
         return _report_failure(error)
     except OSError as error:
-        drop_unwritten(sys.stdout)
+        discard_unwritten_output(sys.stdout)
         return _report_failure(error.strerror or error)
-    except Exception as error:  # unexpected errors have their own exit code
+    except Exception as error:  # any other error is a bug in layoutmap
         return _report_failure(
             f"{type(error).__name__}, which is a bug in layoutmap: please report it with the lines above",
-            before=traceback.format_exc().rstrip(),
+            traceback_text=traceback.format_exc().rstrip(),
         )
 
 
-def _report_failure(message: object, code: int = FAILED, *, before: str = "") -> int:
+def _report_failure(message: object, code: int = FAILED, *, traceback_text: str = "") -> int:
+    """Print an error to stderr, after a traceback if there is one, and return the exit code."""
     with contextlib.suppress(OSError):  # stderr may already be closed
-        told = translate_to_yaml(f"layoutmap: {message}")
-        print_text(f"{before}\n\n{told}" if before else told, sys.stderr)
+        message_text = translate_to_yaml(f"layoutmap: {message}")
+        print_text(f"{traceback_text}\n\n{message_text}" if traceback_text else message_text, sys.stderr)
     return code
 
 
 class _Parser(argparse.ArgumentParser):
-    """Escape arguments in error messages, and report a closed output while printing help."""
+    """Parse arguments. Texts are printed with control characters escaped, and a closed stdout raises an `OSError`."""
 
     def print_help(self, file: Any = None) -> None:
         print_text(self.format_help().rstrip("\n"), file or sys.stdout)
@@ -172,7 +173,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add_suggest_options(suggest)
     plan = add_command(
         "plan",
-        _run_plan,
+        _run_plan_command,
         "Print the plan of a model: every variable with its layout and bytes, and all problems.",
         "model",
     )
@@ -180,7 +181,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add_model_options(plan)
     found = add_command(
         "inspect",
-        _run_inspect,
+        _run_inspect_command,
         "Print the plan of a model that a function makes and lays out, in whatever way: read off its arrays.",
     )
     guard = add_command(
@@ -197,7 +198,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_plan_options(found)
     explain = add_command(
         "explain",
-        _run_explain,
+        _run_explain_command,
         "Explain why a variable has its layout, and what to type to change it.",
         "model",
     )
@@ -205,14 +206,14 @@ def _make_parser() -> argparse.ArgumentParser:
     add_model_options(explain)
     lint = add_command(
         "lint",
-        _run_lint,
+        _run_lint_command,
         "Report layouts that are valid but probably not intended, with the evidence.",
         "model",
     )
     add_model_options(lint)
     diff = add_command(
         "diff",
-        _run_diff,
+        _run_diff_command,
         "Show what changes from one plan to another; the exit code is 1 if anything does.",
         *("before", "after"),
     )
@@ -230,7 +231,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add_checkpoint_commands(checkpoint)
     there = add_command(
-        "devices", list_devices, "List the devices of this process, and its number in a job of several."
+        "devices", print_devices, "List the devices of this process, and its number in a job of several."
     )
     there.add_argument("--engine", choices=tuple(ENGINES), help="the engine; default: all that are installed")
     selftest = add_command(
@@ -241,12 +242,14 @@ def _make_parser() -> argparse.ArgumentParser:
     add_selftest_options(selftest)
     listed = add_command(
         "presets",
-        _list_presets,
+        _print_presets,
         "List the presets of rules, and the published models that can be planned by name.",
     )
     add_wide_option(listed)
     rules = add_command(
-        "schema", _run_schema, "Print the JSON Schema of rules files, for editors, or check such files."
+        "schema",
+        _run_schema_command,
+        "Print the JSON Schema of rules files, for editors, or check such files.",
     )
     rules.add_argument("files", metavar="FILE", nargs="*", help="a rules file to check; no model is needed")
     completion = add_command(
@@ -283,76 +286,82 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
 # -- commands
 
 
-def _run_plan(options: Any) -> int:
-    files = check_targets({"--json": options.json, "--html": options.html})
-    refused = "" if find_published_model(options.model) else "--dtype"
-    return _show(make_single_plan(options.model, options), files, options, options.model, refused)
-
-
-def _run_inspect(options: Any) -> int:
-    files = check_targets({"--json": options.json, "--html": options.html})
-    made = inspect_model(options)
-    return (
-        report_difference(made)
-        if get_process_number()
-        else _show(made, files, options, options.json or "FILE.json")
+def _run_plan_command(options: Any) -> int:
+    files = get_file_paths({"--json": options.json, "--html": options.html})
+    excluded_option = "" if find_published_model(options.model) else "--dtype"
+    return _print_plan(
+        load_or_make_plans([options.model], options)[0], files, options, options.model, excluded_option
     )
 
 
-def _show(made: Plan, files: Mapping[str, str], options: Any, lint: str, refused: str = "") -> int:
-    """Print a plan and write its files.
+def _run_inspect_command(options: Any) -> int:
+    files = get_file_paths({"--json": options.json, "--html": options.html})
+    plan = inspect_model(options)
+    return (
+        print_process_difference(plan)
+        if get_process_index()
+        else _print_plan(plan, files, options, options.json or "FILE.json")
+    )
 
-    `lint` is the argument of `layoutmap lint` for this plan.
+
+def _print_plan(
+    plan: Plan, files: Mapping[str, str], options: Any, lint: str, excluded_option: str = ""
+) -> int:
+    """Print a plan with its verdict, write its files, and return the exit code.
+
+    `lint` is the argument of `layoutmap lint` for this plan, and `excluded_option` an option that advice must not name.
     """
-    made = made.set_limits(device_memory=options.device_memory, strict=options.strict or made.strict)
-    memory, verdict = made.memory, made.verdict
-    findings = made.lint(options.batch_dim)
-    explained = None if options.step is None else read_step(options.step)
-    texts = {"--json": made.to_json, "--html": lambda: made.to_html(options.batch_dim, explained=explained)}
-    out = write_all({path: texts[option]() for option, path in files.items()})
+    plan = plan.set_limits(device_memory=options.device_memory, strict=options.strict or plan.strict)
+    memory, verdict = plan.memory, plan.verdict
+    findings = plan.lint(options.batch_dim)
+    explained = None if options.step is None else read_step_file(options.step)
+    texts = {"--json": plan.to_json, "--html": lambda: plan.to_html(options.batch_dim, explained=explained)}
+    out = write_texts({path: texts[option]() for option, path in files.items()})
     width = get_width(out, options.wide)
-    rest = f"{made.to_text(width)}\n\n{memory.to_text(width)}".removeprefix(str(verdict))
-    print_text(verdict.text(as_command=True, refused=refused) + translate_to_yaml(rest), out, width)
+    rest = f"{plan.to_text(width)}\n\n{memory.to_text(width)}".removeprefix(str(verdict))
+    print_text(
+        verdict.format_text(as_command=True, refused=excluded_option) + translate_to_yaml(rest), out, width
+    )
     if findings:
-        print_text(f"\nLint: {findings.line}; to see them: layoutmap lint {lint} ...", out, width)
-    if made.cost is not None:
-        print_text(f"\n{made.cost.to_text(width)}", out, width)
-    # Repeat the verdict, because the first line has scrolled out of view.
+        print_text(f"\nLint: {findings.summary}; to see them: layoutmap lint {lint} ...", out, width)
+    if plan.cost is not None:
+        print_text(f"\n{plan.cost.to_text(width)}", out, width)
+    # Print the verdict again at the end, because the first line may have scrolled out of view.
     print_text(f"\nVerdict: {verdict.headline}", out, width)
     return SUCCESS if verdict.passes else PROBLEMS
 
 
-def _run_explain(options: Any) -> int:
-    made = make_single_plan(options.model, options)
+def _run_explain_command(options: Any) -> int:
+    plan = load_or_make_plans([options.model], options)[0]
     try:
         print_text(
-            translate_to_yaml(made.explain(options.path)), sys.stdout, get_width(sys.stdout, options.wide)
+            translate_to_yaml(plan.explain(options.path)), sys.stdout, get_width(sys.stdout, options.wide)
         )
     except KeyError as error:
         raise LayoutMapError(
             str(error.args[0]),
-            why="write a path as in the plan, with one number in place of {0..31}",
-            fix=f"this prints all paths: layoutmap plan {options.model} ...",
+            why="the path of a variable is as the plan prints it, with one number in place of a range such as {0..31}",
+            fix=f"use one of the paths that this prints: layoutmap plan {options.model} ...",
         ) from None
     return SUCCESS
 
 
-def _run_lint(options: Any) -> int:
-    findings = make_single_plan(options.model, options).lint(options.batch_dim)
+def _run_lint_command(options: Any) -> int:
+    findings = load_or_make_plans([options.model], options)[0].lint(options.batch_dim)
     print_text(translate_to_yaml(str(findings)), sys.stdout, get_width(sys.stdout, options.wide))
     return PROBLEMS if findings or findings.num_errors else SUCCESS
 
 
-def _run_diff(options: Any) -> int:
-    before, after = make_plans([options.before, options.after], options)
+def _run_diff_command(options: Any) -> int:
+    before, after = load_or_make_plans([options.before, options.after], options)
     difference = before.diff(after)
     width = get_width(sys.stdout, options.wide)
     print_text(difference.to_text(width), sys.stdout, width)
     return PROBLEMS if difference else SUCCESS
 
 
-def _list_presets(options: Any) -> int:
-    print_text(list_presets(), sys.stdout, get_width(sys.stdout, options.wide))
+def _print_presets(options: Any) -> int:
+    print_text(format_presets(), sys.stdout, get_width(sys.stdout, options.wide))
     return SUCCESS
 
 
@@ -361,13 +370,13 @@ def _print_completion(options: Any) -> int:
     return SUCCESS
 
 
-def _run_schema(options: Any) -> int:
+def _run_schema_command(options: Any) -> int:
     if not options.files:
         print_text(read_schema().rstrip("\n"), sys.stdout)
     code = SUCCESS
     for name in options.files:
         try:
-            print_text(f"{name}: {format_count(count_rules(name), 'rule')}", sys.stdout)
+            print_text(f"{name}: {format_count(check_and_count_rules(name), 'rule')}", sys.stdout)
         except LayoutMapError as error:
             code = _report_failure(error)
     return code

@@ -1,7 +1,7 @@
 """Find published models and the rule presets for their families.
 
-`keras_hub:llama3_405b` names a published model. No values of it are loaded, and without other rules it has the preset
-of its family.
+`keras_hub:llama3_405b` names a published model. Its values are not loaded. Without other rules, it is planned with the
+preset of its family.
 """
 
 from __future__ import annotations
@@ -42,57 +42,61 @@ def add_preset_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def list_presets() -> str:
-    """Return all presets, their purposes, and the published models that use them."""
+def format_presets() -> str:
+    """Return a text that lists all presets, their purposes, and the published models that use them."""
     width = max(map(len, presets.list_presets())) + 2
     lines: list[str] = []
     for preset in presets.list_presets():
         lines.append(f"{preset:<{width}}{presets.describe_preset(preset)}")
-        own = [model for model in zoo.list_models().values() if model.preset == preset]
-        lines += [f"{'':<{width}}   {_format_name(model):<27}{model.num_parameters:>15,}" for model in own]
+        models = [model for model in zoo.list_models().values() if model.preset == preset]
+        lines += [
+            f"{'':<{width}}   {_format_model_name(model):<27}{model.num_parameters:>15,}" for model in models
+        ]
     return "\n".join(lines)
 
 
 def find_published_model(name: str) -> PublishedModel | None:
-    """Return the published model that a command-line name refers to, if any."""
+    """Return the published model with a name such as `keras_hub:llama3_405b`, or `None` for other names."""
     model = zoo.list_models().get(name.partition(":")[2])
-    return model if model is not None and name == _format_name(model) else None
+    return model if model is not None and name == _format_model_name(model) else None
 
 
-def refuse_unknown_model(module: str, name: str) -> None:
-    """Raise with the known names if a package of published models lacks a name."""
+def check_published_name(module: str, name: str) -> None:
+    """Raise, with the known names, if a package of published models has no model of this name."""
     if any(model.package == module for model in zoo.list_models().values()):
         zoo.find_model(name)
 
 
-def make_published_model(model: PublishedModel, dtype: str | None) -> Callable[[], Any]:
-    """Return a function that builds a published model."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keras-hub imports TensorFlow, which logs to stderr
+def make_published_model_function(model: PublishedModel, dtype: str | None) -> Callable[[], Any]:
+    """Return a function that creates a published model, with a Keras dtype policy unless `dtype` is `None`."""
+    os.environ.setdefault(
+        "TF_CPP_MIN_LOG_LEVEL", "3"
+    )  # because keras-hub imports TensorFlow, which logs a lot
     if dtype is None:
         return model.make
     try:
         importlib.import_module("keras").dtype_policies.get(dtype)
     except ValueError as error:
         raise LayoutMapError(
-            f"--dtype {dtype}", why=str(error), fix="use float32, bfloat16 or mixed_bfloat16"
+            f"--dtype {dtype} is unknown", why=str(error), fix="use float32, bfloat16 or mixed_bfloat16"
         ) from error
     return lambda: model.make(dtype=dtype)
 
 
-def choose_preset(options: Any, mesh: Mesh | None, model: PublishedModel | None) -> LayoutMap | None:
-    """Return the requested preset, or a published model's own preset if there are no other rules."""
+def make_preset_map(options: Any, mesh: Mesh | None, model: PublishedModel | None) -> LayoutMap | None:
+    """Return the map of the requested preset, or without rules that of a published model's preset, or `None`."""
     name = options.preset or (model.preset if model is not None and not options.rules else None)
-    for option, value, of, there in (
-        ("--preset", options.preset, "instead of --rules", not options.rules),
-        ("--model-dim", options.model_dim, "for presets", name),
-        ("--fsdp-dim", options.fsdp_dim, "for presets", name),
-        ("--dtype", options.dtype, "for published models", model),
+    for option, value, condition, is_met in (
+        ("--preset", options.preset, "without --rules", not options.rules),
+        ("--model-dim", options.model_dim, "with a preset", name),
+        ("--fsdp-dim", options.fsdp_dim, "with a preset", name),
+        ("--dtype", options.dtype, "with a published model", model),
     ):
-        if value and not there:
+        if value and not is_met:
             raise LayoutMapError(
-                f"{option} {value} is {of}",
-                why="it has no effect here",
-                fix="leave it out; layoutmap --help has examples",
+                f"{option} {value} has no effect",
+                why=f"it is used only {condition}",
+                fix=f"leave {option} out; layoutmap --help has examples",
             )
     if name is None:
         return None
@@ -108,5 +112,5 @@ def choose_preset(options: Any, mesh: Mesh | None, model: PublishedModel | None)
     )
 
 
-def _format_name(model: PublishedModel) -> str:
+def _format_model_name(model: PublishedModel) -> str:
     return f"{model.package}:{model.name}"

@@ -24,7 +24,7 @@ _MIN_WIDTH = 60  # tables are never narrower; the lines wrap in a narrower termi
 
 
 def add_wide_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--wide`, which prints full lines in a narrow terminal."""
+    """Add the option `--wide`, with which lines are not shortened to the terminal's width."""
     parser.add_argument(
         "--wide",
         action="store_true",
@@ -33,19 +33,19 @@ def add_wide_option(parser: argparse.ArgumentParser) -> None:
 
 
 def get_width(stream: TextIO | None, wide: bool) -> int | None:
-    """Return the terminal's width in characters, or None for full lines (`wide`, a file, or a pipe)."""
+    """Return the terminal's width in characters, or `None` with `wide` and for a stream that is not a terminal."""
     if wide or stream is None or stream.closed or not stream.isatty():
         return None
     return max(_MIN_WIDTH, shutil.get_terminal_size().columns)
 
 
 def print_text(text: str, stream: TextIO | None, width: int | None = None) -> None:
-    """Print lines with control and unencodable characters escaped, and wrap them at a width if given.
+    """Print lines with control and unencodable characters escaped, wrapped at `width` unless it is `None`.
 
     Raises:
         OSError: The stream is closed, or cannot be written to.
     """
-    output = _check_open(stream)
+    output = _require_open_stream(stream)
     encoding = output.encoding or "utf-8"
     lines = escape_text(text, keep="\n\t")
     lines = (
@@ -62,8 +62,8 @@ def is_stdout(path: str) -> bool:
         return False
 
 
-def check_target(option: str, path: str) -> None:
-    """Raise if a file cannot be written, before the work starts."""
+def check_output_path(option: str, path: str) -> None:
+    """Raise if the path of an option is a folder or is in a folder that does not exist."""
     folder = os.path.dirname(os.path.realpath(path))
     if os.path.isdir(path) or not os.path.basename(path):
         why = "it is a folder"
@@ -78,11 +78,11 @@ def check_target(option: str, path: str) -> None:
     )
 
 
-def check_targets(options: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the files of options. Raise for unwritable paths, and for one file in two options."""
+def get_file_paths(options: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the paths of output files by option, without `None`. Raise for unwritable paths and for equal paths."""
     files = {option: path for option, path in options.items() if path is not None}
     for option, path in files.items():
-        check_target(option, path)
+        check_output_path(option, path)
     if len({os.path.realpath(path) for path in files.values()}) < len(files):
         raise LayoutMapError(
             f"{' and '.join(files)} are both {next(iter(files.values()))!r}",
@@ -92,11 +92,11 @@ def check_targets(options: Mapping[str, str | None]) -> dict[str, str]:
     return files
 
 
-def write_all(texts: Mapping[str, str]) -> TextIO | None:
-    """Write texts to files, and return the stream for tables: stdout, or stderr if stdout is one of the files."""
+def write_texts(texts: Mapping[str, str]) -> TextIO | None:
+    """Write texts to files, and return the stream for other output: stdout, or stderr if a text went to stdout."""
     out = sys.stdout
     for path, text in texts.items():
-        write_file(path, text)
+        write_text_file(path, text)
         if is_stdout(path):
             out = sys.stderr
         else:
@@ -104,25 +104,25 @@ def write_all(texts: Mapping[str, str]) -> TextIO | None:
     return out
 
 
-def write_file(path: str, text: str) -> None:
+def write_text_file(path: str, text: str) -> None:
     """Write a text to a file completely or not at all, and keep the old file until the new one is complete.
 
     The new file keeps the mode and the owner of the one that it replaces. A symlink stays, and its target is replaced.
     A device or a pipe is written to as it is. `-` is stdout.
 
     Raises:
-        LayoutMapError: The file cannot be written. It names the system's reason.
+        LayoutMapError: The file cannot be written. The message has the system's reason.
         OSError: Stdout cannot be written to.
     """
-    data = text.encode("utf-8", "backslashreplace")  # an unpaired surrogate is written as its escape
+    data = text.encode("utf-8", "backslashreplace")  # UTF-8 cannot encode unpaired surrogates, so escape them
     if is_stdout(path):
         return _write_to_stdout(data)
     target = os.path.realpath(path)
     try:
-        there = os.stat(target) if os.path.exists(target) else None
-        if there is None or stat.S_ISREG(there.st_mode):
-            with interrupts.interruptible():
-                _replace(target, data, there)
+        old_stat = os.stat(target) if os.path.exists(target) else None
+        if old_stat is None or stat.S_ISREG(old_stat.st_mode):
+            with interrupts.allow_interrupts():
+                _replace_file(target, data, old_stat)
         else:
             with open(target, "wb") as file:
                 file.write(data)
@@ -135,20 +135,21 @@ def write_file(path: str, text: str) -> None:
     return None
 
 
-def drop_unwritten(stream: TextIO | None) -> None:
-    """Discard output that could not be written, so that Python does not report it at exit."""
+def discard_unwritten_output(stream: TextIO | None) -> None:
+    """Redirect a stream to the null device, so that Python does not report its unwritten output at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def _check_open(stream: TextIO | None) -> TextIO:
+def _require_open_stream(stream: TextIO | None) -> TextIO:
+    """Return a stream, or raise an `OSError` if it is missing or closed."""
     if stream is None or stream.closed:
         raise OSError(errno.EBADF, "the output is closed")
     return stream
 
 
 def _write_to_stdout(data: bytes) -> None:
-    stream = _check_open(sys.stdout)
+    stream = _require_open_stream(sys.stdout)
     if stream.isatty() or not hasattr(stream, "buffer"):
         return print_text(data.decode(), stream)
     stream.flush()
@@ -156,21 +157,21 @@ def _write_to_stdout(data: bytes) -> None:
     return None
 
 
-def _replace(target: str, data: bytes, there: os.stat_result | None) -> None:
-    if there is not None and not os.access(target, os.W_OK):
+def _replace_file(target: str, data: bytes, old_stat: os.stat_result | None) -> None:
+    if old_stat is not None and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     new = os.path.join(os.path.dirname(target), f".layoutmap-{secrets.token_hex(8)}")
-    mode = 0o666 if there is None else stat.S_IMODE(there.st_mode)
+    mode = 0o666 if old_stat is None else stat.S_IMODE(old_stat.st_mode)
     file = None
     try:
         # No `with`: an interrupt at its end would leave the file open.
         file = open(new, "xb", opener=lambda name, flags: os.open(name, flags, mode))  # noqa: SIM115
         file.write(data)
         file.close()
-        if there is not None:
+        if old_stat is not None:
             # Copying the owner fails for another user's file, and is missing on Windows.
             with contextlib.suppress(PermissionError, AttributeError):
-                os.chown(new, there.st_uid, there.st_gid)
+                os.chown(new, old_stat.st_uid, old_stat.st_gid)
             os.chmod(new, mode)
         os.replace(new, target)
     finally:

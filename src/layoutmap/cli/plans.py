@@ -1,4 +1,4 @@
-"""Make plans from a command line: read a plan's file, or plan a user's model or a published one."""
+"""Get the plans that a command line names: from the file of a plan, a user's model, or a published model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layoutmap.adapters import ADAPTERS, Training, find_adapter, get_imported_adapter, require_capability
-from layoutmap.cli.models import add_preset_options, choose_preset, find_published_model, make_published_model
+from layoutmap.adapters import (
+    ADAPTERS,
+    Training,
+    find_model_adapter,
+    get_imported_adapter,
+    require_capability,
+)
+from layoutmap.cli.models import (
+    add_preset_options,
+    find_published_model,
+    make_preset_map,
+    make_published_model_function,
+)
 from layoutmap.cli.output import add_wide_option, print_text
-from layoutmap.cli.users_code import import_function, parse_function_name, users_code
+from layoutmap.cli.users_code import guard_users_code, import_function, parse_function_name
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.mesh import UNSHARDED, Mesh
 from layoutmap.core.specs import parse_batch_dim
-from layoutmap.plan.completeness import find_missing_weights
-from layoutmap.rules.yaml_file import from_yaml
+from layoutmap.plan.completeness import find_unbuilt_problem
+from layoutmap.rules.yaml_file import read_rules_file
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import plan as make_plan
@@ -37,8 +48,8 @@ _DTYPES = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Shaped:
-    """A model input: its shape and dtype, without values."""
+class _ModelInput:
+    """The shape and dtype of a model input, as an example input without values."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -129,34 +140,31 @@ def add_attention_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def make_single_plan(name: str, options: Any) -> Plan:
-    """Return the plan of the one model or file that a command names."""
-    return make_plans([name], options)[0]
-
-
-def make_plans(names: Sequence[str], options: Any) -> list[Plan]:
-    """Return the plans of all models and files that a command names."""
-    given = [f"--{name.replace('_', '-')}" for name in _MODEL_OPTIONS if getattr(options, name)]
-    if given and all(map(_is_file, names)):
+def load_or_make_plans(names: Sequence[str], options: Any) -> list[Plan]:
+    """Return the plans of all models and plan files that a command names, in order."""
+    model_options = [f"--{name.replace('_', '-')}" for name in _MODEL_OPTIONS if getattr(options, name)]
+    if model_options and all(map(_is_plan_file, names)):
         raise LayoutMapError(
-            f"{given[0]} needs a model, but {names[0]} is the file of a plan",
-            why="the file has its own mesh, rules and variables",
-            fix=f"leave out {', '.join(given)}, or name the model",
+            f"{model_options[0]} needs a model, but {names[0]} is the file of a plan",
+            why="the plan in the file has its own mesh, rules and variables",
+            fix=f"leave out {', '.join(model_options)}, or name the model",
         )
-    # Planning takes minutes, so read all files first to find a misspelled name.
-    read = {name: check_complete(read_plan(name), name, options) for name in names if _is_file(name)}
+    # Planning can take minutes, so read all files first to find a misspelled name early.
+    plans = {
+        name: require_complete(read_plan_file(name), name, options) for name in names if _is_plan_file(name)
+    }
     return [
-        read[name] if name in read else check_complete(plan_model(name, options), name, options)
+        plans[name] if name in plans else require_complete(plan_model(name, options), name, options)
         for name in names
     ]
 
 
-def check_complete(plan: Plan, name: str, options: Any) -> Plan:
-    """Return the plan if it has all weights of its model, or if `--partial` accepts it."""
-    missing = find_missing_weights(plan)
+def require_complete(plan: Plan, name: str, options: Any) -> Plan:
+    """Return the plan unchanged. Raise if it lacks weights of its model, unless `--partial` is given."""
+    missing = find_unbuilt_problem(plan)
     if missing is None or options.partial:
         return plan
-    if _is_file(name):
+    if _is_plan_file(name):
         fix = "write the file again from the model, with --inputs"
     elif options.inputs:
         fix = "name --inputs that reach these layers, or remove layers that the model never calls"
@@ -169,21 +177,21 @@ def check_complete(plan: Plan, name: str, options: Any) -> Plan:
     )
 
 
-def _is_file(name: str) -> bool:
+def _is_plan_file(name: str) -> bool:
     return Path(name).suffix == ".json"
 
 
-def read_plan(name: str) -> Plan:
+def read_plan_file(name: str) -> Plan:
     """Return the plan in a JSON file."""
-    text = _read_text(name)
-    with _error_names_file(name):
+    text = _read_text_file(name)
+    with _add_file_to_errors(name):
         return Plan.from_json(text)
 
 
 def load_model_function(name: str, options: Any) -> tuple[Callable[[], Any], str | None]:
-    """Return the function that builds a model, and its library if known."""
-    if known := find_published_model(name):
-        return make_published_model(known, options.dtype), options.library or "keras"
+    """Return the function that creates the model of this name, and the library of the model, or `None` if unknown."""
+    if published := find_published_model(name):
+        return make_published_model_function(published, options.dtype), options.library or "keras"
     return import_function(*parse_function_name(name)), options.library
 
 
@@ -193,27 +201,27 @@ def plan_model(name: str, options: Any, layout_map: LayoutMap | None = None) -> 
     Args:
         name: The model, as `package.module:function` or as a published one.
         options: The options of `add_model_options`.
-        layout_map: The rules; `None`: those that the options name.
+        layout_map: The rules; `None`: the rules or the preset that the options name.
     """
     inputs = parse_inputs(options.inputs)
     if options.backend:
         os.environ["KERAS_BACKEND"] = options.backend
     elif options.on:
-        # Steps are counted on JAX, and the default of Keras is TensorFlow.
+        # Steps can be counted only on JAX, and the default backend of Keras is TensorFlow, so change the default.
         os.environ.setdefault("KERAS_BACKEND", "jax")
     mesh = Mesh(None, options.mesh) if options.mesh else None
-    known = find_published_model(name)
-    parse_function_name(name)  # raises before any file is read
-    by = ""
+    model = find_published_model(name)
+    parse_function_name(name)  # raises for an invalid name, before any file is read
+    note = ""
     if layout_map is None:
-        layout_map = choose_preset(options, mesh, known)
-        by = f" by preset {known.preset!r}" if known and not (options.rules or options.preset) else ""
+        layout_map = make_preset_map(options, mesh, model)
+        note = f" by preset {model.preset!r}" if model and not (options.rules or options.preset) else ""
     if layout_map is None:
-        layout_map = read_rules(options.rules, mesh) if options.rules else LayoutMap(mesh)
-    print_text(f"layoutmap: planning {name}{by}", sys.stderr)
-    with users_code(name, choose_backend="add --backend {}"):
+        layout_map = load_layout_map_file(options.rules, mesh) if options.rules else LayoutMap(mesh)
+    print_text(f"layoutmap: planning {name}{note}", sys.stderr)
+    with guard_users_code(name, choose_backend="add --backend {}"):
         make_model, library = load_model_function(name, options)
-        # torch creates slots in the first step, so its plans have no slots
+        # torch creates slots in the first step, so its plans have no slots, and only the cost needs the optimizer.
         is_torch = (library or find_imported_library()) == "torch"
         optimizer = options.optimizer if is_torch and options.on else None
         if options.optimizer and not optimizer:
@@ -230,21 +238,21 @@ def plan_model(name: str, options: Any, layout_map: LayoutMap | None = None) -> 
             remat=options.remat,
             fuse_attention=options.fuse_attention,
             device_memory=getattr(options, "device_memory", None),
-            advise=hasattr(options, "device_memory"),  # only the command `plan` shows a verdict
+            advise=hasattr(options, "device_memory"),  # only the command `plan` shows a verdict with advice
         )
 
 
-def read_rules(name: str, mesh: Mesh | None) -> LayoutMap:
-    """Return the rules of a file on `mesh`, or on the file's own mesh if `mesh` is None."""
-    text = _read_text(name)
-    with _error_names_file(name):
+def load_layout_map_file(path: str, mesh: Mesh | None) -> LayoutMap:
+    """Return the layout map of a rules file, on `mesh`, or on the mesh that the file names if `mesh` is `None`."""
+    text = _read_text_file(path)
+    with _add_file_to_errors(path):
         return LayoutMap.from_yaml(text, mesh)
 
 
-def read_step(name: str) -> Any:
+def read_step_file(name: str) -> Any:
     """Return the figures of a compiled step from a JSON file."""
     try:
-        found: Any = json.loads(_read_text(name))
+        found: Any = json.loads(_read_text_file(name))
     except ValueError as error:
         raise LayoutMapError(
             f"{name} is not JSON",
@@ -254,11 +262,11 @@ def read_step(name: str) -> Any:
     return found
 
 
-def count_rules(name: str) -> int:
-    """Check a rules file, and count its rules. Without a mesh in the file, any mesh is accepted."""
-    text = _read_text(name)
-    with _error_names_file(name):
-        fields = from_yaml(text)
+def check_and_count_rules(name: str) -> int:
+    """Check a rules file, and return the number of its rules. If it names no mesh, its rules may name any dims."""
+    text = _read_text_file(name)
+    with _add_file_to_errors(name):
+        fields = read_rules_file(text)
         named = [spec for specs in (*fields.rules.values(), *fields.activations.values()) for spec in specs]
         dims = {dim for spec in named if spec for dim in ([spec] if isinstance(spec, str) else spec)} - {
             UNSHARDED
@@ -268,9 +276,11 @@ def count_rules(name: str) -> int:
 
 
 def _add_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[], Any]:
+    """Return a function that creates a Keras model with an optimizer, so that the plan includes the slots."""
+
     def make_with_optimizer() -> Any:
         model = make_model()
-        adapter = find_adapter(model)
+        adapter = find_model_adapter(model)
         if adapter is None or adapter.name != "keras":
             raise LayoutMapError(
                 f"--optimizer {optimizer}: {type(model).__name__} is not a Keras model",
@@ -281,14 +291,14 @@ def _add_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[]
             return require_capability(adapter, Training, "--optimizer").set_optimizer(model, optimizer)
         except ScopeError as error:
             raise LayoutMapError(
-                f"--optimizer {optimizer}", why=error.why, fix="use adamw, sgd, ..."
+                f"--optimizer {optimizer} cannot be used", why=error.why, fix="use adamw, sgd, ..."
             ) from error
 
     return make_with_optimizer
 
 
 def find_imported_library() -> str:
-    """Return the first model library that is imported."""
+    """Return the name of the model library that is imported, the first of them if there are several."""
     try:
         return get_imported_adapter().name
     except ScopeError as error:
@@ -296,25 +306,26 @@ def find_imported_library() -> str:
 
 
 def parse_inputs(texts: Sequence[str] | None) -> Any:
-    """Return the inputs of a model: one for the first argument, a list, or a dict by name."""
+    """Return the example inputs of `--inputs`: one input, a list, a dict by name, or `None` without the option."""
     if not texts:
         return None
-    read = [_parse_input(text) for text in texts]
-    names = [name for name, _ in read]
-    if len(read) > 1 and (None in names or len(set(names)) < len(names)) and any(names):
+    inputs = [_parse_input(text) for text in texts]
+    names = [name for name, _ in inputs]
+    if len(inputs) > 1 and (None in names or len(set(names)) < len(names)) and any(names):
         raise LayoutMapError(
-            f"--inputs {' '.join(texts)}",
-            why="two inputs have one name"
+            f"--inputs {' '.join(texts)} is ambiguous",
+            why="two inputs have the same name"
             if None not in names
             else "some inputs have a name and some have none",
             fix='name all of them, as in --inputs "tokens=int32[8,16]" "mask=bool[8,16]", or none',
         )
     if names[0]:
-        return dict(read)
-    return read[0][1] if len(read) == 1 else [each for _, each in read]
+        return dict(inputs)
+    return inputs[0][1] if len(inputs) == 1 else [each for _, each in inputs]
 
 
-def _parse_input(text: str) -> tuple[str | None, _Shaped]:
+def _parse_input(text: str) -> tuple[str | None, _ModelInput]:
+    """Return the name of an input, or `None`, and its shape and dtype, from a text such as `tokens=int32[8,16]`."""
     found = re.fullmatch(r"(?:(\w+)=)?(\w+)\[([0-9]{1,18}(?:, *[0-9]{1,18})*|)\]", text)
     if found is None or found[2] not in _DTYPES:
         raise LayoutMapError(
@@ -323,17 +334,17 @@ def _parse_input(text: str) -> tuple[str | None, _Shaped]:
             why="an input needs a dtype and a shape",
             fix='write it as in --inputs "float32[8,128]", or "name=int32[8,16]" for each of several',
         )
-    return found[1], _Shaped(tuple(map(int, filter(None, found[3].split(",")))), found[2])
+    return found[1], _ModelInput(tuple(map(int, filter(None, found[3].split(",")))), found[2])
 
 
 @contextlib.contextmanager
-def _error_names_file(path: str) -> Generator[None]:
-    """Add the file's name to errors about its content."""
+def _add_file_to_errors(path: str) -> Generator[None]:
+    """Add the path of a file to errors about its content that the block raises."""
     try:
         yield
     except RecursionError as error:
         raise LayoutMapError(
-            f"{path}: it is nested too deeply", why="the library writes no such files", fix="write it anew"
+            f"{path}: it is nested too deeply", why="layoutmap writes no such files", fix="write it again"
         ) from error
     except LayoutMapError as error:
         raise LayoutMapError(
@@ -341,14 +352,14 @@ def _error_names_file(path: str) -> Generator[None]:
         ) from error
 
 
-def _read_text(path: str) -> str:
+def _read_text_file(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise LayoutMapError(
             f"{path} cannot be read",
             why=f"it is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}",
-            fix="save it as UTF-8, or name another file",
+            fix="save the file as UTF-8, or name another file",
         ) from error
     except (OSError, ValueError) as error:  # ValueError: the path contains a zero byte
         raise LayoutMapError(

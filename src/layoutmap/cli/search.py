@@ -10,25 +10,25 @@ from typing import Any
 from layoutmap.adapters import ADAPTERS
 from layoutmap.cli import interrupts
 from layoutmap.cli.models import find_published_model
-from layoutmap.cli.output import SUCCESS, add_wide_option, check_targets, get_width, print_text, write_all
+from layoutmap.cli.output import SUCCESS, add_wide_option, get_file_paths, get_width, print_text, write_texts
 from layoutmap.cli.plans import (
     add_attention_option,
     add_partial_option,
-    check_complete,
     find_imported_library,
+    load_layout_map_file,
     load_model_function,
     parse_inputs,
-    read_rules,
+    require_complete,
 )
 from layoutmap.cli.sizes import parse_size
-from layoutmap.cli.users_code import parse_function_name, users_code
+from layoutmap.cli.users_code import guard_users_code, parse_function_name
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import parse_batch_dim
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the search of a layout map."""
+    """Add the options of `layoutmap search` to a parser."""
     parser.add_argument(
         "model", metavar="MODULE:FUNCTION", help="a function that makes a model, or a published one"
     )
@@ -108,23 +108,23 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_search_command(options: Any) -> int:
-    """Search a layout map and print it beside the built-in expert maps."""
+    """Search for a layout map, print it beside the built-in expert maps, write its files, and return the exit code."""
     # imported here, so that other commands need not load JAX
     from layoutmap.cost.layout_map_search import search
 
-    files = check_targets({"--write": options.write, "--json": options.json, "--html": options.html})
+    files = get_file_paths({"--write": options.write, "--json": options.json, "--html": options.html})
     inputs = parse_inputs(options.inputs)
     mesh = Mesh(None, options.mesh) if options.mesh else None
-    start = read_rules(options.start, mesh) if options.start else None
+    start = load_layout_map_file(options.start, mesh) if options.start else None
     if options.dtype and not find_published_model(options.model):
         raise LayoutMapError(
-            f"--dtype {options.dtype} is for published models",
-            why="it has no effect here",
-            fix="leave it out, and build the model with that dtype",
+            f"--dtype {options.dtype} has no effect",
+            why="it is used only with a published model",
+            fix="leave --dtype out, and create the model with that dtype",
         )
-    parse_function_name(options.model)  # raises before anything is imported
+    parse_function_name(options.model)  # raises for an invalid name, before anything is imported
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    with users_code(options.model), interrupts.interruptible():
+    with guard_users_code(options.model), interrupts.allow_interrupts():
         make_model, library = load_model_function(options.model, options)
         if library is None:
             find_imported_library()
@@ -146,13 +146,13 @@ def run_search_command(options: Any) -> int:
             fuse_attention=options.fuse_attention,
             library=library,
         )
-    check_complete(found.plan, options.model, options)
+    require_complete(found.plan, options.model, options)
     made = {
         "--write": found.to_yaml,
         "--json": found.plan.to_json,
         "--html": lambda: found.plan.to_html(found.batch_dim),
     }
-    out = write_all({path: made[option]() for option, path in files.items()})
+    out = write_texts({path: made[option]() for option, path in files.items()})
     width, rules = get_width(out, options.wide), found.to_yaml()
     print_text(rules, out)  # print full lines, so that users can copy the rules
     print_text(found.to_text(width).removeprefix(f"{rules}\n"), out, width)

@@ -7,7 +7,7 @@ import re
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as "80GiB" for argparse, which shows the error."""
+    """Return the number of bytes of a size such as "80GiB", or raise the error that argparse prints."""
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([KMGT])(i?)B", text)
     num_bytes = 0
     if found is not None:

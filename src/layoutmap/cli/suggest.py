@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 from layoutmap.adapters import ADAPTERS
-from layoutmap.cli.output import SUCCESS, check_targets, print_text, write_all
-from layoutmap.cli.plans import add_partial_option, check_complete, plan_model
+from layoutmap.cli.output import SUCCESS, get_file_paths, print_text, write_texts
+from layoutmap.cli.plans import add_partial_option, plan_model, require_complete
 from layoutmap.core.specs import format_batch_dim, parse_batch_dim
 from layoutmap.plan.lint import list_named_batch_dims
 from layoutmap.scope.layout_map import LayoutMap
@@ -26,7 +26,7 @@ rule has its reason above it as a comment. Nothing is compiled, and no device is
 
 
 def add_suggest_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the suggestion of a rules file."""
+    """Add the options of `layoutmap suggest` to a parser."""
     parser.epilog = EXAMPLES
     parser.add_argument(
         "model", metavar="MODULE:FUNCTION", help="a function that makes a model, or a published one"
@@ -53,27 +53,27 @@ def add_suggest_options(parser: argparse.ArgumentParser) -> None:
         "--backend", choices=("jax", "tensorflow", "torch"), help="the backend that Keras runs on"
     )
     parser.add_argument("--library", choices=tuple(ADAPTERS), help="the library of the model")
-    # Plan options without effect on the variables get their defaults.
+    # `plan_model` reads these options, too. They do not change the variables, so this command has only their defaults.
     parser.set_defaults(
         on=None, dtype=None, optimizer=None, verify=None, remat=None, fuse_attention=False, wide=True
     )
 
 
 def run_suggest_command(options: Any) -> int:
-    """Write the suggested rules.
+    """Write the suggested rules to the output file or to stdout, and return the exit code.
 
     Raises:
         LayoutMapError: The model cannot be planned, or its plan is incomplete.
     """
-    files = check_targets({"--output": options.output})
+    files = get_file_paths({"--output": options.output})
     replicated = LayoutMap(options.mesh)
-    made = check_complete(plan_model(options.model, options, replicated), options.model, options)
+    made = require_complete(plan_model(options.model, options, replicated), options.model, options)
     found = suggest_layout_map(made, options.batch_dim)
     dims = options.batch_dim or list_named_batch_dims(made.mesh)
     batches = f"sharded over {format_batch_dim(dims)}" if dims else "replicated"
     text = f"# Suggested for {options.model}, if batches are {batches}.\n{found.to_yaml()}"
     if files:
-        write_all(dict.fromkeys(files.values(), text))
+        write_texts(dict.fromkeys(files.values(), text))
     else:
         print_text(text.rstrip("\n"), sys.stdout)
     return SUCCESS

@@ -24,13 +24,13 @@ def translate_to_yaml(text: str) -> str:
         >>> print(translate_to_yaml('say layout_map.rest = "replicated"'))
         say rest: replicated
     """
-    text = _CHANGE.sub(lambda found: f"{found[1]}{_format_specs(found[2])}", text)
+    text = _CHANGE.sub(lambda match: f"{match[1]}{_format_specs(match[2])}", text)
     text = _OPTION.sub(r"\1: \2", _POLICIES.sub(r"uneven: [\1, \2]", _RULE.sub(_format_rule, text)))
     return _RAW.sub(r"'\1'", text)
 
 
-def _format_rule(found: re.Match[str]) -> str:
-    activations, _, pattern, specs = found.groups()
+def _format_rule(match: re.Match[str]) -> str:
+    activations, _, pattern, specs = match.groups()
     line = f"'{pattern}'"
     if specs is not None:
         line += f": {_format_specs(specs)}"
@@ -38,7 +38,7 @@ def _format_rule(found: re.Match[str]) -> str:
 
 
 def _format_specs(specs: str) -> str:
-    """Return the specs of a layout, given as the items of a Python tuple, as a list of YAML."""
+    """Convert the items of a Python tuple of specs, such as `None, "model"`, to a YAML list."""
     text = re.sub(r"\bNone\b", "null", specs.rstrip(", ").replace("(", "[").replace(")", "]"))
     unquoted = text.replace("'", "").replace('"', "")
     return f"[{unquoted}]"

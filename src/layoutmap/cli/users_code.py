@@ -1,4 +1,4 @@
-"""Import and run the code that builds a user's model, and separate its errors from this library's."""
+"""Import and run the code that creates a user's model, and separate its errors from this library's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from layoutmap.adapters.missing_backend import choose_only_backend, make_backend_error
-from layoutmap.cli.models import refuse_unknown_model
+from layoutmap.adapters.missing_backend import make_missing_backend_error, set_only_installed_backend
+from layoutmap.cli.models import check_published_name
 from layoutmap.core.errors import LayoutMapError
 
 _LIBRARY_FILES = (
@@ -25,7 +25,7 @@ _LIBRARY_FILES = (
 
 
 class UsersCodeError(LayoutMapError):
-    """Raised if a user's module or function raised. `trace` is its traceback from the user's first line."""
+    """Raised if a user's module or function raised an error. `trace` is its traceback from the user's first line on."""
 
     def __init__(self, name: str, error: BaseException):
         trace = error.__traceback__
@@ -41,19 +41,21 @@ class UsersCodeError(LayoutMapError):
 
 # A model's code may exit, change the folder, or print, so run it only in this context (decisions/0034).
 @contextlib.contextmanager
-def users_code(name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap ...") -> Generator[None]:
+def guard_users_code(
+    name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap ..."
+) -> Generator[None]:
     """Run a user's code with imports from the current folder, and prevent it from ending the program.
 
     The code's output goes to stderr, so that stdout has only the plan. The current folder and stdout are restored.
     """
-    choose_only_backend()
+    set_only_installed_backend()
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     except (LayoutMapError, ModuleNotFoundError) as error:
-        missing = make_backend_error(error.__cause__ or error, choose_backend)
+        missing = make_missing_backend_error(error.__cause__ or error, choose_backend)
         if missing is not None:
             raise missing from error
         if isinstance(error, LayoutMapError):
@@ -76,13 +78,13 @@ def users_code(name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap
 
 
 def parse_function_name(name: str) -> tuple[str, str]:
-    """Return the module and the function of `module:function`."""
-    module, sign, function = name.partition(":")
-    if not sign and all(map(str.isidentifier, parts := name.split("."))) and len(parts) > 1:
+    """Return the names of the module and of the function in `module:function`, or raise for another form of name."""
+    module, colon, function = name.partition(":")
+    if not colon and all(map(str.isidentifier, parts := name.split("."))) and len(parts) > 1:
         module, function = ".".join(parts[:-1]), parts[-1]
     dotted = ".".join(Path(module.removesuffix(".py")).parts)
     in_folder = dotted and "" not in dotted.split(".") and not os.path.isabs(module)
-    if sign and dotted == module and in_folder and function.isidentifier():
+    if colon and dotted == module and in_folder and function.isidentifier():
         return module, function
     raise LayoutMapError(
         f"{name!r} names no function that creates a model",
@@ -92,7 +94,7 @@ def parse_function_name(name: str) -> tuple[str, str]:
 
 
 def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
-    """Import a module and return one of its functions."""
+    """Import a module, and return its function of this name, which must be callable without arguments."""
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -103,9 +105,9 @@ def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
             why=str(error),
             fix="run the command in the folder with this module, or install it",
         ) from error
-    made = getattr(module, function_name, None)
-    if not callable(made):
-        refuse_unknown_model(module_name, function_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        check_published_name(module_name, function_name)
         near = [n for n, value in vars(module).items() if not n.startswith("_") and callable(value)]
         raise LayoutMapError(
             f"{module_name} has no function {function_name!r}",
@@ -113,7 +115,7 @@ def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
             fix="name one that creates and returns a model",
         )
     try:
-        inspect.signature(made).bind()
+        inspect.signature(function).bind()
     except TypeError as error:
         raise LayoutMapError(
             f"{module_name}:{function_name} cannot be called without arguments",
@@ -122,4 +124,4 @@ def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
         ) from error
     except ValueError:  # builtins may have no signature
         pass
-    return made
+    return function

@@ -13,7 +13,7 @@ _HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")
 
 
 def describe_type(value: Any) -> str:
-    """Return the type of a wrong argument in words, with its module if it is from another library."""
+    """Return the type of a wrong argument as a phrase for messages, such as `of type numpy.ndarray`."""
     if value is None:
         return "None"
     module = type(value).__module__.partition(".")[0]
@@ -22,7 +22,7 @@ def describe_type(value: Any) -> str:
 
 
 def as_int(value: Any) -> int | None:
-    """Convert any integer type to Python's int, and return None for every other value, bools included."""
+    """Return an integer of any type, such as numpy's, as Python's int, or None for other values and bools."""
     if type(value) is int:
         return value
     try:
@@ -31,12 +31,12 @@ def as_int(value: Any) -> int | None:
         return None
 
 
-def as_text(text: str) -> str:
-    """Convert a subclass of str, such as numpy's, to Python's str, so that files contain only Python's str."""
+def as_builtin_str(text: str) -> str:
+    """Return the value of a subclass of str, such as numpy's, as Python's str, which YAML and JSON can write."""
     return str.__str__(text)
 
 
-def check_rank(rank: int) -> int:
+def validate_rank(rank: int) -> int:
     """Check that a rank is a whole number of 0 or more, and return it as an int.
 
     Raises:
@@ -45,14 +45,14 @@ def check_rank(rank: int) -> int:
     found = as_int(rank)
     if found is None or found < 0:
         raise LayoutError(
-            f"a layout of rank {rank!r}",
+            f"a layout cannot have the rank {rank!r}",
             why="the rank is the number of a tensor's axes, 0 or more",
             fix="pass the tensor's number of axes",
         )
     return found
 
 
-def check_axis(axis: int, rank: int) -> int:
+def validate_axis(axis: int, rank: int) -> int:
     """Check that an axis exists in a tensor of this rank, and return it as an int.
 
     Raises:
@@ -61,8 +61,8 @@ def check_axis(axis: int, rank: int) -> int:
     found = as_int(axis)
     if found is None:
         raise LayoutError(
-            f"axis {axis!r} of a layout of rank {rank}",
-            why=f"it is {describe_type(axis)}, and axes are numbered",
+            f"a layout of rank {rank} has no axis {axis!r}",
+            why=f"the axis is {describe_type(axis)}, and axes are whole numbers",
             fix="pass the axis's number, from 0",
         )
     if not 0 <= found < rank:
@@ -74,14 +74,14 @@ def check_axis(axis: int, rank: int) -> int:
             else "it has no axes"
         )
         raise LayoutError(
-            f"axis {found} of a layout of rank {rank}",
+            f"a layout of rank {rank} has no axis {found}",
             why=why,
-            fix="count axes from 0, forwards" if rank else "a scalar's layout cannot be sharded",
+            fix="count axes upwards from 0" if rank else "use Layout.replicated(mesh, 0)",
         )
     return found
 
 
-def check_shape(shape: Iterable[Any]) -> tuple[int | None, ...]:
+def validate_shape(shape: Iterable[Any]) -> tuple[int | None, ...]:
     """Check a shape and convert its sizes to Python's ints. None and -1 stand for an unknown size.
 
     Raises:
@@ -103,11 +103,11 @@ def check_shape(shape: Iterable[Any]) -> tuple[int | None, ...]:
     return found
 
 
-def check_encodable(name: str, what: str) -> None:
-    """Raise if a name has half a surrogate pair, which no text or protobuf can encode."""
+def check_encodable(name: str, label: str) -> None:
+    """Raise if a name has half a surrogate pair, which UTF-8 cannot encode. `label` names the value in the error."""
     if _HALF_A_PAIR.search(name):
         raise MeshError(
-            f"{what} {name!r} has half a surrogate pair",
+            f"{label} {name!r} has half a surrogate pair",
             why="no encoding can write it",
             fix=f"name it {_HALF_A_PAIR.sub('_', name)!r}",
         )

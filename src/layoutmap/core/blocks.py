@@ -1,7 +1,7 @@
 """Split, intersect, and assemble blocks of an array by their indices.
 
 A block's index is a tuple of slices, one for each axis, each with both ends and no step. Engines hand out their
-shards with such indices, and everything that moves values between layouts, processes and files speaks in them.
+shards with such indices, and all code that moves values between layouts, processes, and files uses them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def make_full_index(shape: Sequence[int]) -> Index:
     return tuple(slice(0, operator.index(n)) for n in shape)
 
 
-def find_distinct_shards(
+def group_devices_by_shard(
     layout: Layout, shape: Sequence[int], devices: Iterable[int]
 ) -> dict[Ends, tuple[Index, list[int]]]:
-    """Group devices by the shard that they store. Return each shard's index and devices.
+    """Return the index of each distinct shard and the devices that store it, by the start and stop of each axis.
 
     Args:
         layout: The tensor's layout.
@@ -54,7 +54,7 @@ def find_distinct_shards(
     Example:
         >>> from layoutmap.core.mesh import Mesh
         >>> layout = Layout(["y"], Mesh(None, "x=2,y=2"))
-        >>> list(find_distinct_shards(layout, (6,), range(4)).values())
+        >>> list(group_devices_by_shard(layout, (6,), range(4)).values())
         [((slice(0, 3, None),), [0, 2]), ((slice(3, 6, None),), [1, 3])]
     """
     found: dict[Ends, tuple[Index, list[int]]] = {}
@@ -65,7 +65,7 @@ def find_distinct_shards(
 
 
 def normalize_index(index: Sequence[slice], shape: Sequence[int]) -> Index:
-    """Return an index with the start and stop of each slice filled in.
+    """Return an index in which each slice has a start and a stop as whole numbers from 0.
 
     Raises:
         LayoutMapError: A slice has a step, or an axis has no slice.
@@ -91,7 +91,7 @@ def normalize_index(index: Sequence[slice], shape: Sequence[int]) -> Index:
 
 
 def split_numpy_index(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[Any, ...]]:
-    """Split a numpy index into the block that covers it and the index within that block.
+    """Return the smallest block that contains a numpy index, and the numpy index relative to that block.
 
     Args:
         index: Integers, slices and `...`, alone or as a tuple.
@@ -112,7 +112,7 @@ def split_numpy_index(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[An
     try:
         if len(dots) > 1 or len(parts) != len(shape):
             raise IndexError("one part for each axis")
-        pairs = [_split_numpy_slice(part, operator.index(n)) for part, n in zip(parts, shape, strict=True)]
+        pairs = [_split_axis_index(part, operator.index(n)) for part, n in zip(parts, shape, strict=True)]
     except (TypeError, IndexError, ValueError):
         raise LayoutMapError(
             f"{index!r} is not an index of this variable",
@@ -123,8 +123,8 @@ def split_numpy_index(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[An
     return tuple(block for block, _ in pairs), (*(inner for _, inner in pairs), ...)
 
 
-def _split_numpy_slice(part: Any, size: int) -> tuple[slice, Any]:
-    """Return the slice of one axis that covers an index, and the index within that slice."""
+def _split_axis_index(part: Any, size: int) -> tuple[slice, Any]:
+    """Return the contiguous slice of one axis that contains an integer or slice, and the index relative to it."""
     if isinstance(part, (bool, np.bool_)):  # numpy treats a bool as a mask, not as an index
         raise TypeError
     if not isinstance(part, slice):
@@ -141,7 +141,7 @@ def compute_block_shape(index: Index) -> tuple[int, ...]:
 
 
 def get_slice_ends(index: Index) -> Ends:
-    """Return an index as (start, stop) tuples, which can be a dict key."""
+    """Return an index as a tuple of (start, stop) tuples, because slices cannot be dict keys before Python 3.12."""
     return tuple((part.start, part.stop) for part in index)
 
 
@@ -151,9 +151,9 @@ def stack_slice_ends(indices: Sequence[Index], rank: int) -> tuple[NumpyArray, N
     return ends[..., 0], ends[..., 1]
 
 
-def make_relative_index(part: Index, index: Index) -> Index:
-    """Convert the index of an inner block to be relative to the start of the outer block."""
-    return tuple(slice(p.start - i.start, p.stop - i.start) for p, i in zip(part, index, strict=True))
+def make_relative_index(inner: Index, outer: Index) -> Index:
+    """Return the index of an inner block relative to the start of the outer block that contains it."""
+    return tuple(slice(p.start - i.start, p.stop - i.start) for p, i in zip(inner, outer, strict=True))
 
 
 def intersect_blocks(a: Index, b: Index) -> Index | None:
@@ -173,7 +173,7 @@ def assemble_blocks(
     dtype: npt.DTypeLike,
     index: Index | None = None,
 ) -> npt.NDArray[np.generic]:
-    """Assemble an array, or the part at an index, from blocks that cover it.
+    """Return an array, or its part at an index, assembled from blocks that cover it.
 
     Args:
         blocks: Pairs of index and values.
@@ -191,21 +191,21 @@ def assemble_blocks(
     """
     wanted = make_full_index(shape) if index is None else index
     result = np.empty(compute_block_shape(wanted), dtype)
-    places: list[Index] = []
-    for place, values in blocks:
-        if len(place) != len(wanted) or compute_block_shape(place) != values.shape:
+    filled: list[Index] = []
+    for block, values in blocks:
+        if len(block) != len(wanted) or compute_block_shape(block) != values.shape:
             raise LayoutMapError(
-                f"a block of shape {values.shape} does not fit its place {format_index(place)}",
+                f"a block of shape {values.shape} does not fit its index {format_index(block)}",
                 facts={"shape": tuple(shape)},
-                why=f"the place has the shape {compute_block_shape(place)}",
+                why=f"the index has the shape {compute_block_shape(block)}",
                 fix="pass each block with its index in the global array",
             )
-        both = intersect_blocks(place, wanted)
+        both = intersect_blocks(block, wanted)
         if both is None:
             continue
-        result[make_relative_index(both, wanted)] = values[make_relative_index(both, place)]
-        places.append(both)
-    if (found := find_coverage_error(*stack_slice_ends(places, len(wanted)), wanted)) is not None:
+        result[make_relative_index(both, wanted)] = values[make_relative_index(both, block)]
+        filled.append(both)
+    if (found := find_coverage_error(*stack_slice_ends(filled, len(wanted)), wanted)) is not None:
         cell, times = found
         raise LayoutMapError(
             f"{times} blocks overlap at {format_index(cell)}"
@@ -218,15 +218,15 @@ def assemble_blocks(
     return result
 
 
-_PRIME, _TIMES = (1 << 31) - 1, 3
+_PRIME, _NUM_SUMS = (1 << 31) - 1, 3
 
 
 def find_coverage_error(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[Index, int] | None:
-    """Find a part of a block that other blocks cover less or more than once, and return it with the count.
+    """Return a part of a block that no other block covers, or several do, and how many of them cover it.
 
     Args:
-        begins: Starts of these blocks, as `stack_slice_ends` returns them.
-        ends: Stops of these blocks.
+        begins: Starts of the other blocks, as `stack_slice_ends` returns them.
+        ends: Stops of the other blocks.
         wanted: The block to cover.
 
     Returns:
@@ -236,7 +236,7 @@ def find_coverage_error(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> 
         >>> find_coverage_error(np.array([[0], [2], [2]]), np.array([[2], [4], [4]]), (slice(0, 6),))
         ((slice(2, 4, None),), 2)
     """
-    begins, ends = _clip_blocks(begins, ends, wanted)
+    begins, ends = _clip_to_block(begins, ends, wanted)
     if _is_covered_once(begins, ends, wanted):
         return None
     for axis, part in enumerate(wanted):
@@ -253,8 +253,8 @@ def find_coverage_error(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> 
     return wanted, len(begins)
 
 
-def _clip_blocks(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[NumpyArray, NumpyArray]:
-    """Clip blocks to another block, and drop those that do not overlap it."""
+def _clip_to_block(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[NumpyArray, NumpyArray]:
+    """Return the starts and stops of the parts of blocks inside of the block `wanted`, without empty parts."""
     begins = np.maximum(begins, np.array([part.start for part in wanted], np.int64))
     ends = np.minimum(ends, np.array([part.stop for part in wanted], np.int64))
     some = (begins < ends).all(axis=1)
@@ -262,38 +262,42 @@ def _clip_blocks(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[N
 
 
 def _is_covered_once(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> bool:
-    """Return whether inner blocks cover each element of a block exactly once."""
+    """Return whether inner blocks cover each element of the block `wanted` exactly once."""
     first, last = stack_slice_ends([wanted], len(wanted))
     return bool(are_covered_once(begins, ends, [len(begins)], first, last)[0])
 
 
 def are_covered_once(
-    begins: NumpyArray, ends: NumpyArray, counts: Sequence[int], first: NumpyArray, last: NumpyArray
+    begins: NumpyArray,
+    ends: NumpyArray,
+    counts: Sequence[int],
+    outer_begins: NumpyArray,
+    outer_ends: NumpyArray,
 ) -> NumpyArray:
     """Return, for each outer block, whether its inner blocks cover each element exactly once.
 
-    To add up sizes is not enough: a gap and an overlap of one size make up for each other. So an element does not count
-    as one, but as the product of random numbers of its row, its column, ... in a finite field, and sums of these are
-    compared, three times. For blocks that are not so, they are equal once in 10^25 times; and no grid of cells is made,
-    which for blocks that form none would have more than anybody's memory.
+    Sums of sizes do not show it, because a gap and an overlap of one size cancel out. So each element counts as the
+    product of random numbers for its row, its column, ... in a finite field, and the sums of inner and outer blocks are
+    compared, three times. If the coverage is wrong, they are equal with a probability of 10^-25. A table of all
+    elements could need more memory than there is.
 
     Args:
         begins: Starts of the inner blocks, ordered by outer block: a row per block, a column per axis.
-        ends: Where they end.
-        counts: Number of them for each block.
-        first: Where the blocks begin.
-        last: Where they end.
+        ends: Stops of the inner blocks.
+        counts: Number of inner blocks of each outer block.
+        outer_begins: Starts of the outer blocks.
+        outer_ends: Stops of the outer blocks.
     """
-    random, number = np.random.default_rng(), len(begins) + len(first)
-    products = np.ones((number, _TIMES), np.int64)
-    for axis in range(first.shape[1]):
-        borders = (begins[:, axis], first[:, axis], ends[:, axis], last[:, axis])
-        distinct, which = np.unique(np.concatenate(borders), return_inverse=True)
-        numbers = random.integers(_PRIME, size=(len(distinct), _TIMES))[which]
-        products = products * ((numbers[number:] - numbers[:number]) % _PRIME) % _PRIME
-    sums = np.cumsum(np.concatenate([np.zeros((1, _TIMES), np.int64), products[: len(begins)]]), axis=0)
-    places = np.cumsum([0, *counts])
-    differences = sums[places[1:]] - sums[places[:-1]] - products[len(begins) :]
+    random, num_blocks = np.random.default_rng(), len(begins) + len(outer_begins)
+    products = np.ones((num_blocks, _NUM_SUMS), np.int64)
+    for axis in range(outer_begins.shape[1]):
+        positions = (begins[:, axis], outer_begins[:, axis], ends[:, axis], outer_ends[:, axis])
+        distinct, which = np.unique(np.concatenate(positions), return_inverse=True)
+        numbers = random.integers(_PRIME, size=(len(distinct), _NUM_SUMS))[which]
+        products = products * ((numbers[num_blocks:] - numbers[:num_blocks]) % _PRIME) % _PRIME
+    sums = np.cumsum(np.concatenate([np.zeros((1, _NUM_SUMS), np.int64), products[: len(begins)]]), axis=0)
+    borders = np.cumsum([0, *counts])
+    differences = sums[borders[1:]] - sums[borders[:-1]] - products[len(begins) :]
     return (differences % _PRIME == 0).all(axis=1)
 
 

@@ -17,7 +17,7 @@ _MOST_ELEMENTS = 1 << 21
 def compute_checksum(*arrays: npt.NDArray[Any]) -> int:
     """Return the CRC-32 of the bytes of arrays in row-major order. Shapes and dtypes do not change it.
 
-    About a second for each GB, and a copy of an array that is not contiguous.
+    It takes about a second for each GB, and copies an array that is not contiguous.
 
     Example:
         >>> compute_checksum(np.zeros(4, np.uint8)) == compute_checksum(np.zeros(1, np.float32))
@@ -35,15 +35,15 @@ def compute_position_checksum(
     begins: Sequence[int],
     positions: npt.NDArray[Any] | None = None,
 ) -> int:
-    """Compute a 64-bit checksum of a block from bits and positions. Checksums of parts add up modulo 2**64.
+    """Return a 64-bit checksum of a block. The checksums of the parts of an array add up to its own modulo 2**64.
 
-    Each element counts by its bits and its position, so layouts can be compared without gathering. All NaN are equal.
+    It depends on the bits and positions of elements, so layouts can be compared without gathering. All NaN are equal.
 
     Args:
         values: The block.
         shape: Shape of the array.
-        begins: Where the block begins.
-        positions: The position of each element in row-major order; `None`: those of the block.
+        begins: The start of the block along each axis.
+        positions: The position of each element in the array in row-major order; `None`: it follows from `begins`.
 
     Example:
         >>> whole, halves = np.arange(6.0).reshape(2, 3), [np.arange(3.0), np.arange(3.0, 6.0)]

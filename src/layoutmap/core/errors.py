@@ -40,12 +40,12 @@ class _ShortRepr(reprlib.Repr):
         self.maxlevel, self.maxstring, self.maxother = 3, 60, 60
 
     def repr_int(self, x: int, level: int) -> str:
-        bits = x.bit_length()  # Python refuses to format integers of thousands of digits
+        bits = x.bit_length()  # Python refuses to format thousands of digits, so give the size instead
         return super().repr_int(x, level) if bits < 1000 else f"<a number of {bits} bits>"
 
 
 def shorten_repr(value: object) -> str:
-    """Return the `repr` of a value for messages, with the middle of long or deep values left out.
+    """Return a short `repr` of a value for messages, with dots for the middle of long texts and for deep values.
 
     Example:
         >>> shorten_repr([None, "model"]), shorten_repr(list(range(1000)))
@@ -65,24 +65,24 @@ def format_count(count: int, noun: str) -> str:
 
 
 def format_message(what: str, facts: Mapping[str, object], why: str, fix: str) -> str:
-    """Format one problem: the headline, then aligned lines for the facts, the reason, and the fix.
+    """Return the text of one problem: the headline, then aligned lines for the facts, the reason, and the fix.
 
-    Names of paths and files are parts of these texts: control characters are escaped.
+    Paths and file names in these texts may contain control characters, so these are escaped.
     """
     rows = [(escape_text(name), str(value)) for name, value in facts.items()] + [("why", why), ("fix", fix)]
     rows = [(name, escape_text(value.rstrip("\n"), keep="\n")) for name, value in rows if value]
-    return align_rows(escape_text(what, keep="\n"), rows)
+    return format_aligned_rows(escape_text(what, keep="\n"), rows)
 
 
-def align_rows(head: str, rows: Sequence[tuple[str, str]]) -> str:
-    """Format a headline with rows of names and texts below it, with the texts aligned in one column."""
+def format_aligned_rows(head: str, rows: Sequence[tuple[str, str]]) -> str:
+    """Return a headline and, on lines below it, rows of a name and a text, with the texts aligned in one column."""
     width = max((4, *(len(name) for name, _ in rows)))
     indent = "\n" + " " * (width + 4)
     return "\n".join([head, *(f"  {name:<{width}}  {text.replace(chr(10), indent)}" for name, text in rows)])
 
 
-class _Message(Exception):
-    """Store the parts of an error or a warning, and format its text."""
+class _StructuredMessage(Exception):
+    """Base of errors and warnings that store a headline, facts, reason, and fix, and format these as their text."""
 
     def __init__(self, what: str, *, facts: Mapping[str, object] | None = None, why: str = "", fix: str = ""):
         self.what = what
@@ -92,7 +92,7 @@ class _Message(Exception):
         super().__init__(format_message(what, self.facts, why, fix))
 
 
-class LayoutMapError(_Message, ValueError):
+class LayoutMapError(_StructuredMessage, ValueError):
     """Any error of this library.
 
     Args:
@@ -158,5 +158,5 @@ class ParityError(LayoutMapError):
     """Raised if the results of a sharded model differ from those of the model on one device."""
 
 
-class LayoutMapWarning(_Message, UserWarning):
-    """Warn of a layout map that works but is probably not intended."""
+class LayoutMapWarning(_StructuredMessage, UserWarning):
+    """Category of the warnings about code that works but is probably not intended, such as an idle mesh dim."""

@@ -32,7 +32,7 @@ def escape_text(text: str, *, keep: str = "") -> str:
 
 
 def escape_html(text: str, *, keep: str = "") -> str:
-    r"""Escape text for HTML: its markup, and the characters that `escape_text` replaces.
+    r"""Return text with its HTML markup escaped, and the characters that `escape_text` replaces.
 
     Args:
         text: Any text.

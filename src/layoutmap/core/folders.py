@@ -20,15 +20,15 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # errors of file system
 
 @contextlib.contextmanager
 def open_hidden_folder(target: Path, token: str) -> Generator[Path]:
-    """Create a hidden folder next to `target` for a save, remove leftovers of earlier saves, and delete it at the end.
+    """Create a hidden folder next to `target` and yield its path (see `make_hidden_path`), then delete the folder.
 
-    Its name is that of `make_hidden_path`.
+    Folders that interrupted saves to the same target have left are deleted first.
     """
     hidden = make_hidden_path(target, token)
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target.parent, re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}"))
     try:
-        lock = make_locked_folder(hidden)
+        lock = create_locked_folder(hidden)
         yield hidden
         del lock
     finally:
@@ -36,16 +36,16 @@ def open_hidden_folder(target: Path, token: str) -> Generator[Path]:
 
 
 def make_hidden_path(target: Path, token: str) -> Path:
-    """Return the path of a hidden folder that no other save uses, because its name ends in a unique token."""
+    """Return the path of a hidden folder next to `target`. Its name ends in the token, which is unique to one save."""
     return target.parent / f".{target.name}.{token}"
 
 
-def make_locked_folder(path: Path) -> Lock | None:
+def create_locked_folder(path: Path) -> FolderLock | None:
     """Create a folder and return its lock, or None on a file system without locks."""
     while True:
         path.mkdir(exist_ok=True)
         try:
-            lock = Lock(path)
+            lock = FolderLock(path)
             if lock.is_locked_at(path):
                 return lock
         except FileNotFoundError:  # another process removed the folder before it was locked
@@ -56,18 +56,18 @@ def make_locked_folder(path: Path) -> Lock | None:
             raise
 
 
-def remove_leftovers(root: Path, unfinished: re.Pattern[str]) -> None:
-    """Delete unfinished folders that no running process has locked."""
+def remove_leftovers(root: Path, name_pattern: re.Pattern[str]) -> None:
+    """Delete folders in `root` with names that match a pattern, except those that a running process has locked."""
     for name in os.listdir(root):
-        if unfinished.fullmatch(name):
+        if name_pattern.fullmatch(name):
             with contextlib.suppress(OSError):
-                lock = Lock(root / name, wait=False)
+                lock = FolderLock(root / name, wait=False)
                 remove_folder(root / name)
                 del lock
 
 
-class Lock:
-    """Lock a folder until this object is deleted or the process ends.
+class FolderLock:
+    """Exclusive lock of a folder for this process, until this object is deleted or the process ends.
 
     Args:
         path: The folder.
@@ -85,7 +85,7 @@ class Lock:
         fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
     def is_locked_at(self, path: Path) -> bool:
-        """Return whether a path still leads to the locked folder."""
+        """Return whether the folder at a path is the locked one, and not a new one of the same name."""
         return os.path.samestat(os.fstat(self._file), os.stat(path))
 
     def __del__(self) -> None:
@@ -102,7 +102,7 @@ def remove_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's directory entries to disk, but not the content of its files."""
+    """Flush a folder's directory entries to disk with `fsync`. The content of its files is not flushed."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 
 @contextmanager
-# A plan creates many objects that stay in use, which the garbage collector would scan in vain (decisions/0027).
+# A plan creates many objects that stay in use, so scanning them for garbage costs time in vain (decisions/0027).
 def pause_garbage_collection() -> Generator[None]:
-    """Pause the garbage collector, which scans all objects again each time their number grows."""
+    """Disable Python's garbage collector until the block ends, because it scans growing numbers of objects again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

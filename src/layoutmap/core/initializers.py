@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
-    """Describe an initializer that an engine can compile.
+class InitializerProgram:
+    """Describe an initializer as a function of a seed, which an engine can trace and compile.
 
     Args:
-        key: Equal for two programs that are the same function; shape and dtype are part of it.
+        key: Identifies the function with its shape and dtype, so that programs of equal keys are compiled once.
         seed: Argument of the function, as arrays or nested containers of arrays; may be empty.
         function: Computes the global value from the seed, in operations that the engine can trace.
     """
@@ -37,14 +37,14 @@ class Initializer:
 
     Args:
         global_value: Computes the global value, as an array of the engine's framework or of numpy.
-        program: The same as a program, if the library allows it.
-        blocks: Computes the values at some indices, and never more of them at a time than a bounded piece, if the
-            library allows it. An engine that can use blocks prefers them.
-        recipe: Says, in lines of text, what determines the values besides the program's seed: initializers with equal
-            texts have equal values, in any process. `None`: nothing can say it; whoever must know compares values.
+        program: The same computation as a program; `None`: the library does not allow it.
+        blocks: Computes the values at some indices in limited memory; `None`: the library does not allow it. An engine
+            that can use blocks prefers them.
+        recipe: Returns lines of text on what determines the values besides the program's seed. Initializers with
+            equal texts have equal values in any process. `None`: no text determines them, so processes compare values.
     """
 
     global_value: Callable[[], Any]
-    program: Program | None = None
+    program: InitializerProgram | None = None
     blocks: Callable[[Sequence[Index]], Sequence[Any]] | None = None
     recipe: Callable[[], str] | None = None

@@ -13,9 +13,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def delay_interrupts() -> Generator[None]:
-    """Run the handlers of Ctrl-C and SIGTERM at the end of the block, not inside it.
+    """Postpone the handlers of Ctrl-C and SIGTERM to the end of the block.
 
-    Python runs handlers only in the main thread, so this does nothing in other threads.
+    Python runs signal handlers only in the main thread, so this does nothing in other threads.
 
     Example:
         >>> with delay_interrupts():
@@ -27,15 +27,15 @@ def delay_interrupts() -> Generator[None]:
     received: list[tuple[int, Any]] = []
     handlers: dict[int, Any] = {}
 
-    def note(number: int, frame: Any) -> None:
+    def record_signal(number: int, frame: Any) -> None:
         received.append((number, frame))
 
     try:
         for number in _SIGNALS:
-            # Only Python handlers can raise between two lines, so only these are delayed.
+            # Only a handler that is a Python function can raise inside the block, so only these are delayed.
             if callable(handler := signal.getsignal(number)):
                 handlers[number] = handler
-                signal.signal(number, note)
+                signal.signal(number, record_signal)
         yield
     finally:
         for number, handler in handlers.items():

@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layoutmap.core import tf_format
-from layoutmap.core.arguments import as_int, check_axis, check_rank, check_shape, describe_type
+from layoutmap.core.arguments import as_int, describe_type, validate_axis, validate_rank, validate_shape
 from layoutmap.core.errors import LayoutError, LayoutMapError
-from layoutmap.core.mesh import UNSHARDED, Mesh, convert_mesh, is_dtensor_class
-from layoutmap.core.old_names import OldName
-from layoutmap.core.specs import ShardingSpec, format_specs, list_spec_dims, read_specs, spec_from_dims
+from layoutmap.core.mesh import UNSHARDED, Mesh, convert_mesh, is_dtensor_instance
+from layoutmap.core.old_names import DeprecatedAlias
+from layoutmap.core.specs import ShardingSpec, format_specs, list_spec_dims, make_spec, normalize_specs
 
-__all__ = ["UNSHARDED", "Layout", "check_memory", "convert_layout"]
+__all__ = ["UNSHARDED", "Layout", "validate_memory_kind", "convert_layout"]
 
 MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
 """The kinds of memory that a layout can name, as JAX calls them."""
 
 _MEMORY_SPEC = "memory"
-"""The first part of the spec that follows those of the axes in text and messages, for a layout in host memory."""
+"""The word that begins the spec for host memory, which follows the specs of the axes in text and protobuf."""
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -60,11 +60,11 @@ class Layout:
     sharding_specs: tuple[ShardingSpec, ...]
     mesh: Mesh
     shard_counts: tuple[int, ...] = field(compare=False)
-    """The number of pieces of every axis."""
+    """The number of shards along each axis."""
     memory: str | None = field(compare=False)
-    """The memory as it was given. `None` and `"device"` are equal, but `"device"` moves an array out of the host."""
+    """The argument `memory`. `None` and `"device"` compare equal, but `"device"` moves arrays out of host memory."""
     host_memory: str
-    """The kind of host memory that stores the shards, or an empty text for the memory of the devices."""
+    """The kind of host memory that stores the shards, or an empty string for the memory of the devices."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class Layout:
                 why=f"it is {describe_type(mesh)}, not a layoutmap.Mesh",
                 fix='make one: layoutmap.create_mesh("batch=2,model=4")',
             )
-        check_memory(memory, "layout")
-        self._set(read_specs(sharding_specs, mesh), mesh, memory)
+        validate_memory_kind(memory, "layout")
+        self._set_fields(normalize_specs(sharding_specs, mesh), mesh, memory)
 
-    def _set(self, specs: tuple[ShardingSpec, ...], mesh: Mesh, memory: str | None) -> None:
+    def _set_fields(self, specs: tuple[ShardingSpec, ...], mesh: Mesh, memory: str | None) -> None:
         object.__setattr__(self, "sharding_specs", specs)
         object.__setattr__(self, "mesh", mesh)
         sizes = mesh.dim_sizes
@@ -104,7 +104,7 @@ class Layout:
             memory: See `Layout`.
         """
         layout = object.__new__(cls)
-        layout._set(tuple(map(spec_from_dims, map(list_spec_dims, specs))), mesh, memory)
+        layout._set_fields(tuple(map(make_spec, map(list_spec_dims, specs))), mesh, memory)
         return layout
 
     @classmethod
@@ -115,8 +115,8 @@ class Layout:
             LayoutError: The rank is negative.
         """
         if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
-            return cls((UNSHARDED,) * check_rank(rank), mesh)
-        return cls.from_valid_specs((UNSHARDED,) * check_rank(rank), mesh)
+            return cls((UNSHARDED,) * validate_rank(rank), mesh)
+        return cls.from_valid_specs((UNSHARDED,) * validate_rank(rank), mesh)
 
     @classmethod
     def batch_sharded(cls, mesh: Mesh, batch_dim: ShardingSpec, rank: int, axis: int = 0) -> Layout:
@@ -135,8 +135,8 @@ class Layout:
             >>> Layout.batch_sharded(Mesh(None, "x=2"), "x", rank=3).sharding_specs
             ('x', 'unsharded', 'unsharded')
         """
-        rank = check_rank(rank)
-        axis = check_axis(axis, rank)
+        rank = validate_rank(rank)
+        axis = validate_axis(axis, rank)
         return cls([batch_dim if i == axis else UNSHARDED for i in range(rank)], mesh)
 
     @classmethod
@@ -146,7 +146,7 @@ class Layout:
         Raises:
             LayoutError: The rank is 0, or there is no such mesh dim.
         """
-        rank = check_rank(rank)
+        rank = validate_rank(rank)
         if not rank:
             raise LayoutError(
                 "a layout of rank 0 has no inner axis",
@@ -156,7 +156,7 @@ class Layout:
         return cls.batch_sharded(mesh, inner_dim, rank, axis=rank - 1)
 
     def delete(self, dims: int | Iterable[int]) -> Layout:
-        """Return the layout of a tensor that is reduced over some axes.
+        """Return this layout without some axes, as for a tensor that is reduced over them.
 
         Args:
             dims: The axes to leave out, or one axis.
@@ -168,8 +168,8 @@ class Layout:
             >>> Layout(["x", "y"], Mesh(None, "x=2,y=2")).delete(0).sharding_specs
             ('y',)
         """
-        given: Iterable[Any] = dims if isinstance(dims, Iterable) and not isinstance(dims, str) else [dims]
-        gone = {check_axis(axis, self.rank) for axis in given}
+        axes: Iterable[Any] = dims if isinstance(dims, Iterable) and not isinstance(dims, str) else [dims]
+        gone = {validate_axis(axis, self.rank) for axis in axes}
         kept = (s for i, s in enumerate(self.sharding_specs) if i not in gone)
         return Layout.from_valid_specs(kept, self.mesh, self.memory)
 
@@ -186,7 +186,7 @@ class Layout:
             >>> print(Layout(["x", None], Mesh(None, "x=2")).replace_memory("pinned_host"))
             (x, unsharded) in pinned_host
         """
-        check_memory(memory, "layout")
+        validate_memory_kind(memory, "layout")
         return Layout.from_valid_specs(self.sharding_specs, self.mesh, memory)
 
     # -- queries
@@ -202,7 +202,7 @@ class Layout:
         Raises:
             LayoutError: There is no such axis.
         """
-        return list_spec_dims(self.sharding_specs[check_axis(axis, self.rank)])
+        return list_spec_dims(self.sharding_specs[validate_axis(axis, self.rank)])
 
     def num_shards(self, axis: int) -> int:
         """Return the number of shards along an axis.
@@ -210,7 +210,7 @@ class Layout:
         Raises:
             LayoutError: There is no such axis.
         """
-        return self.shard_counts[check_axis(axis, self.rank)]
+        return self.shard_counts[validate_axis(axis, self.rank)]
 
     @property
     def num_distinct_shards(self) -> int:
@@ -222,7 +222,7 @@ class Layout:
         return self.num_distinct_shards == 1
 
     def offset_to_shard(self) -> list[tuple[int, ...]]:
-        """List the shard that each device stores, in mesh order, as one number per axis.
+        """Return the shard that each device stores, in mesh order, as its position along each axis.
 
         Example:
             >>> Layout(["x", UNSHARDED], Mesh(None, "x=2,y=2")).offset_to_shard()
@@ -231,7 +231,7 @@ class Layout:
         return [self.locate_shard(i) for i in range(self.mesh.size)]
 
     def locate_shard(self, device_index: int) -> tuple[int, ...]:
-        """Return the shard that one device stores, as one number per axis.
+        """Return the shard that one device stores, as its position among the shards along each axis.
 
         Raises:
             MeshError: There is no such device.
@@ -240,17 +240,17 @@ class Layout:
         at = dict(zip(self.mesh.dim_names, self.mesh.coords(device_index), strict=True))
         offset: list[int] = []
         for spec in self.sharding_specs:
-            number = 0
+            position = 0
             for dim in list_spec_dims(spec):
-                number = number * sizes[dim] + at[dim]
-            offset.append(number)
+                position = position * sizes[dim] + at[dim]
+            offset.append(position)
         return tuple(offset)
 
     def offset_tuple_to_global_index(self, offset_tuple: Sequence[int]) -> int:
-        """Return the number of a shard, counting all shards in row-major order.
+        """Return the position of a shard among all shards in row-major order.
 
         Args:
-            offset_tuple: The shard, as one number per axis, as `offset_to_shard` returns it.
+            offset_tuple: The shard, as its position along each axis, as `offset_to_shard` returns it.
 
         Raises:
             LayoutError: There is no such shard.
@@ -280,7 +280,7 @@ class Layout:
         return index
 
     def local_shape_from_global_shape(self, global_shape: Sequence[int | None]) -> tuple[int | None, ...]:
-        """Return the shape of the largest shard. All shards have this shape if the layout divides evenly.
+        """Return the shape of the largest shard. All shards have this shape if each axis divides evenly.
 
         Args:
             global_shape: The global shape; `None` or -1 stands for an unknown size and stays.
@@ -288,7 +288,7 @@ class Layout:
         Raises:
             LayoutError: The rank differs, or a size is below -1.
         """
-        shape = check_shape(global_shape)
+        shape = validate_shape(global_shape)
         self.check_rank(shape)
         return tuple(
             n if n is None or n < 0 else -(-n // count)
@@ -296,12 +296,12 @@ class Layout:
         )
 
     def global_shape_from_local_shape(self, local_shape: Sequence[int | None]) -> tuple[int | None, ...]:
-        """Return the global shape that has shards of this shape. Unknown sizes stay unknown.
+        """Return the global shape of a tensor with equal shards of this shape. Unknown sizes stay unknown.
 
         Raises:
             LayoutError: The rank differs, or a size is below -1.
         """
-        shape = check_shape(local_shape)
+        shape = validate_shape(local_shape)
         self.check_rank(shape)
         return tuple(
             n if n is None or n < 0 else n * count for n, count in zip(shape, self.shard_counts, strict=True)
@@ -326,7 +326,7 @@ class Layout:
     def shard_slices(self, global_shape: Sequence[int], device_index: int) -> tuple[slice, ...]:
         """Return the slices of a tensor that one device stores, with a start and a stop for each axis.
 
-        Along an axis that does not divide, the last shards have fewer elements or none.
+        Along an axis that does not divide evenly, the last shards have fewer elements or none.
 
         Args:
             global_shape: The global shape.
@@ -342,11 +342,11 @@ class Layout:
         """
         shape = self.shard_shape(global_shape)
         # Shards have ceil(n / shards) elements, as in torch.chunk and DTensor (decisions/0231).
-        parts = zip(self.locate_shard(device_index), shape, check_shape(global_shape), strict=True)
+        parts = zip(self.locate_shard(device_index), shape, validate_shape(global_shape), strict=True)
         return tuple(slice(min(i * part, n or 0), min((i + 1) * part, n or 0)) for i, part, n in parts)
 
     def pad_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
-        """Return a shape with each axis rounded up to a multiple of its shards.
+        """Return a shape with the size of each axis rounded up to a multiple of its number of shards.
 
         Raises:
             LayoutError: The rank differs, or a size is unknown.
@@ -359,8 +359,8 @@ class Layout:
         return tuple(part * count for part, count in sizes)
 
     def find_uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:
-        """Return the axes of a shape that the layout cannot split evenly."""
-        sizes = zip(check_shape(global_shape), self.shard_counts, strict=True)
+        """Return the axes of a shape that the layout cannot split evenly. Unknown sizes count as even."""
+        sizes = zip(validate_shape(global_shape), self.shard_counts, strict=True)
         return tuple(axis for axis, (n, count) in enumerate(sizes) if n is not None and n >= 0 and n % count)
 
     def check_rank(self, shape: tuple[int | None, ...], name: str = "layout") -> None:
@@ -375,7 +375,7 @@ class Layout:
             raise self.make_uneven_error(shape, axis, name)
 
     def make_rank_error(self, shape: tuple[int | None, ...], name: str = "layout") -> LayoutError:
-        """Return the error for a tensor of another rank than this layout's."""
+        """Return, but do not raise, the error for a tensor with another rank than this layout."""
         fitted = (*self.sharding_specs[: len(shape)], *[UNSHARDED] * (len(shape) - self.rank))
         return LayoutError(
             f"{name}: a layout of rank {self.rank} for a tensor of rank {len(shape)}",
@@ -387,8 +387,8 @@ class Layout:
     def make_uneven_error(
         self, shape: tuple[int | None, ...], axis: int, name: str = "layout"
     ) -> LayoutError:
-        """Return the error for an axis that cannot be split evenly."""
-        size, count = check_shape(shape)[axis] or 0, self.num_shards(axis)
+        """Return, but do not raise, the error for an axis of a shape that this layout cannot split evenly."""
+        size, count = validate_shape(shape)[axis] or 0, self.num_shards(axis)
         fitting = tuple(UNSHARDED if i == axis else s for i, s in enumerate(self.sharding_specs))
         return LayoutError(
             f"{name}: axis {axis} cannot be split evenly",
@@ -397,11 +397,11 @@ class Layout:
             fix=f"pad axis {axis} to {-(-size // count) * count}, or leave it unsharded: {format_specs(fitting)}",
         )
 
-    mesh_dims_of = OldName("list_mesh_dims")
-    shard_offset = OldName("locate_shard")
-    uneven_axes = OldName("find_uneven_axes")
-    rank_error = OldName("make_rank_error")
-    uneven_error = OldName("make_uneven_error")
+    mesh_dims_of = DeprecatedAlias("list_mesh_dims")
+    shard_offset = DeprecatedAlias("locate_shard")
+    uneven_axes = DeprecatedAlias("find_uneven_axes")
+    rank_error = DeprecatedAlias("make_rank_error")
+    uneven_error = DeprecatedAlias("make_uneven_error")
 
     # -- text and protobuf
 
@@ -451,7 +451,7 @@ class Layout:
 
     @classmethod
     def from_str(cls, proto_str: bytes) -> Layout:
-        """Read the bytes that `serialized_string` gives.
+        """Return the layout that `serialized_string` has written as bytes.
 
         Raises:
             LayoutError: The bytes hold no valid layout.
@@ -483,11 +483,11 @@ class Layout:
         return f"Layout({list(self.sharding_specs)!r}, {self.mesh!r}{memory})"
 
 
-def check_memory(memory: object, where: str, error: type[LayoutMapError] = LayoutError) -> str | None:
-    """Raise if a value is not a memory kind.
+def validate_memory_kind(memory: object, where: str, error: type[LayoutMapError] = LayoutError) -> str | None:
+    """Return a value that names a kind of memory or is None, and raise for every other value.
 
     Raises:
-        LayoutMapError: There is no such kind. It is of the type `error`.
+        LayoutMapError: There is no such kind. The error is of the type `error`.
     """
     if memory is None or memory in MEMORY_KINDS:
         return memory  # type: ignore[return-value]
@@ -507,7 +507,7 @@ def convert_layout(value: Any, mesh: Mesh | None = None, rank: int | None = None
         value: A `Layout`, a TensorFlow layout, a `NamedSharding`, or sharding specs: a tuple, a list, or a
             `PartitionSpec`.
         mesh: The mesh of sharding specs.
-        rank: The rank of the tensor, up to which JAX's shardings are filled up with unsharded axes.
+        rank: The rank of the tensor. A `PartitionSpec` with fewer entries is padded with unsharded axes.
 
     Raises:
         LayoutError: The value is none of these, or the specs do not fit the mesh.
@@ -515,12 +515,12 @@ def convert_layout(value: Any, mesh: Mesh | None = None, rank: int | None = None
     """
     if isinstance(value, Layout):
         return value
-    if is_dtensor_class(value, "Layout"):
+    if is_dtensor_instance(value, "Layout"):
         return Layout.from_string(value.to_string())
     memory = None
-    if _is_jax_class(value, "NamedSharding"):
-        memory, mesh, value = _find_memory(value), convert_mesh(value.mesh), value.spec
-    if _is_jax_class(value, "PartitionSpec"):
+    if _is_jax_instance(value, "NamedSharding"):
+        memory, mesh, value = _find_memory_kind(value), convert_mesh(value.mesh), value.spec
+    if _is_jax_instance(value, "PartitionSpec"):
         if getattr(value, "unreduced", None):
             raise LayoutError(
                 f"{value} is not a layout",
@@ -542,17 +542,17 @@ def convert_layout(value: Any, mesh: Mesh | None = None, rank: int | None = None
     return Layout(value, mesh, memory=memory)  # pyright: ignore[reportUnknownArgumentType]
 
 
-def _find_memory(sharding: Any) -> str | None:
-    """Return the memory kind of a `NamedSharding`, or None for the default memory of its devices."""
+def _find_memory_kind(sharding: Any) -> str | None:
+    """Return the memory kind of JAX's `NamedSharding`, or None if it is the default memory of its devices."""
     is_abstract = type(sharding.mesh).__name__ == "AbstractMesh"
     usual = None if is_abstract else sharding.mesh.devices.flat[0].default_memory().kind
     return None if sharding.memory_kind == usual else sharding.memory_kind
 
 
-def _is_jax_class(value: object, name: str) -> bool:
-    """Return whether a value is an instance of a class of JAX, without loading JAX."""
+def _is_jax_instance(value: object, name: str) -> bool:
+    """Return whether a value is an instance of JAX's class with this name, without importing JAX."""
     kind = type(value)
-    # JAX releases name the class differently: `jax.P` is `PartitionSpec`.
+    # Some JAX releases name the class of `jax.sharding.PartitionSpec` `P`, so both names count.
     return kind.__module__.partition(".")[0] == "jax" and kind.__name__ in (
         name,
         "P" if name[0] == "P" else name,

@@ -8,10 +8,10 @@ from typing import Literal
 
 from layoutmap.core.errors import RuleError, shorten_repr
 from layoutmap.core.layout import Layout
-from layoutmap.core.uneven import UnevenSetting, format_uneven
+from layoutmap.core.uneven import UnevenSetting, format_uneven_setting
 
 Rest = Literal["replicated"]
-"""The layout of variables that no rule matches."""
+"""The explicit setting for variables that no rule matches."""
 
 KERAS = "keras:"
 """The prefix of rules that match Keras variable names, and of these names in a list of paths."""
@@ -21,9 +21,9 @@ AS_FOUND = "it keeps its layout: no layout map applies to it"
 AS_REST = 'it is replicated, as layout_map.rest = "replicated" says'
 
 
-# A final rule `.*` would fit tensors of one rank only, so `rest` replicates variables of any rank (decisions/0054).
-def check_rest(value: object, where: str) -> Rest | None:
-    """Check the `rest` setting of a layout map, which applies to variables without a rule.
+# A last rule `.*` has a layout of one rank, so the setting `rest` replicates variables of any rank (decisions/0054).
+def validate_rest(value: object, where: str) -> Rest | None:
+    """Return the `rest` setting of a layout map, for variables without a rule, after checking its value.
 
     Raises:
         RuleError: The value is not `"replicated"` or `None`.
@@ -78,13 +78,13 @@ class Match:
     otherwise: str = "it is replicated"
 
     @property
-    def is_rest(self) -> bool:
-        """Whether no rule matches and the map's `rest` setting applies."""
+    def has_rest_layout(self) -> bool:
+        """Whether no rule matches, and the map's setting `rest = "replicated"` applies to the path."""
         return self.rule is None and self.otherwise == AS_REST
 
     @property
-    def is_found(self) -> bool:
-        """Whether another program placed the variable, so that no map was used."""
+    def has_existing_layout(self) -> bool:
+        """Whether the variable had a layout before, for instance from other sharding code, so no rules were tried."""
         return self.otherwise == AS_FOUND
 
     @property
@@ -104,7 +104,7 @@ class Match:
 
 
 def suggest_rule_change(rule: Rule, paths: Sequence[str]) -> str:
-    """Advise how to give variables of these paths another layout than the winning rule's."""
+    """Return advice how to give variables of these paths another layout than that of the winning rule."""
     if rule.pattern in paths:
         return f"change rule {rule.number}: a rule that equals the path wins over all others"
     return f"change rule {rule.number}, or add a rule before it: the first rule that matches wins"
@@ -112,4 +112,4 @@ def suggest_rule_change(rule: Rule, paths: Sequence[str]) -> str:
 
 def format_rule_layout(rule: Rule) -> str:
     """Return a rule's layout as text, with its `uneven` setting unless that is "error"."""
-    return str(rule.layout) + (f"  {format_uneven(rule.uneven)}" if rule.uneven != "error" else "")
+    return str(rule.layout) + (f"  {format_uneven_setting(rule.uneven)}" if rule.uneven != "error" else "")

@@ -17,25 +17,25 @@ from itertools import accumulate
 from typing import Any
 
 from layoutmap.core import tf_format
-from layoutmap.core.arguments import as_int, as_text, check_encodable, describe_type
+from layoutmap.core.arguments import as_builtin_str, as_int, check_encodable, describe_type
 from layoutmap.core.errors import LayoutMapError, MeshError, ScopeError, shorten_repr
 from layoutmap.core.mesh_devices import (
-    check_device_names,
-    check_devices,
-    check_local_ids,
-    list_known_ids,
+    check_mesh_devices,
+    list_named_device_positions,
     parse_device_type,
+    validate_device_names,
+    validate_local_device_ids,
 )
-from layoutmap.core.mesh_dims import UNSHARDED, MeshDimension, check_dims, parse_mesh_dims, set_axis_types
+from layoutmap.core.mesh_dims import UNSHARDED, MeshDimension, check_dims, parse_mesh_dims, replace_axis_types
 
-__all__ = ["UNSHARDED", "Mesh", "MeshDimension", "check_dim", "convert_mesh", "is_dtensor_class"]
+__all__ = ["UNSHARDED", "Mesh", "MeshDimension", "check_dims_in_mesh", "convert_mesh", "is_dtensor_instance"]
 
 _FORBIDDEN = re.compile(r"[|\s]")
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Mesh:
-    """Devices in a named grid, row-major: the last mesh dimension runs fastest.
+    """Grid of devices with a name for each dimension, in row-major order: the last dimension varies fastest.
 
     Args:
         devices: The device names in row-major order, as in `["CPU:0", "CPU:1"]`; `None` makes an abstract mesh,
@@ -86,22 +86,22 @@ class Mesh:
             devices, mesh_dims = None, devices
         if mesh_dims is None:
             raise MeshError(
-                "a mesh has dims",
+                "a mesh needs dims",
                 facts={"devices": shorten_repr(devices)},
                 why="its dims arrange the devices in a grid",
                 fix='pass dims, as in Mesh(devices, "batch=2,model=4"), or Mesh("batch=2,model=4") without devices',
             )
         dims = parse_mesh_dims(mesh_dims)
         check_dims(dims)
-        dims = set_axis_types(dims, axis_types)
-        names = None if devices is None else check_device_names(devices, dims)
+        dims = replace_axis_types(dims, axis_types)
+        names = None if devices is None else validate_device_names(devices, dims)
         size = math.prod(dim.size for dim in dims)
-        check_devices(names, dims, size)
-        _check_name(mesh_name)
-        local = check_local_ids(local_device_ids, names, dims, size)
+        check_mesh_devices(names, dims, size)
+        _check_mesh_name(mesh_name)
+        local = validate_local_device_ids(local_device_ids, names, dims, size)
         object.__setattr__(self, "devices", names)
         object.__setattr__(self, "mesh_dims", dims)
-        object.__setattr__(self, "name", as_text(mesh_name))
+        object.__setattr__(self, "name", as_builtin_str(mesh_name))
         object.__setattr__(self, "local_device_ids", local)
 
     @property
@@ -120,7 +120,7 @@ class Mesh:
         return tuple(dim.name for dim in self.mesh_dims)
 
     @property
-    # numpy, JAX, and PyTorch have a property `shape`, so this is no method as in TensorFlow (decisions/0001).
+    # numpy, JAX, and PyTorch have a property `shape`, so this is not a method as in TensorFlow (decisions/0001).
     def shape(self) -> tuple[int, ...]:
         """Sizes of the mesh dims, in order."""
         return tuple(dim.size for dim in self.mesh_dims)
@@ -132,7 +132,7 @@ class Mesh:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """The distance in device order between neighbors along each mesh dim."""
+        """The distance in device order between neighboring devices along each mesh dim."""
         return (
             tuple(accumulate(reversed(self.shape[1:]), operator.mul, initial=1))[::-1] if self.shape else ()
         )
@@ -251,7 +251,7 @@ class Mesh:
         return cls.from_fields(tf_format.read_mesh_proto(proto))
 
     def to_fields(self) -> tf_format.MeshFields:
-        """Return the fields for the text and protobuf forms."""
+        """Return the values that the text and protobuf forms of the mesh contain."""
         return tf_format.MeshFields(
             name=self.name,
             dims=tuple((dim.name, dim.size) for dim in self.mesh_dims),
@@ -261,7 +261,7 @@ class Mesh:
 
     @classmethod
     def from_fields(cls, fields: tf_format.MeshFields) -> Mesh:
-        """Make a mesh from fields, and check them."""
+        """Make a mesh from the values in its text or protobuf form, and check them."""
         local_ids = None if fields.devices is None else fields.local_device_ids
         return cls(fields.devices, fields.dims, fields.name, local_device_ids=local_ids)
 
@@ -271,7 +271,7 @@ class Mesh:
     def __repr__(self) -> str:
         devices = self.devices if self.devices is None else list(self.devices)
         name = f", {self.name!r}" if self.name else ""
-        usual = list_known_ids(self.devices, self.size)
+        usual = list_named_device_positions(self.devices, self.size)
         local = (
             "" if self.local_device_ids == usual else f", local_device_ids={list(self.local_device_ids)!r}"
         )
@@ -282,7 +282,7 @@ class Mesh:
         )
 
 
-def _check_name(name: str) -> None:
+def _check_mesh_name(name: str) -> None:
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise MeshError(
             f"mesh name {name!r} is not text",
@@ -298,20 +298,20 @@ def _check_name(name: str) -> None:
         )
 
 
-def check_dim(
-    what: str,
-    dim: str | Sequence[str] | None,
+def check_dims_in_mesh(
+    label: str,
+    dim_names: str | Sequence[str] | None,
     mesh: Mesh,
     why: str,
     error: type[LayoutMapError] = ScopeError,
     otherwise: str = ", or leave it out",
 ) -> None:
-    """Raise if a mesh lacks one of these dims, or a dim is named twice. None always passes."""
-    dims = () if dim is None else (dim,) if isinstance(dim, str) else tuple(dim)
-    for number, name in enumerate(dims):
-        if name not in mesh or name in dims[:number]:
+    """Raise if a mesh lacks one of these dims, or a dim is repeated. `label` names the argument in the message."""
+    dims = () if dim_names is None else (dim_names,) if isinstance(dim_names, str) else tuple(dim_names)
+    for position, name in enumerate(dims):
+        if name not in mesh or name in dims[:position]:
             raise error(
-                f"{what} {name!r} is {'named twice' if name in mesh else 'not a dim of the mesh'}",
+                f"{label} {name!r} is {'named twice' if name in mesh else 'not a dim of the mesh'}",
                 facts={"mesh": str(mesh)},
                 why=why,
                 fix=f"use one of {', '.join(map(repr, mesh.dim_names))}{otherwise}",
@@ -319,8 +319,8 @@ def check_dim(
 
 
 def convert_mesh(mesh: Any) -> Any:
-    """Return a mesh of TensorFlow, JAX, or torch as a `Mesh`, and every other value unchanged."""
-    if is_dtensor_class(mesh, "Mesh"):
+    """Return a mesh of TensorFlow, JAX, or torch as this library's `Mesh`, and every other value unchanged."""
+    if is_dtensor_instance(mesh, "Mesh"):
         return Mesh.from_string(mesh.to_string())
     kind = (type(mesh).__module__.partition(".")[0], type(mesh).__name__)
     if kind in (("jax", "AbstractMesh"), ("jax", "Mesh")):
@@ -333,7 +333,7 @@ def convert_mesh(mesh: Any) -> Any:
     return mesh
 
 
-def is_dtensor_class(value: object, name: str) -> bool:
+def is_dtensor_instance(value: object, name: str) -> bool:
     """Return whether a value is an instance of TensorFlow DTensor's class `name`, without loading TensorFlow."""
     kind = type(value)
     return kind.__name__ == name and kind.__module__.startswith("tensorflow.dtensor.")

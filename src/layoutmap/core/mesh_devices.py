@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from layoutmap.core import tf_format
-from layoutmap.core.arguments import as_int, as_text, check_encodable, describe_type
+from layoutmap.core.arguments import as_builtin_str, as_int, check_encodable, describe_type
 from layoutmap.core.errors import MeshError
 from layoutmap.core.mesh_dims import MeshDimension
 
@@ -17,21 +17,21 @@ _FORBIDDEN = re.compile(r"[,|\s]")
 
 
 def parse_device_type(device: str) -> str:
-    """Return the type in a device name: `"CPU"` for `"CPU:0"` or `"/job:w/replica:0/task:0/device:CPU:0"`."""
+    """Return the type that a device name contains: `"CPU"` for `"CPU:0"` or `"/job:w/task:0/device:CPU:0"`."""
     found = _DEVICE_TYPE.search(device)
     if not found:
         raise MeshError(
-            f"device {device!r} has no type",
+            f"device {device!r} does not name a type",
             why="a device name ends in TYPE:NUMBER",
             fix='write "CPU:0", "GPU:3" or "/job:worker/replica:0/task:1/device:TPU:0"',
         )
     return found.group(1).upper()
 
 
-def check_device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) -> tuple[str, ...]:
-    """Check the device names of a mesh, and return them as a tuple.
+def validate_device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) -> tuple[str, ...]:
+    """Check the device names of a mesh, and return them as a tuple of `str`.
 
-    TensorFlow's full name of a device of a single process becomes the short one, such as `CPU:0`.
+    TensorFlow's full name of a device in a program of one process is shortened, as to `CPU:0`.
 
     Raises:
         MeshError: The names are a single string, cannot be iterated, or include a value that is not a string.
@@ -55,10 +55,10 @@ def check_device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) 
                 why=f"it is {describe_type(name)}; a mesh holds the names of devices, such as CPU:0",
                 fix=fix,
             )
-    return tuple(as_text(name).removeprefix(tf_format.LOCAL_DEVICE) for name in names)
+    return tuple(as_builtin_str(name).removeprefix(tf_format.LOCAL_DEVICE) for name in names)
 
 
-def check_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ...], size: int) -> None:
+def check_mesh_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ...], size: int) -> None:
     """Raise if a mesh of this size cannot have these devices.
 
     Raises:
@@ -69,7 +69,7 @@ def check_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ..
     facts = {"mesh": ", ".join(map(str, dims)), "devices": _shorten_device_names(devices)}
     if len(devices) != size:
         raise MeshError(
-            f"mesh of {_format_device_count(size)} was given {len(devices)}",
+            f"a mesh of {_format_device_count(size)} cannot have {len(devices)}",
             facts=facts,
             why=f"{' x '.join(str(dim.size) for dim in dims)} is {size}, not {len(devices)}"
             if len(dims) > 1
@@ -99,7 +99,7 @@ def check_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ..
     types = {parse_device_type(name) for name in known}
     if len(types) > 1:
         raise MeshError(
-            f"mesh of mixed device types {', '.join(sorted(types))}",
+            f"a mesh cannot mix the device types {', '.join(sorted(types))}",
             facts=facts,
             why="one program runs on all devices of a mesh, so they are of one type",
             fix="make one mesh for each type",
@@ -115,22 +115,25 @@ def _shorten_device_names(devices: tuple[str, ...]) -> str:
     return ", ".join(shown) or "none"
 
 
-def list_known_ids(devices: tuple[str, ...] | None, size: int) -> tuple[int, ...]:
+def list_named_device_positions(devices: tuple[str, ...] | None, size: int) -> tuple[int, ...]:
     """Return the positions of devices with a name, or all positions on an abstract mesh."""
     return tuple(range(size)) if devices is None else tuple(i for i, name in enumerate(devices) if name)
 
 
-def check_local_ids(
-    given: Iterable[int] | None, devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ...], size: int
+def validate_local_device_ids(
+    local_device_ids: Iterable[int] | None,
+    devices: tuple[str, ...] | None,
+    dims: tuple[MeshDimension, ...],
+    size: int,
 ) -> tuple[int, ...]:
-    """Check the mesh positions of this process's devices. None selects all devices with a name.
+    """Return the mesh positions of this process's devices after a check. None selects all devices with a name.
 
     Raises:
         MeshError: The positions are outside the mesh or not ascending, or a device has no name.
     """
-    if given is None:
-        return list_known_ids(devices, size)
-    ids = tuple(given)
+    if local_device_ids is None:
+        return list_named_device_positions(devices, size)
+    ids = tuple(local_device_ids)
     local = tuple(-1 if (i := as_int(id_)) is None else i for id_ in ids)
     if any(not 0 <= i < size for i in local) or list(local) != sorted(set(local)):
         raise MeshError(
@@ -141,7 +144,7 @@ def check_local_ids(
         )
     if devices is not None and not all(devices[i] for i in local):
         raise MeshError(
-            f"local device {next(i for i in local if not devices[i])} has no name",
+            f"the local device at position {next(i for i in local if not devices[i])} of the mesh has no name",
             facts={"mesh": ", ".join(map(str, dims))},
             why="only the devices of other processes may be unknown",
             fix="name the device, or remove its position from local_device_ids",

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from layoutmap.core import tf_format
-from layoutmap.core.arguments import as_int, as_text, check_encodable, describe_type
+from layoutmap.core.arguments import as_builtin_str, as_int, check_encodable, describe_type
 from layoutmap.core.errors import MeshError, shorten_repr
 
 UNSHARDED = "unsharded"
-"""The sharding spec of an axis that is not sharded: every device holds all of it."""
+"""The sharding spec of an axis that is not sharded: every device stores all of it."""
 
 _FORBIDDEN = re.compile(r"[,|=:\s]")
 _FIX_DIMS = 'write "batch=2,model=4", {"batch": 2, "model": 4} or [("batch", 2), ("model", 4)]'
@@ -52,7 +52,7 @@ class MeshDimension:
 def parse_mesh_dims(
     mesh_dims: str | Mapping[str, int] | Iterable[MeshDimension | tuple[str, int]],
 ) -> tuple[MeshDimension, ...]:
-    """Read mesh dims from any of their spellings.
+    """Return mesh dims from text, a dict, or pairs of name and size. The names and sizes are not checked.
 
     Args:
         mesh_dims: `"batch=2,model=4"`, `{"batch": 2, "model": 4}`, or pairs `[("batch", 2), ("model", 4)]`. A size
@@ -67,7 +67,9 @@ def parse_mesh_dims(
     """
     entries: list[Any]
     if isinstance(mesh_dims, str):
-        entries = [_parse_dim(part, mesh_dims) for part in mesh_dims.split(",")] if mesh_dims.strip() else []
+        entries = (
+            [_parse_mesh_dim(part, mesh_dims) for part in mesh_dims.split(",")] if mesh_dims.strip() else []
+        )
     elif isinstance(mesh_dims, Mapping):
         entries = [*mesh_dims.items()]
     else:
@@ -79,22 +81,22 @@ def parse_mesh_dims(
                 why=f"they are {describe_type(mesh_dims)}",
                 fix=_FIX_DIMS,
             ) from None
-    return tuple(_convert_dim(entry) for entry in entries)
+    return tuple(_convert_to_mesh_dimension(entry) for entry in entries)
 
 
-def _parse_dim(part: str, text: str) -> tuple[str, int]:
+def _parse_mesh_dim(part: str, whole_text: str) -> tuple[str, int]:
     name, _, size = part.partition("=")
     try:
         return name.strip(), int(size)
     except ValueError:
         raise MeshError(
-            f"mesh dims {shorten_repr(text)} cannot be read",
+            f"mesh dims {shorten_repr(whole_text)} cannot be read",
             why=f"{shorten_repr(part.strip())} is not name=size, with a whole number as the size",
             fix=_FIX_DIMS,
         ) from None
 
 
-def _convert_dim(entry: Any) -> MeshDimension:
+def _convert_to_mesh_dimension(entry: Any) -> MeshDimension:
     pair: Any = ()
     axis_type = "auto"
     if isinstance(entry, MeshDimension):
@@ -112,11 +114,11 @@ def _convert_dim(entry: Any) -> MeshDimension:
         why = "its size has more than 63 bits"
     if why:
         raise MeshError(f"mesh dim {shorten_repr(entry)} cannot be read", why=why, fix=_FIX_DIMS)  # pyright: ignore[reportUnknownArgumentType]
-    return MeshDimension(as_text(pair[0]), operator.index(pair[1]), axis_type)
+    return MeshDimension(as_builtin_str(pair[0]), operator.index(pair[1]), axis_type)
 
 
 def check_dims(dims: tuple[MeshDimension, ...]) -> None:
-    """Raise if a dim has an invalid name or size, or the mesh has too many devices."""
+    """Raise a `MeshError` if a dim has an invalid name or size, or the mesh has too many devices."""
     seen: set[str] = set()
     for dim in dims:
         why = fix = ""
@@ -149,7 +151,7 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
     size = 1
     for dim in dims:
         size *= dim.size
-        if size > 10**18:  # the product could have more digits than Python formats
+        if size > 10**18:  # stop here, because Python raises if a message has a number of thousands of digits
             break
     if size > _MOST_DEVICES:
         raise MeshError(
@@ -160,8 +162,8 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
         )
 
 
-def set_axis_types(dims: tuple[MeshDimension, ...], axis_types: Any) -> tuple[MeshDimension, ...]:
-    """Return the dims with other axis types: one for all, one for each, or some by name.
+def replace_axis_types(dims: tuple[MeshDimension, ...], axis_types: Any) -> tuple[MeshDimension, ...]:
+    """Return the dims with other axis types: one type for all, a list with one for each, or a dict by dim name.
 
     Raises:
         MeshError: A type is neither `"auto"` nor `"explicit"`, or there is no such dim.
@@ -183,7 +185,7 @@ def set_axis_types(dims: tuple[MeshDimension, ...], axis_types: Any) -> tuple[Me
     else:
         by_name = {dim.name: axis_types for dim in dims}
     for name, value in by_name.items():
-        # JAX's axis types are enum members named `Auto` and `Explicit`.
+        # JAX's axis types are enum members named `Auto` and `Explicit`, so compare their names in lower case.
         text = str(getattr(value, "name", value)).lower()
         if text not in AXIS_TYPES or name not in [dim.name for dim in dims]:
             raise MeshError(
@@ -198,8 +200,8 @@ def set_axis_types(dims: tuple[MeshDimension, ...], axis_types: Any) -> tuple[Me
     return tuple(replace(dim, axis_type=by_name.get(dim.name, dim.axis_type)) for dim in dims)
 
 
-def fill_in_size(dims: tuple[MeshDimension, ...], num_devices: int) -> tuple[MeshDimension, ...]:
-    """Replace a size of -1 by the size that the number of devices implies."""
+def infer_unknown_size(dims: tuple[MeshDimension, ...], num_devices: int) -> tuple[MeshDimension, ...]:
+    """Return the dims with a size of -1 replaced by the size that follows from the number of devices."""
     unknown = [dim for dim in dims if dim.size == -1]
     if not unknown:
         return dims
@@ -207,7 +209,7 @@ def fill_in_size(dims: tuple[MeshDimension, ...], num_devices: int) -> tuple[Mes
         raise MeshError(
             f"mesh dims {', '.join(dim.name for dim in unknown)} all have size -1",
             why="the number of devices determines only one unknown size",
-            fix="give all sizes but one",
+            fix="write the sizes of all dims but one",
         )
     known = math.prod(dim.size for dim in dims if dim.size != -1)
     if known < 1 or num_devices % known:

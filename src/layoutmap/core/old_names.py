@@ -7,12 +7,12 @@ from typing import Any
 
 
 def warn_about_old_name(old: str, new: str, stacklevel: int = 3) -> None:
-    """Warn that a name has a new spelling."""
+    """Give a `DeprecationWarning` that a public name was replaced by a new one."""
     warnings.warn(f"{old} has the new name {new}", DeprecationWarning, stacklevel=stacklevel)
 
 
-class OldName:
-    """Forward an old attribute name to the new one, with a warning.
+class DeprecatedAlias:
+    """Descriptor that returns the attribute with the new name, and warns that the name was changed.
 
     Args:
         new: The new name.
@@ -22,7 +22,7 @@ class OldName:
         ...     def count_cells(self):
         ...         return 4
         ...
-        ...     cells = OldName("count_cells")
+        ...     cells = DeprecatedAlias("count_cells")
         >>> import warnings
         >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")

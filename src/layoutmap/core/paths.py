@@ -13,7 +13,7 @@ _MOST_DIGITS = 15  # JavaScript numbers are exact up to 15 digits, so longer dig
 
 
 def split_at_numbers(path: str) -> tuple[str, ...]:
-    """Split a path at its numbers. All paths of one group have the same parts.
+    """Return the parts of a path between its numbers. Paths that differ only in numbers have the same parts.
 
     Example:
         >>> split_at_numbers("blocks.12.mlp.kernel")
@@ -23,7 +23,7 @@ def split_at_numbers(path: str) -> tuple[str, ...]:
 
 
 def replace_numbers(path: str) -> str:
-    """Replace each number in a path by a star. All paths of one group give the same text.
+    """Return a path with a star for each number. Paths that differ only in numbers give the same text.
 
     Example:
         >>> replace_numbers("blocks.12.mlp.kernel")
@@ -33,7 +33,7 @@ def replace_numbers(path: str) -> str:
 
 
 def find_repeated_layers(paths: Iterable[str]) -> frozenset[str]:
-    """Find the layers with a path that differs from another layer's path in one number only.
+    """Return the paths of layers that differ from the path of another layer only in their last number.
 
     Args:
         paths: The paths of the model's variables.
@@ -50,7 +50,7 @@ def find_repeated_layers(paths: Iterable[str]) -> frozenset[str]:
 
 
 def merge_paths(paths: Sequence[str]) -> str:
-    """Write the paths of one group as one path.
+    """Return one path that stands for paths that differ only in numbers, with the ranges of these numbers.
 
     Example:
         >>> merge_paths(["blocks.0.kernel", "blocks.1.kernel", "blocks.2.kernel", "blocks.7.kernel"])
@@ -59,22 +59,22 @@ def merge_paths(paths: Sequence[str]) -> str:
     if len(paths) == 1:
         return paths[0]
     columns = zip(*(_NUMBER.findall(path) for path in paths), strict=True)
-    merged = iter([_format_ranges([*dict.fromkeys(column)]) for column in columns])
+    merged = iter([_format_number_ranges([*dict.fromkeys(column)]) for column in columns])
     return _NUMBER.sub(lambda _: next(merged), paths[0])
 
 
-def format_path_pattern(paths: Sequence[str]) -> str:
-    """Return a rule's pattern for the paths of one group, as Python source that ends in `$`.
+def format_path_regex_source(paths: Sequence[str]) -> str:
+    """Return Python source of a regex for paths that differ only in numbers: a raw string that ends in `$`.
 
     Example:
-        >>> print(format_path_pattern(["blocks.0.conv2d.kernel", "blocks.1.conv2d.kernel"]))
+        >>> print(format_path_regex_source(["blocks.0.conv2d.kernel", "blocks.1.conv2d.kernel"]))
         r"blocks\\.\\d+\\.conv2d\\.kernel$"
     """
     return f'r"{make_path_regex(paths)}"'
 
 
 def make_path_regex(paths: Sequence[str]) -> str:
-    """Return a rule's pattern for the paths of one group, which ends in `$`.
+    """Return a regex for paths that differ only in numbers, with `\\d+` for each number that varies. It ends in `$`.
 
     Example:
         >>> print(make_path_regex(["a.0.b", "a.1.b"]), make_path_regex(["a.0.b"]))
@@ -86,16 +86,16 @@ def make_path_regex(paths: Sequence[str]) -> str:
     return f"{pattern}$"
 
 
-def _format_ranges(texts: Sequence[str]) -> str:
-    """Format numbers as ranges, such as `{0..3,7}`."""
-    if len(texts) == 1:
-        return texts[0]
-    if max(map(len, texts)) > _MOST_DIGITS:
-        return "{" + ",".join(texts) + "}"
-    numbers = sorted(set(map(int, texts)))
+def _format_number_ranges(numbers: Sequence[str]) -> str:
+    """Return the numbers of paths, which are texts, as one text of sorted ranges, such as `{0..3,7}`."""
+    if len(numbers) == 1:
+        return numbers[0]
+    if max(map(len, numbers)) > _MOST_DIGITS:
+        return "{" + ",".join(numbers) + "}"
+    values = sorted(set(map(int, numbers)))
     parts: list[str] = []
-    start = last = numbers[0]
-    for n in [*numbers[1:], -1]:
+    start = last = values[0]
+    for n in [*values[1:], -1]:
         if n == last + 1:
             last = n
             continue

@@ -1,4 +1,4 @@
-"""Find the blocks that devices must send each other to change a layout."""
+"""Find the blocks that devices must send each other so that each gets the part of an array that it needs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Device = TypeVar("Device", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece(Generic[Device]):
-    """A block of an array that one device sends to another, or keeps.
+class BlockTransfer(Generic[Device]):
+    """A block of an array that one device sends to another, or keeps if both are the same device.
 
     Args:
-        sender: The device that holds it.
+        sender: The device that stores it.
         receiver: The device that needs it.
-        block: Its place in the array.
+        block: Its index in the array.
     """
 
     sender: Device
@@ -37,34 +37,34 @@ class Piece(Generic[Device]):
 
     @property
     def num_elements(self) -> int:
-        """Number of elements."""
+        """The number of elements of the block."""
         return math.prod(compute_block_shape(self.block))
 
 
 class Conversion(Protocol):
-    """Permute, split, and join axes of source arrays to make one array."""
+    """Computation of one array from source arrays by permuting, splitting, and joining their axes."""
 
-    def list_blocks(self, index: Index) -> Sequence[Sequence[Index]]:
-        """Return, for each source array, the blocks needed for a block of the result."""
+    def list_source_blocks(self, index: Index) -> Sequence[Sequence[Index]]:
+        """Return, for each source array, the indices of the blocks that the result's block at an index needs."""
         ...
 
-    def fill(self, index: Index, sources: Sequence[BlockReader], dtype: Any) -> NumpyArray:
-        """Compute a block of the result from the source arrays."""
+    def compute_block(self, index: Index, sources: Sequence[BlockReader], dtype: Any) -> NumpyArray:
+        """Compute the result's block at an index. `sources` read blocks of the source arrays."""
         ...
 
-    def compute(self, namespace: Any, sources: Sequence[Any]) -> Any:
-        """Compute the result as an array of a numpy-like namespace, which may be traced."""
+    def compute_array(self, namespace: Any, sources: Sequence[Any]) -> Any:
+        """Compute the whole result with a numpy-like namespace, such as `jax.numpy` while it traces a function."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """Describe an array that receives values from other arrays.
+class ArrayMove:
+    """Describe how one target array gets its values from source arrays.
 
     Args:
-        sources: The numbers of the arrays with the values.
-        conversion: How its values are computed; `None`: they are copied from one array of its shape.
-        path: Its path, for messages.
+        sources: The positions of the source arrays in the list of all arrays.
+        conversion: How the values are computed; `None`: they are copied from one source array of equal shape.
+        path: The path of the target array, for messages.
     """
 
     sources: tuple[int, ...]
@@ -72,38 +72,40 @@ class Move:
     path: str = ""
 
 
-# Both layouts determine the bytes that move, so a plan counts them without a compiler (decisions/0240).
-def find_pieces(
-    held: Mapping[Device, Index], wanted: Mapping[Device, Sequence[Index]]
-) -> list[Piece[Device]]:
-    """Assign each missing block to one device that stores it, and return the blocks to send.
+# The two layouts alone determine the bytes to send, so a plan counts them without a compiler (decisions/0240).
+def find_block_transfers(
+    stored: Mapping[Device, Index], needed: Mapping[Device, Sequence[Index]]
+) -> list[BlockTransfer[Device]]:
+    """Return the blocks that devices keep or get from another device, so that each has the blocks that it needs.
 
-    A device keeps all that it holds. Each other piece comes from the holder that has sent least so far.
+    A device keeps what it stores already. Of the devices that store another block, the one that has sent fewest
+    elements so far sends it.
 
     Args:
-        held: The block that each device holds.
-        wanted: The blocks that each device needs, which do not overlap.
+        stored: The block that each device stores.
+        needed: The blocks that each device needs. They do not overlap.
 
     Example:
         >>> halves = {"a": (slice(0, 2),), "b": (slice(2, 4),)}
-        >>> wanted = {"a": [(slice(0, 4),)], "c": [(slice(3, 4),)]}
-        >>> [(p.sender, p.receiver, p.num_elements) for p in find_pieces(halves, wanted)]
+        >>> needed = {"a": [(slice(0, 4),)], "c": [(slice(3, 4),)]}
+        >>> [(t.sender, t.receiver, t.num_elements) for t in find_block_transfers(halves, needed)]
         [('a', 'a', 2), ('b', 'a', 2), ('b', 'c', 1)]
     """
     shards: dict[Ends, tuple[Index, list[Device]]] = {}
-    for device, index in held.items():
+    for device, index in stored.items():
         shards.setdefault(get_slice_ends(index), (index, []))[1].append(device)
     sent: Counter[Device] = Counter()
-    found: list[Piece[Device]] = []
-    for receiver, blocks in wanted.items():
+    found: list[BlockTransfer[Device]] = []
+    for receiver, blocks in needed.items():
         for block in blocks:
             for index, holders in shards.values():
                 both = intersect_blocks(index, block)
                 if both is None:
                     continue
-                is_kept = receiver in held and held[receiver] == index
-                piece = Piece(receiver if is_kept else min(holders, key=sent.__getitem__), receiver, both)
+                is_kept = receiver in stored and stored[receiver] == index
+                sender = receiver if is_kept else min(holders, key=sent.__getitem__)
+                transfer = BlockTransfer(sender, receiver, both)
                 if not is_kept:
-                    sent[piece.sender] += piece.num_elements
-                found.append(piece)
+                    sent[sender] += transfer.num_elements
+                found.append(transfer)
     return found

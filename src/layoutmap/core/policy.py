@@ -27,14 +27,14 @@ class LayoutPolicy:
     batch_dim: BatchDim | None = None
     activations: Callable[[str], Layout | None] | None = None
     batches: dict[bool, int] = field(default_factory=dict[bool, int], compare=False, repr=False)
-    """The rows of the last batch that was sharded, under `True`, and of the last that did not divide."""
+    """The number of rows of the last batch that divided evenly, under `True`, and that did not, under `False`."""
 
-    def replicated(self, rank: int) -> Layout:
-        """Return the layout of an array that every device stores completely."""
+    def make_replicated_layout(self, rank: int) -> Layout:
+        """Return the layout on this mesh of an array of this rank that every device stores completely."""
         return Layout.replicated(self.mesh, rank)
 
     def derive_compute_layout(self, layout: Layout) -> Layout:
-        """Return the layout of a weight during computation, where it is not sharded over the batch dim."""
+        """Return the layout in which a layer computes with a weight: its layout, not sharded over the batch dims."""
         batch_dims = list_batch_dims(self.batch_dim)
         dims = (
             [d for d in layout.list_mesh_dims(axis) if d not in batch_dims] for axis in range(layout.rank)
@@ -45,15 +45,15 @@ class LayoutPolicy:
         """Return the layout of a batch: sharded along its first axis if that divides evenly, else replicated."""
         dim = self.batch_dim
         if dim is None or not shape:
-            return self.replicated(len(shape))
+            return self.make_replicated_layout(len(shape))
         divides = shape[0] % count_batch_shards(dim, self.mesh) == 0
         self.batches[divides] = shape[0]
         if not divides:
-            return self.replicated(len(shape))
+            return self.make_replicated_layout(len(shape))
         return Layout.batch_sharded(self.mesh, dim, len(shape))
 
     def warn_of_uneven_batch(self, caller: str, library: str) -> None:
-        """Warn that no batch could be sharded.
+        """Warn that no batch could be sharded, because its rows do not divide evenly.
 
         Args:
             caller: The name of the function or model that was given the batches.
@@ -71,7 +71,7 @@ class LayoutPolicy:
         warnings.warn(warning, stacklevel=find_user_stacklevel({library}))
 
     def find_activation_layout(self, path: str) -> Layout | None:
-        """Return the layout that a rule gives to a layer's output, or None without a rule."""
+        """Return the layout that an activation rule gives to the output of the layer at a path, or None."""
         return self.activations(path) if self.activations else None
 
     def choose_output_layouts(
@@ -97,7 +97,7 @@ class LayoutPolicy:
         """Return a rule's layout for an output, without the batch dim if the batch does not divide evenly."""
         if not layout.find_uneven_axes(shape):
             return layout
-        # a last batch that does not divide evenly is replicated
+        # The last batch may not divide evenly, so replicate it instead of raising an error.
         without_batch = self.derive_compute_layout(layout)
         for axis in without_batch.find_uneven_axes(shape):
             raise without_batch.make_uneven_error(shape, axis, f"the output of {path}")

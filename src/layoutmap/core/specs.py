@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from layoutmap.core import tf_format
-from layoutmap.core.arguments import as_text, describe_type
+from layoutmap.core.arguments import as_builtin_str, describe_type
 from layoutmap.core.errors import LayoutError
 from layoutmap.core.mesh import UNSHARDED, Mesh
 
@@ -18,7 +18,7 @@ Specs = tuple[ShardingSpec | None, ...]
 """The sharding of all axes, with `None` for `UNSHARDED`."""
 
 
-# Hybrid FSDP shards rows over two dims, so the batch has a spec like any axis (decisions/0202).
+# Hybrid FSDP shards the rows of a batch over two dims, so `batch_dim` accepts several dims (decisions/0202).
 BatchDim = ShardingSpec
 """The mesh dim over which the first axis of batches is sharded, or several, major to minor."""
 
@@ -29,13 +29,13 @@ def list_batch_dims(batch_dim: BatchDim | None) -> tuple[str, ...]:
 
 
 def parse_batch_dim(text: str) -> BatchDim:
-    """Parse the mesh dims of a command line option: `data`, or `replica,fsdp`."""
+    """Return the batch dims in the text of a command line option: `data`, or several as in `replica,fsdp`."""
     dims = tuple(part.strip() for part in text.split(","))
     return dims[0] if len(dims) == 1 else dims
 
 
 def count_batch_shards(batch_dim: BatchDim | None, mesh: Mesh) -> int:
-    """Return the number of shards of a batch."""
+    """Return the number of shards into which the mesh dims split a batch, or 1 for replicated batches."""
     return math.prod(map(mesh.dim_size, list_batch_dims(batch_dim)))
 
 
@@ -44,14 +44,14 @@ def format_batch_dim(batch_dim: BatchDim) -> str:
     return " and ".join(list_spec_dims(batch_dim))
 
 
-def read_specs(given: Any, mesh: Mesh) -> tuple[ShardingSpec, ...]:
-    """Check the sharding specs of a layout, and return them in one form.
+def normalize_specs(specs: Any, mesh: Mesh) -> tuple[ShardingSpec, ...]:
+    """Return the sharding specs of a layout in one form: a dim, a tuple of several, or `UNSHARDED` for each axis.
 
     Raises:
         LayoutError: The value is not a list of specs, a spec is not a dim of the mesh, or a dim is used twice.
     """
-    _check_order(given, mesh)
-    specs = tuple(_normalize_spec(spec, mesh) for spec in given)
+    _check_specs_are_ordered(specs, mesh)
+    specs = tuple(_normalize_spec(spec, mesh) for spec in specs)
     used: set[str] = set()
     known = {UNSHARDED, *mesh.dim_names}
     for axis, spec in enumerate(specs):
@@ -63,7 +63,7 @@ def read_specs(given: Any, mesh: Mesh) -> tuple[ShardingSpec, ...]:
 
 
 def replace_unsharded(specs: Sequence[ShardingSpec]) -> tuple[ShardingSpec | None, ...]:
-    """Replace `UNSHARDED` by None, as users write specs."""
+    """Return sharding specs with None for each `UNSHARDED`, which is how users write them."""
     return tuple(None if spec == UNSHARDED else spec for spec in specs)
 
 
@@ -80,18 +80,18 @@ def list_spec_dims(spec: ShardingSpec) -> tuple[str, ...]:
     return () if spec == UNSHARDED else (spec,)
 
 
-def spec_from_dims(dims: tuple[str, ...]) -> ShardingSpec:
-    """Return the spec of an axis that is sharded over mesh dims, major to minor."""
+def make_spec(dims: tuple[str, ...]) -> ShardingSpec:
+    """Return the spec of an axis that is sharded over these mesh dims, or `UNSHARDED` for none."""
     return dims[0] if len(dims) == 1 else dims or UNSHARDED
 
 
-def _suggest_dims(mesh: Mesh) -> str:
-    """Return the advice to use one of the mesh's dims."""
+def _format_dims_fix(mesh: Mesh) -> str:
+    """Return the fix for a message: to use one of the mesh's dims, with their names."""
     return f"use one of {', '.join(map(repr, (*mesh.dim_names, UNSHARDED)))}"
 
 
-def _check_order(specs: Any, mesh: Mesh) -> None:
-    """Refuse specs without an order of axes, such as a set, and values that cannot be iterated."""
+def _check_specs_are_ordered(specs: Any, mesh: Mesh) -> None:
+    """Raise if specs are no sequence with one item for each axis, such as a set, a text, or a number."""
     if isinstance(specs, str):
         what, why = "are one text", "a layout has one sharding spec for each axis"
         fix = f"write a list: [{specs!r}]"
@@ -113,24 +113,24 @@ def _normalize_spec(spec: Any, mesh: Mesh) -> ShardingSpec:
     if spec is None:
         return UNSHARDED
     if isinstance(spec, str):
-        return as_text(spec)
+        return as_builtin_str(spec)
     names: tuple[Any, ...] = tuple(spec) if isinstance(spec, (tuple, list)) else (None,)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     if all(isinstance(dim, str) for dim in names):
-        names = tuple(map(as_text, names))
-        return spec_from_dims(names)
+        names = tuple(map(as_builtin_str, names))
+        return make_spec(names)
     raise LayoutError(
         f"sharding spec {spec!r} cannot be read",
         facts={"mesh": str(mesh)},
         why="a spec is a mesh dim, a tuple of mesh dims, or UNSHARDED",
-        fix=_suggest_dims(mesh),
+        fix=_format_dims_fix(mesh),
     )
 
 
 def _make_dim_error(
     dim: str, used: set[str], specs: tuple[ShardingSpec, ...], axis: int, mesh: Mesh
 ) -> LayoutError:
-    """Return the error that a spec names an invalid mesh dim."""
-    why, fix = f"the mesh has no dim {dim!r}", _suggest_dims(mesh)
+    """Return, but do not raise, the error for a spec with an unknown, reserved, or repeated mesh dim."""
+    why, fix = f"the mesh has no dim {dim!r}", _format_dims_fix(mesh)
     if dim == tf_format.MATCH:
         why = "'match' is reserved for TensorFlow and shards nothing"
     elif dim == UNSHARDED:  # in a tuple with other dims; a single `unsharded` was handled above

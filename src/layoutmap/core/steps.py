@@ -14,44 +14,44 @@ Key = tuple[str, str]
 """A variable's model and path."""
 
 
-class Tracer(Protocol):
-    """Receive the layers of a step while the step is traced.
+class StepTracer(Protocol):
+    """Interface through which a training step that is traced reports its layer calls and its optimizer update.
 
     Attributes:
-        unread: Placeholders for variables of skipped blocks, which the step must not read.
+        unread: Placeholders of the variables of skipped blocks. The step must not read these variables.
     """
 
     unread: Mapping[Key, Any]
 
-    def call(
+    def call_layer(
         self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a layer and return its output. An engine may call it with other inputs.
+        """Call a layer and return its output. Instead of calling a skipped block, return its first argument.
 
         Args:
             path: The layer's path.
             function: Calls the layer.
-            args: Its arguments; a block of a stack has what the block before it returned as the first one.
-            kwargs: Its arguments by name.
+            args: Its positional arguments. The first argument of a block in a stack is the output of the block before.
+            kwargs: Its keyword arguments.
         """
         ...
 
     def should_recompute(self, path: str) -> bool:
-        """Return whether the backward pass recomputes a layer from its input.
+        """Return whether the backward pass recomputes the activations of the layer at a path from its input.
 
         Args:
-            path: The layer's path. Layers inside of one that does so do not.
+            path: The layer's path. It is false for layers inside of a layer for which it is true.
         """
         ...
 
-    def open_update(self) -> AbstractContextManager[None]:
-        """Return a context for the optimizer's update of the variables."""
+    def open_optimizer_update(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the step computes the optimizer's update of the variables."""
         ...
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Describe an array of a batch.
+class BatchArray:
+    """Describe one array of a batch by name, shape, and dtype.
 
     Args:
         name: The name of the array.
@@ -72,19 +72,19 @@ class TrainingStep:
         name: The model's name.
         variables: The variables that it reads or changes, in the order of the model.
         batch: The arrays of a batch, in their order.
-        blocks: Paths of layers that are equal, one list for each stack, in their order.
-        run: Called with a tracer, the values of variables and a batch, returns new values; variables that are not
-            given are those of blocks that were left out.
-        notes: Its assumptions, in sentences.
-        how_to_recompute: How a person has the library compute what a layer keeps again in the backward pass; empty: the
+        blocks: For each stack of equal layers, the paths of the layers in order.
+        run: Computes the step. It takes a tracer, the values of variables, and a batch, and returns new values. No
+            values are passed for the variables of skipped blocks.
+        notes: The assumptions of the step, in sentences.
+        how_to_recompute: How a user makes the library recompute a layer's activations in the backward pass; empty: the
             library has no layers.
     """
 
     name: str
     variables: Sequence[VariableSpec]
-    batch: Sequence[Shape]
+    batch: Sequence[BatchArray]
     blocks: Sequence[Sequence[str]]
-    run: Callable[[Tracer, Mapping[Key, Any], Sequence[Any]], Mapping[Key, Any]]
+    run: Callable[[StepTracer, Mapping[Key, Any], Sequence[Any]], Mapping[Key, Any]]
     notes: Sequence[str] = ()
     how_to_recompute: str = ""
 
@@ -94,11 +94,11 @@ class TrainingStep:
         Raises:
             ScopeError: The batch has no rows.
         """
-        for each in self.batch:
-            if each.shape[:1] == (0,):
+        for array in self.batch:
+            if array.shape[:1] == (0,):
                 raise ScopeError(
                     f"{self.name}: the batch has no rows",
-                    facts={each.name: f"{each.dtype}{list(each.shape)}"},
+                    facts={array.name: f"{array.dtype}{list(array.shape)}"},
                     why="the communication, computation, and memory of a step depend on the number of rows",
                     fix="pass inputs= whose first axis is the rows of the global batch",
                 )

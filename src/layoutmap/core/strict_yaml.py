@@ -42,24 +42,24 @@ def read_yaml(text: str, where: str = "rules file") -> Any:
     try:
         # Prefer libyaml's parser: it is 15 times as fast, but some builds of PyYAML lack it.
         loader = _make_loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader))
-        _check_events(yaml.parse(text, loader))  # pyright: ignore[reportUnknownMemberType]
+        _check_yaml_events(yaml.parse(text, loader))  # pyright: ignore[reportUnknownMemberType]
         return loader(text).get_single_data()
     except _YamlRefusal as error:
         mark, what, why, fix = error.args
         raise RuleError(f"{where}: {what}", facts={"line": mark.line + 1}, why=why, fix=fix) from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: the text cannot be encoded
-        fix = "correct the text at that place"
+        fix = "correct the text at the line and column in the reason"
         if "unknown escape character" in str(error):
             fix = r"use single quotes for a regex, as in 'up\.kernel', or none: in double quotes a \ begins an escape"
         raise RuleError(f"{where} cannot be read", why=str(error), fix=fix) from error
 
 
 class _YamlRefusal(Exception):
-    """Raised for a part of the document that is not allowed, with its position and the message."""
+    """Raised for a part of the document that is not allowed. `args` are its position, the headline, reason, and fix."""
 
 
-def _check_events(events: Any) -> None:
-    """Limit the nesting before PyYAML recurses, and refuse tags and merge keys, which `BaseLoader` ignores."""
+def _check_yaml_events(events: Any) -> None:
+    """Raise for nesting on which PyYAML would recurse too deeply, and for tags and merge keys, which it ignores."""
     depth = 0
     for event in events:
         name, tag = type(event).__name__, getattr(event, "tag", None)
@@ -80,8 +80,8 @@ def _check_events(events: Any) -> None:
 
 @cache
 def _make_loader(base: Any) -> Any:
-    class Loader(base):
-        """Read decimal integers and null, and refuse duplicate keys and alias bombs."""
+    class StrictLoader(base):
+        """YAML loader that converts decimal integers and null, and raises for duplicate keys and too many aliases."""
 
         def __init__(self, text: str):
             base.__init__(self, text)
@@ -90,7 +90,7 @@ def _make_loader(base: Any) -> Any:
         def construct_object(self, node: Any, deep: bool = False) -> Any:
             before = self._size
             value: Any = base.construct_object(self, node, deep=True)
-            # An alias counts the size of its node again, because it expands without adding text.
+            # Each alias adds the size of its node again, because a few aliases of aliases can stand for huge data.
             self._size = before + self._sizes.setdefault(node, self._size - before + 1)
             if self._size > self._limit:
                 what, why = (
@@ -110,11 +110,13 @@ def _make_loader(base: Any) -> Any:
                 keys.add(key)
             return base.construct_mapping(self, node, deep=True)
 
-    Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(?:0|[1-9][0-9]{0,17})$"), list("-+0123456789"))
-    Loader.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
-    Loader.add_constructor(_INT, _construct_int)
-    Loader.add_constructor(_NULL, _construct_null)
-    return Loader
+    StrictLoader.add_implicit_resolver(
+        _INT, re.compile(r"[-+]?(?:0|[1-9][0-9]{0,17})$"), list("-+0123456789")
+    )
+    StrictLoader.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+    StrictLoader.add_constructor(_INT, _construct_int)
+    StrictLoader.add_constructor(_NULL, _construct_null)
+    return StrictLoader
 
 
 def _construct_int(loader: object, node: Any) -> int:

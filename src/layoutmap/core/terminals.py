@@ -3,6 +3,6 @@
 import sys
 
 
-def is_interactive() -> bool:
-    """Return whether stderr is a terminal or a Jupyter notebook."""
+def is_stderr_interactive() -> bool:
+    """Return whether stderr is shown to a person at once: it is a terminal or a Jupyter notebook."""
     return sys.stderr.isatty() or type(sys.stderr).__module__ == "ipykernel.iostream"

@@ -20,7 +20,7 @@ ALL_COLUMNS = "to_text() shows all"
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return a number of bytes as text, such as `1.5 MiB`.
+    """Return a number of bytes as text with a binary unit, such as `1.5 MiB`.
 
     Example:
         >>> format_bytes(3 * 2**20), format_bytes(100)
@@ -41,7 +41,7 @@ def format_table(
     width: int | None = None,
     drop: Sequence[str] = (),
 ) -> list[str]:
-    """Format rows as a table with aligned columns, below a header and a line.
+    """Return the lines of a text table with aligned columns, below the column names and a line of dashes.
 
     Args:
         head: The names of the columns.
@@ -60,7 +60,7 @@ def format_table(
     """
     table = [tuple(head), *(tuple(map(escape_text, cells)) for cells in rows)]
     widths = {name: max(len(cells[i]) for cells in table) for i, name in enumerate(head)}
-    shown = widths if width is None else _fit_widths(widths, width, drop)
+    shown = widths if width is None else _fit_column_widths(widths, width, drop)
     lines = [
         "  ".join(
             _shorten_text(cell, shown[name]).rjust(shown[name])
@@ -71,18 +71,18 @@ def format_table(
         ).rstrip()
         for cells in table
     ]
-    lines.insert(1, "  ".join("-" * each for each in shown.values()))
+    lines.insert(1, "  ".join("-" * column_width for column_width in shown.values()))
     hidden = [name for name in head if name not in shown]
     shortened = [name for name in shown if shown[name] < widths[name]]
-    said = [
+    notes = [
         f"{how}: {', '.join(names)}" for how, names in (("hidden", hidden), ("shortened", shortened)) if names
     ]
-    return [*lines, "; ".join([*said, ALL_COLUMNS])] if said else lines
+    return [*lines, "; ".join([*notes, ALL_COLUMNS])] if notes else lines
 
 
-# A terminal has a limited width, so columns are dropped and shortened to fit (decisions/0034).
-def _fit_widths(widths: Mapping[str, int], width: int, drop: Sequence[str]) -> dict[str, int]:
-    """Return the column widths that fit: drop columns first, then shorten the widest."""
+# A line wider than the terminal would wrap, so columns are dropped and shortened to fit (decisions/0034).
+def _fit_column_widths(widths: Mapping[str, int], width: int, drop: Sequence[str]) -> dict[str, int]:
+    """Return the widths of the shown columns: the columns in `drop` are left out first, then the widest shortened."""
     shown, least = dict(widths), [*drop]
     while (
         least and sum(min(each, _MIN_COLUMN_WIDTH) for each in shown.values()) + 2 * (len(shown) - 1) > width
@@ -95,7 +95,7 @@ def _fit_widths(widths: Mapping[str, int], width: int, drop: Sequence[str]) -> d
 
 
 def _shorten_text(text: str, width: int) -> str:
-    """Replace the middle of a long text by dots, because paths differ most at their ends."""
+    """Return a text of at most `width` characters. Dots replace its middle, because paths differ most at their ends."""
     if len(text) <= width:
         return text
     tail = 2 * max(0, width - 3) // 3
@@ -103,7 +103,7 @@ def _shorten_text(text: str, width: int) -> str:
 
 
 def wrap_lines(text: str, width: int | None) -> str:
-    """Wrap lines between words to at most `width` characters, and indent the continued lines.
+    """Return text with its lines wrapped between words to at most `width` characters. Continued lines are indented.
 
     Example:
         >>> print(wrap_lines("  why  rules match from the start of a path", 30))
@@ -116,7 +116,7 @@ def wrap_lines(text: str, width: int | None) -> str:
 
 
 def _wrap_line(line: str, width: int) -> str:
-    """Wrap one line to fit the width."""
+    """Return one line wrapped to a width. Continued lines are aligned below the text after the first column."""
     named = _FIRST_COLUMN.match(line)
     start = named[0] if named and len(named[0]) <= width // 2 else ""
     indent = len(start) or min(len(line) - len(line.lstrip()), width // 2)
@@ -132,7 +132,7 @@ def _wrap_line(line: str, width: int) -> str:
 
 
 def format_html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format rows as an HTML table with escaped cells."""
+    """Return rows as an HTML table with a caption, column names, and escaped cells."""
     top = "".join(f'<th style="{_CELL}">{escape_html(cell)}</th>' for cell in head)
     body = "".join(
         "<tr>" + "".join(f'<td style="{_CELL}">{escape_html(cell)}</td>' for cell in row) + "</tr>"
@@ -144,6 +144,6 @@ def format_html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence
     )
 
 
-def format_pre(text: str) -> str:
-    """Format text as an HTML `<pre>` block, escaped except for line ends."""
+def format_html_pre(text: str) -> str:
+    """Return text as an HTML `<pre>` block with markup and control characters escaped, except line ends."""
     return f"<pre>{escape_html(text, keep=_LINE_END)}</pre>"

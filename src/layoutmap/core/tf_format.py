@@ -29,16 +29,16 @@ _SHORT_DEVICE = re.compile("[A-Za-z]+:[0-9]+")
 _LAYOUT_PREFIX = "sharding_specs:"
 _MESH_PREFIX = " mesh:"
 _WHOLE_NUMBER = re.compile("-?[0-9]{1,18}")
-_MOST = 10**18
+_MAX_DEVICES = 10**18
 _FIX_MESH = "write NAME|x=4,y=2|ids|local ids|devices, as Mesh.to_string() does"
 _FIX_LAYOUT = "write sharding_specs:x,unsharded, mesh:<mesh>, as Layout.to_string() does"
 
 
 @dataclass(frozen=True, slots=True)
 class MeshFields:
-    """Store the fields of a mesh, unchecked.
+    """Values in the text or protobuf form of a mesh, which `Mesh.from_fields` checks.
 
-    An unknown device of another process has the name `""`. Without devices, `local_device_ids` is ignored.
+    An unknown device of another process has the name `""`. If `devices` is None, `local_device_ids` is ignored.
     """
 
     name: str
@@ -49,14 +49,14 @@ class MeshFields:
 
 @dataclass(frozen=True, slots=True)
 class LayoutFields:
-    """Store the fields of a layout, unchecked: for each axis its mesh dims or `("unsharded",)`, and the mesh."""
+    """Unchecked values in a layout's text or protobuf form: mesh dims or `("unsharded",)` for each axis, and mesh."""
 
     specs: tuple[tuple[str, ...], ...]
     mesh: MeshFields
 
 
-def _list_devices(fields: MeshFields) -> tuple[list[str], list[str]]:
-    """Return the full names of this process's devices, and of all devices if there are others and all have names."""
+def _list_full_device_names(fields: MeshFields) -> tuple[list[str], list[str]]:
+    """Return the full names of local devices, and of all devices: [] if all are local or one has no name."""
     names = fields.devices or ()
     devices = [LOCAL_DEVICE + name if _SHORT_DEVICE.fullmatch(name) else name for name in names]
     local = [devices[i] for i in fields.local_device_ids]
@@ -64,51 +64,51 @@ def _list_devices(fields: MeshFields) -> tuple[list[str], list[str]]:
     return local, all_devices
 
 
-def _merge_devices(
+def _merge_device_names(
     size: int, local_ids: tuple[int, ...], local: tuple[str, ...], all_devices: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the device names in mesh order, with `""` for each unnamed device."""
+    """Return the device names in mesh order. If `all_devices` is empty, devices that are not local are named `""`."""
     if len(local_ids) != len(local):
         raise MeshError(
             f"local device ids and local devices differ in number: {len(local_ids)} and {len(local)}",
             why="each local id has one device",
             fix=_FIX_MESH,
         )
-    at = dict(zip(local_ids, local, strict=True))
-    if any(not 0 <= i < size for i in at):
+    by_id = dict(zip(local_ids, local, strict=True))
+    if any(not 0 <= i < size for i in by_id):
         raise MeshError(
             f"local device ids {list(local_ids)} are outside the mesh",
             why=f"they are positions in the mesh, and it has {size} devices",
             fix=f"use ids from 0 to {size - 1}",
         )
     if all_devices:
-        for i, name in at.items():
+        for i, name in by_id.items():
             if all_devices[i : i + 1] != (name,):
-                there = all_devices[i] if i < len(all_devices) else "not there"
+                listed = repr(all_devices[i]) if i < len(all_devices) else "nothing"
                 raise MeshError(
-                    f"local device {i} is {name!r} and also {there!r}",
-                    why="the list of this process's devices and the list of all devices name it differently",
+                    f"local device {i} is {name!r}, but the list of all devices has {listed} there",
+                    why="the list of all devices contains the devices of this process at their ids",
                     fix=_FIX_MESH,
                 )
         return all_devices
-    return tuple(at.get(i, "") for i in range(size))
+    return tuple(by_id.get(i, "") for i in range(size))
 
 
 def _check_global_ids(ids: tuple[int, ...], size: int) -> None:
     if len(ids) != size or any(id_ != i for i, id_ in enumerate(ids)):
         shown = ", ".join(map(str, ids[:9])) + (", ..." if len(ids) > 9 else "")
         raise MeshError(
-            f"global device ids [{shown}] do not number the {size} places of the mesh",
+            f"global device ids [{shown}] are not 0 to {size - 1} in order",
             why="device i of a mesh has the id i",
             fix="number the devices from 0 in mesh order",
         )
 
 
 def format_mesh(fields: MeshFields) -> str:
-    """Return a mesh as text."""
+    """Return a mesh as text in the format of TensorFlow's `Mesh.to_string`."""
     parts = [fields.name, ",".join(f"{name}={size}" for name, size in fields.dims)]
     if fields.devices is not None:
-        local, everything = _list_devices(fields)
+        local, everything = _list_full_device_names(fields)
         parts.append(",".join(map(str, range(len(fields.devices)))))
         parts.append(",".join(map(str, fields.local_device_ids)))
         parts.append(",".join(local))
@@ -118,10 +118,10 @@ def format_mesh(fields: MeshFields) -> str:
 
 
 def parse_mesh(text: str) -> MeshFields:
-    """Read a mesh from text.
+    """Return the fields of a mesh from text in the format of TensorFlow's `Mesh.to_string`.
 
     Raises:
-        MeshError: The text is not of that form.
+        MeshError: The text is not in this format.
     """
     try:
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -129,31 +129,34 @@ def parse_mesh(text: str) -> MeshFields:
         parts = text.split("|")
         if len(parts) not in (2, 5, 6):
             raise ValueError(f"bars split it into {len(parts)} fields, and a mesh has 2, 5 or 6")
-        dims = tuple(_split_dim(part) for part in _split_fields(parts[1]))
+        dims = tuple(_parse_dim(part) for part in _split_at_commas(parts[1]))
         size = _count_devices(dims)
         if len(parts) == 2:
             return MeshFields(parts[0], dims, None, ())
-        ids, local_ids = (tuple(_parse_int(i) for i in _split_fields(part)) for part in parts[2:4])
+        ids, local_ids = (tuple(_parse_int(i) for i in _split_at_commas(part)) for part in parts[2:4])
     except ValueError as error:
         raise MeshError(
             f"mesh text {shorten_repr(text)} cannot be read", why=str(error), fix=_FIX_MESH
         ) from None
     _check_global_ids(ids, size)
-    everything = _split_fields(parts[5]) if len(parts) == 6 else ()
+    everything = _split_at_commas(parts[5]) if len(parts) == 6 else ()
     return MeshFields(
-        parts[0], dims, _merge_devices(size, local_ids, _split_fields(parts[4]), everything), local_ids
+        parts[0],
+        dims,
+        _merge_device_names(size, local_ids, _split_at_commas(parts[4]), everything),
+        local_ids,
     )
 
 
 def make_mesh_proto(fields: MeshFields) -> Any:
-    """Return a mesh as a protobuf message."""
-    pb = _import_messages()
+    """Return a mesh as TensorFlow's protobuf message `MeshProto`."""
+    pb = _import_proto_module()
 
     proto = pb.MeshProto(
         name=fields.name, mesh_dimensions=[pb.MeshDimensionProto(name=n, size=s) for n, s in fields.dims]
     )
     if fields.devices is not None:
-        local, everything = _list_devices(fields)
+        local, everything = _list_full_device_names(fields)
         proto.global_device_ids.extend(range(len(fields.devices)))
         proto.local_device_ids.extend(fields.local_device_ids)
         proto.local_devices.extend(local)
@@ -162,12 +165,12 @@ def make_mesh_proto(fields: MeshFields) -> Any:
 
 
 def read_mesh_proto(message: Any) -> MeshFields:
-    """Read a mesh from a protobuf message of this library or of TensorFlow.
+    """Return the fields of a mesh from a `MeshProto` of this library or of TensorFlow, or from its bytes.
 
     Raises:
-        MeshError: The message is no mesh, or one of a kind that is not supported.
+        MeshError: The message is no mesh, or has `use_xla_spmd` or `single_device` set.
     """
-    pb = _import_messages()
+    pb = _import_proto_module()
 
     proto = _parse_proto(message, pb.MeshProto, MeshError)
     for unsupported in ("use_xla_spmd", "single_device"):
@@ -184,22 +187,22 @@ def read_mesh_proto(message: Any) -> MeshFields:
         return MeshFields(proto.name, dims, None, ())
     _check_global_ids(ids, size)
     local_ids = tuple(proto.local_device_ids)
-    devices = _merge_devices(size, local_ids, tuple(proto.local_devices), tuple(proto.global_devices))
+    devices = _merge_device_names(size, local_ids, tuple(proto.local_devices), tuple(proto.global_devices))
     return MeshFields(proto.name, dims, devices, local_ids)
 
 
-# A colon joins several dims of an axis. TensorFlow rejects colons in names, so it cannot misread it (decisions/0004).
+# TensorFlow rejects a colon in a dim name, so it cannot misread `x:y`, an axis over several dims (decisions/0004).
 def format_layout(fields: LayoutFields) -> str:
-    """Return a layout as text."""
+    """Return a layout as text in the format of TensorFlow's `Layout.to_string`."""
     specs = "".join(":".join(spec) + "," for spec in fields.specs)
     return f"{_LAYOUT_PREFIX}{specs}{_MESH_PREFIX}{format_mesh(fields.mesh)}"
 
 
 def parse_layout(text: str) -> LayoutFields:
-    """Read a layout from text.
+    """Return the fields of a layout from text in the format of TensorFlow's `Layout.to_string`.
 
     Raises:
-        LayoutError: The text is not of that form. A spec list without its closing comma is refused too, because
+        LayoutError: The text is not in this format. A spec list without its closing comma is refused too, because
             TensorFlow silently drops the last spec.
     """
     specs = found = mesh = why = ""
@@ -219,8 +222,8 @@ def parse_layout(text: str) -> LayoutFields:
 
 
 def make_layout_proto(fields: LayoutFields) -> Any:
-    """Return a layout as a protobuf message."""
-    pb = _import_messages()
+    """Return a layout as TensorFlow's protobuf message `LayoutProto`."""
+    pb = _import_proto_module()
 
     return pb.LayoutProto(
         sharding_specs=[pb.ShardingSpec(sharding_spec=":".join(spec)) for spec in fields.specs],
@@ -230,12 +233,12 @@ def make_layout_proto(fields: LayoutFields) -> Any:
 
 
 def read_layout_proto(message: Any) -> LayoutFields:
-    """Read a layout from a message of this library or of TensorFlow, or from its bytes.
+    """Return the fields of a layout from a `LayoutProto` of this library or of TensorFlow, or from its bytes.
 
     Raises:
-        LayoutError: The message is no layout, or one of a kind that is not supported.
+        LayoutError: The message is no layout, is not of the type `STATIC`, or has no mesh.
     """
-    pb = _import_messages()
+    pb = _import_proto_module()
 
     proto = _parse_proto(message, pb.LayoutProto, LayoutError)
     if proto.type not in (pb.LayoutProto.UNKNOWN, pb.LayoutProto.STATIC):
@@ -256,13 +259,13 @@ def read_layout_proto(message: Any) -> LayoutFields:
 
 
 def serialize_message(message: Any) -> bytes:
-    """Return a message as bytes that are the same in every run."""
+    """Return the bytes of a protobuf message, which are the same in every run."""
     return message.SerializeToString(deterministic=True)
 
 
-# The protobuf package is an optional extra, so it may be missing (decisions/0179).
-def _import_messages() -> Any:
-    """Import the protobuf messages on first use, because few programs need them.
+# protobuf is installed only with the extra `proto`, so this import can fail (decisions/0179).
+def _import_proto_module() -> Any:
+    """Return the module with the protobuf messages, imported on first use, because few programs need it.
 
     Raises:
         LayoutMapError: protobuf is not installed.
@@ -278,30 +281,31 @@ def _import_messages() -> Any:
     return layout_pb2
 
 
-def _parse_proto(message: Any, kind: Any, error: type[LayoutError] | type[MeshError]) -> Any:
-    wanted = kind.DESCRIPTOR.name
+def _parse_proto(message: Any, message_class: Any, error_class: type[LayoutError] | type[MeshError]) -> Any:
+    """Return a message, or its bytes, as an instance of this library's message class, or raise an error."""
+    wanted = message_class.DESCRIPTOR.name
     try:
         if isinstance(message, bytes):
-            return kind.FromString(message)
+            return message_class.FromString(message)
         if not hasattr(message, "SerializeToString"):
             raise TypeError(f"it is {describe_type(message)}")
-        # the bytes of another message type could parse without an error
+        # The bytes of another message type could parse without an error, so compare the type names first.
         if message.DESCRIPTOR.name != wanted:
             raise TypeError(f"it is a {message.DESCRIPTOR.name} message")
-        return kind.FromString(message.SerializeToString())
-    except Exception as cause:  # each protobuf runtime raises its own DecodeError
-        raise error(
+        return message_class.FromString(message.SerializeToString())
+    except Exception as cause:  # protobuf runtimes have different classes for decode errors, so catch all
+        raise error_class(
             f"{' '.join(repr(message).split()):.80} is not a {wanted}",
             why=str(cause),
             fix="pass the message of as_proto(), or its bytes",
         ) from cause
 
 
-def _split_fields(text: str) -> tuple[str, ...]:
+def _split_at_commas(text: str) -> tuple[str, ...]:
     return tuple(text.split(",")) if text else ()
 
 
-def _split_dim(text: str) -> tuple[str, int]:
+def _parse_dim(text: str) -> tuple[str, int]:
     name, equals, size = text.partition("=")
     if not equals:
         raise ValueError(f"{shorten_repr(text)} is not name=size")
@@ -309,8 +313,8 @@ def _split_dim(text: str) -> tuple[str, int]:
 
 
 def _parse_int(text: str) -> int:
+    """Return the integer that a text of decimal digits stands for."""
     # int() also accepts blanks, underscores, and digits of other scripts, so check the text first.
-    """Return the int that a text of decimal digits stands for."""
     if not _WHOLE_NUMBER.fullmatch(text):
         limit = " of at most 18 digits" if len(text) > 18 else ""
         raise ValueError(f"{shorten_repr(text)} is not a whole number{limit}")
@@ -318,10 +322,10 @@ def _parse_int(text: str) -> int:
 
 
 def _count_devices(dims: tuple[tuple[str, int], ...]) -> int:
-    """Multiply the sizes, and stop once the product exceeds the largest possible mesh."""
-    size = 1
-    for _, each in dims:
-        size *= each
-        if abs(size) > _MOST:
+    """Return the product of the dims' sizes, or a partial product once that exceeds `_MAX_DEVICES`."""
+    num_devices = 1
+    for _, size in dims:
+        num_devices *= size
+        if abs(num_devices) > _MAX_DEVICES:
             break
-    return size
+    return num_devices

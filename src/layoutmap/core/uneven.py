@@ -2,15 +2,15 @@
 
 A rule says what is to happen to an axis whose size is no multiple of the number of shards:
 
-    "error"      nothing is made; the plan says what to fix
+    "error"      no model is built; the plan says what to fix
     "replicate"  that axis is left unsharded
     "shrink"     it is sharded over as many of its mesh dims as divide it
     "pad"        its last shards hold fewer elements or none, and are padded where the framework needs equal shards
 
 A tuple such as `("pad", "shrink")` names the next policy for variables that cannot be padded.
 
-A derived variable (a LoRA factor, the scale of a quantized kernel, a slot of an optimizer) is laid out as its parent,
-axis for axis, by what each of its axes means.
+A derived variable (a LoRA factor, the scale of a quantized kernel, a slot of an optimizer) is sharded like its parent:
+each of its axes stands for certain axes of the parent, and is sharded like these.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from layoutmap.core.arguments import check_shape
+from layoutmap.core.arguments import validate_shape
 from layoutmap.core.errors import RuleError, shorten_repr
 from layoutmap.core.layout import Layout
 
@@ -34,8 +34,8 @@ Axes = tuple[tuple[int, ...], ...]
 """Parent axes that each axis of a derived variable joins, major to minor. `()`: none."""
 
 
-def check_uneven(value: object, where: str) -> UnevenSetting:
-    """Check an `uneven` setting, and return it.
+def validate_uneven(value: object, where: str) -> UnevenSetting:
+    """Return an `uneven` setting, with a tuple for a list, after checking it.
 
     Raises:
         RuleError: The value is not an `uneven` setting.
@@ -52,11 +52,11 @@ def check_uneven(value: object, where: str) -> UnevenSetting:
     )
 
 
-def choose_policy(setting: UnevenSetting, *, can_pad: bool) -> Uneven:
-    """Return the first policy of a setting that applies to the variable.
+def choose_uneven_policy(setting: UnevenSetting, *, can_pad: bool) -> Uneven:
+    """Return the first policy of a setting that the variable allows, or `"error"` if it allows none.
 
     Example:
-        >>> choose_policy(("pad", "shrink"), can_pad=False), choose_policy("pad", can_pad=False)
+        >>> choose_uneven_policy(("pad", "shrink"), can_pad=False), choose_uneven_policy("pad", can_pad=False)
         ('shrink', 'error')
     """
     policies = _list_policies(setting)
@@ -64,11 +64,11 @@ def choose_policy(setting: UnevenSetting, *, can_pad: bool) -> Uneven:
     return usable[0] if usable else "error"
 
 
-def format_uneven(setting: UnevenSetting) -> str:
-    """Format a setting as a keyword argument.
+def format_uneven_setting(setting: UnevenSetting) -> str:
+    """Return an `uneven` setting as text, as a user passes it as a keyword argument.
 
     Example:
-        >>> format_uneven("pad"), format_uneven(("pad", "shrink"))
+        >>> format_uneven_setting("pad"), format_uneven_setting(("pad", "shrink"))
         ('uneven="pad"', 'uneven=("pad", "shrink")')
     """
     listed = ", ".join(f'"{policy}"' for policy in _list_policies(setting))
@@ -79,19 +79,20 @@ def _list_policies(setting: UnevenSetting) -> tuple[Uneven, ...]:
     return (setting,) if isinstance(setting, str) else setting
 
 
-def fit_layout(layout: Layout, shape: Sequence[int], uneven: Uneven) -> Layout:
-    """Return a rule's layout for a tensor, after applying an `uneven` policy.
+def apply_uneven_policy(layout: Layout, shape: Sequence[int], uneven: Uneven) -> Layout:
+    """Return a rule's layout changed by an `uneven` policy for the axes that do not divide evenly.
 
     Args:
         layout: The rule's layout.
-        shape: The tensor's shape. One of another rank keeps the layout, and with it the error.
-        uneven: What happens to an axis that does not divide. With `"shrink"` the subset of the axis's dims with the
-            most shards is taken; of two with as many, that with the more major dims. With `"pad"` it stays.
+        shape: The tensor's shape. If its rank differs from that of the layout, the layout is returned unchanged.
+        uneven: What happens to an axis that does not divide evenly. `"shrink"` shards it over the subset of its mesh
+            dims that divides it into the most shards; of two equal subsets, the one with the more major dims.
+            `"replicate"` leaves it unsharded. `"pad"` and `"error"` change nothing.
 
     Example:
         >>> from layoutmap import Mesh
         >>> layout = Layout([("data", "model"), None], Mesh(None, "data=3,model=4"))
-        >>> print(fit_layout(layout, (16, 8), "shrink"), fit_layout(layout, (16, 8), "replicate"))
+        >>> print(apply_uneven_policy(layout, (16, 8), "shrink"), apply_uneven_policy(layout, (16, 8), "replicate"))
         (model, unsharded) (unsharded, unsharded)
     """
     if uneven in ("error", "pad") or layout.rank != len(shape):
@@ -102,12 +103,12 @@ def fit_layout(layout: Layout, shape: Sequence[int], uneven: Uneven) -> Layout:
     specs = list(layout.sharding_specs)
     for axis in bad:
         dims = layout.list_mesh_dims(axis) if uneven == "shrink" else ()
-        specs[axis] = _find_largest_subset(dims, check_shape(shape)[axis] or 0, layout)
+        specs[axis] = _find_largest_even_subset(dims, validate_shape(shape)[axis] or 0, layout)
     return Layout.from_valid_specs(specs, layout.mesh, layout.memory)
 
 
-def _find_largest_subset(dims: Sequence[str], size: int, layout: Layout) -> tuple[str, ...]:
-    """Return the subset of an axis's mesh dims that splits it evenly into the most shards."""
+def _find_largest_even_subset(dims: Sequence[str], size: int, layout: Layout) -> tuple[str, ...]:
+    """Return the subset of the mesh dims that splits an axis of this size evenly into the most shards."""
     subsets = [s for n in range(len(dims) + 1) for s in itertools.combinations(dims, n)]
     counts = {s: math.prod(layout.mesh.dim_size(d) for d in s) for s in subsets}
     return max((s for s in subsets if size % counts[s] == 0), key=lambda s: counts[s])
@@ -115,9 +116,9 @@ def _find_largest_subset(dims: Sequence[str], size: int, layout: Layout) -> tupl
 
 # TensorFlow shards an axis over one mesh dim only, so plans for it keep the largest dim (decisions/0004).
 def keep_largest_dims(layout: Layout) -> Layout:
-    """Return the layout with each axis sharded over only its largest mesh dim. The more major dim wins a tie.
+    """Return the layout with each axis sharded only over the largest of its mesh dims, of equal ones the most major.
 
-    An axis whose other dims have one device stays as it is: they shard nothing.
+    An axis is unchanged if its other mesh dims have size 1, because they shard nothing.
 
     Example:
         >>> from layoutmap import Mesh
@@ -133,12 +134,12 @@ def keep_largest_dims(layout: Layout) -> Layout:
 
 
 def derive_layout(parent: Layout, axes: Axes) -> Layout:
-    """Derive the layout of a variable from the layout of its parent.
+    """Return the layout of a derived variable, such as an optimizer slot, from the layout of its parent.
 
-    An axis that joins several parent axes is sharded like the first of them, in contiguous runs.
+    An axis that joins several parent axes is sharded like the first of them.
 
     Args:
-        parent: The layout of the other variable.
+        parent: The layout of the parent.
         axes: For each axis, the parent axes that it joins.
 
     Example:
@@ -152,7 +153,7 @@ def derive_layout(parent: Layout, axes: Axes) -> Layout:
 
 
 def add_sharding_dim(layout: Layout, shape: Sequence[int], dim: str) -> Layout:
-    """Shard the first axis that divides evenly over `dim` too, or return the layout unchanged.
+    """Return a layout with the first axis that divides evenly sharded over one more dim, or unchanged without one.
 
     Args:
         layout: The layout.

@@ -1,6 +1,6 @@
 """Describe layers and weights that a backend cannot compute with, for a report before the first step.
 
-An adapter knows its library's layers and what the backend's operations are short of; the plan reports it, with the fix.
+An adapter finds them, because it knows the layers of its library and the limits of the backend. The plan reports them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Unsupported:
+class UnsupportedFeature:
     """Describe a model feature that the backend cannot run, or runs with restrictions.
 
     Args:
@@ -18,10 +18,10 @@ class Unsupported:
         what: The problem, without the path.
         why: The reason.
         fix: What to type instead.
-        severity: `"error"`: it cannot run. `"warning"`: some of it cannot. `"note"`: it runs, at a price.
-        if_sharded: The axes of a variable; it holds only if its layout shards one
-            of them. `None`: it holds in any case.
-        model: The name of the model that the path is in, as the plan has it.
+        severity: `"error"`: it cannot run. `"warning"`: some uses of it cannot. `"note"`: it runs more slowly.
+        if_sharded: The axes of the variable that cause the problem: it occurs only if one of them is sharded. `None`:
+            it occurs with each layout.
+        model: The name of the model with the layer or variable, as in the plan.
     """
 
     path: str

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache, cached_property
 
-from layoutmap.core.arguments import check_shape
+from layoutmap.core.arguments import validate_shape
 from layoutmap.core.errors import LayoutError
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match
@@ -19,9 +19,9 @@ from layoutmap.core.uneven import Axes
 class Kind(StrEnum):
     """The purpose of a variable, which determines how it gets its layout.
 
-    `WEIGHT` (trained or not) and `STATE` (moving statistics) are matched by the rules; a `SLOT` of an optimizer follows
-    its variable; `RNG` states, `METRIC`s and other small things that no rule matches are replicated. Arrays that a
-    program makes `LATER` than its model, as a KV cache, are matched by the rules, too.
+    Rules apply to a `WEIGHT` (trained or not), to `STATE` (moving statistics), to `RNG` states, and to arrays that a
+    program creates `LATER` than its model, such as a KV cache. A `SLOT` of an optimizer has the layout of its variable.
+    A `METRIC` is replicated.
     """
 
     WEIGHT = "weight"
@@ -34,13 +34,13 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """The roles of a weight's axes in its layer's call.
+    """How a layer uses the axes of a weight: which are summed over, and which become axes of the output.
 
     Args:
-        roles: For each axis `"in.0"`, `"in.1"`, ...: it is summed over; `"out.0"`, ...: it is an axis of the
-            output, and a bias has the roles of the axes to which it is added; `"rows"`: the rows of a
-            table of embeddings; `""`: another.
-        head_size: The size of one head of attention, where the layer has its heads side by side in one axis.
+        roles: The role of each axis. `"in.0"`, `"in.1"`, ...: the layer sums over it. `"out.0"`, ...: it becomes an
+            axis of the output; an axis of a bias has the role of the kernel's axis to which it is added. `"rows"`: the
+            rows of an embedding table. `""`: another role.
+        head_size: The size of one attention head, if the layer stores all heads in one axis.
     """
 
     roles: tuple[str, ...]
@@ -58,19 +58,19 @@ class VariableSpec:
         kind: Its purpose.
         aliases: Other paths to the same variable: a shared layer, a tied weight.
         parent: The path of the variable that it is derived from: the weight of an optimizer's slot, the kernel of a
-            LoRA factor. Its own path, if it has taken that variable's place in another form (a packed kernel). `None`
-            for most.
+            LoRA factor. Its own path if it replaces that variable in another form, such as a packed kernel. `None` for
+            most variables.
         axes: For each axis, the parent axes that it joins; `None`: the same axes, if the shapes are equal.
-        parent_shape: The parent's shape, as the rules know it; `None`: that of the variable with that path.
-        model: The name of the model, to distinguish the variables of several models that one scope builds. No two
-            variables of a scope have both one model and one path.
+        parent_shape: The shape of the parent, to which rules apply; `None`: that of the variable at the parent's path.
+        model: The name of the model, to distinguish the variables of several models that one scope builds. The model
+            and the path together are unique in a scope.
         use: The roles of its axes in the layer's call, if known.
-        trainable: Whether a weight is trained; a frozen one has no gradient. Of the other kinds none is trained.
-        name: What its library calls it, for rules over such names: `keras:dense/kernel`; empty if there are none. It
-            is no part of the plan's value: where a rule asks for it, it is an alias.
-        memory: The kind of host memory that stores it, as `"pinned_host"`; empty: that of the devices. In a plan it is
-            that of the layout, and no value of its own.
-        no_padding: Why its library cannot store it padded; empty if it can. It is no part of the plan's value.
+        trainable: Whether a weight is trained; a frozen weight has no gradient. It is ignored for other kinds.
+        name: Its name in its library, for rules that match such names: `keras:dense/kernel`; empty without such rules.
+            Not compared: if a rule matches it, the plan has it as an alias.
+        memory: The kind of host memory that stores it, such as `"pinned_host"`; empty: the memory of the devices. Not
+            compared: a plan takes it from the layout.
+        no_padding: Why its library cannot store it padded; empty if it can. Not compared.
 
     Example:
         >>> VariableSpec("d1.kernel", (512, 1024), "float32").global_bytes
@@ -99,9 +99,9 @@ class VariableSpec:
 
     def __post_init__(self) -> None:
         for name in ("shape", "parent_shape"):
-            given = getattr(self, name)
-            if given is not None:
-                object.__setattr__(self, name, check_shape(given))
+            shape = getattr(self, name)
+            if shape is not None:
+                object.__setattr__(self, name, validate_shape(shape))
 
     @property
     def key(self) -> tuple[str, str]:
@@ -109,23 +109,23 @@ class VariableSpec:
         return self.model, self.path
 
     @property
-    def follows(self) -> bool:
-        """Whether its layout is derived from another variable that exists beside it."""
+    def is_derived(self) -> bool:
+        """Whether it has a parent that is another variable. It gets the parent's layout if no rule is meant for it."""
         return self.parent is not None and not self.is_packed
 
     @property
     def is_packed(self) -> bool:
-        """Whether the variable replaces one of the same path and another shape, to which the rules apply."""
+        """Whether it replaces a variable of the same path but another shape, to which the rules apply."""
         return self.parent == self.path
 
     @property
     def rule_shape(self) -> tuple[int, ...]:
-        """The shape to which rules apply: its own, or its parent's."""
+        """The shape for which the layouts of rules are: `parent_shape`, or the variable's shape without one."""
         return self.shape if self.parent_shape is None else self.parent_shape
 
     @property
     def global_bytes(self) -> int:
-        """Global size in bytes."""
+        """The size in bytes of the whole, unsharded variable."""
         return math.ceil(math.prod(self.shape) * get_itemsize(self.dtype))
 
 
@@ -138,9 +138,8 @@ class Assignment:
         variable: The variable.
         layout: Its layout.
         match: The rules that match its path; `None` for variables without rules, such as slots and metrics.
-        global_init: Why one device must compute its global first value before it is sharded; empty if it
-            need not.
-        is_padded: Whether axes that do not divide are padded.
+        global_init: Why one device must compute its whole first value before it is sharded; empty if it need not.
+        is_padded: Whether axes that do not divide evenly are padded.
     """
 
     variable: VariableSpec
@@ -151,7 +150,7 @@ class Assignment:
 
     @cached_property
     def fits(self) -> bool:
-        """Whether the rank is right and every axis splits evenly or is padded."""
+        """Whether the layout has the rank of the variable, and every axis divides evenly or is padded."""
         shape = self.variable.shape
         return self.layout.rank == len(shape) and (self.is_padded or not self.layout.find_uneven_axes(shape))
 
@@ -178,7 +177,7 @@ class Assignment:
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of padding that each device stores."""
+        """The number of bytes that padding adds to the shard on each device."""
         return self.shard_bytes - self.variable.global_bytes // self.layout.num_distinct_shards
 
     @property
@@ -188,7 +187,7 @@ class Assignment:
 
 
 def make_unique_names(names: Sequence[str]) -> list[str]:
-    """Append the first free number to each repeated name.
+    """Return names that are unique, because each repeated name gets the first free number at its end.
 
     Example:
         >>> make_unique_names(["mlp", "mlp", "mlp_1", "mlp"])
@@ -210,7 +209,7 @@ def has_several_models(variables: Iterable[VariableSpec]) -> bool:
     return len({v.model for v in variables} - {""}) > 1
 
 
-# Two models may have variables with the same path, so the model's name precedes it (decisions/0005).
+# Variables of two models may have the same path, so the name of the model precedes the path (decisions/0005).
 def format_variable_names(variables: Sequence[VariableSpec]) -> list[str]:
     """Return the paths of variables, with the model's name in front if there are several models.
 
@@ -225,13 +224,13 @@ def format_variable_names(variables: Sequence[VariableSpec]) -> list[str]:
 
 # A dtype name contains its number of bits (bfloat16, int4). A suffix such as `x2` is the number of packed values.
 _BITS = re.compile(r"(?:q?u?int|b?float|complex|bits)(1|2|4|6|8|16|32|64|128)(?:_[a-z0-9]*?)?(?:_?x(\d+))?")
-# The last rows are PRNG keys of JAX.
+# The last three entries are dtypes of JAX's PRNG keys, which numpy does not know.
 _ITEMSIZES = {"bool": 1, "string": 8, "key<fry>": 8, "key<rbg>": 16, "key<urbg>": 16}
 
 
 @cache
 def get_itemsize(dtype: str) -> float:
-    """Return the bytes per element of a named dtype.
+    """Return the number of bytes per element of a named dtype, which is 0.5 for `int4`.
 
     Example:
         >>> get_itemsize("float32"), get_itemsize("int4"), get_itemsize("float4_e2m1fn_x2")

@@ -1,4 +1,4 @@
-"""Count other ways to train a model with a step that does not fit, and rank them."""
+"""Count variants of a plan if its step does not fit the memory, and rank them as advice."""
 
 from __future__ import annotations
 
@@ -10,147 +10,156 @@ from typing import Any
 from layoutmap.core.paths import make_path_regex, merge_paths
 from layoutmap.cost.cost import Cost, format_duration
 from layoutmap.cost.search.options import Grid, list_activation_options
-from layoutmap.cost.search.space import Blocks
+from layoutmap.cost.search.space import BlockStack
 from layoutmap.plan.advice import Advice
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.ways import Way, describe_change, try_count_bytes
+from layoutmap.plan.variants import PlanVariant, count_or_none, describe_change
 from layoutmap.scope.progress import ElapsedTime
 
-PATIENCE_SECONDS = 20.0
-"""How much time of the processor is spent on counting; all of a process, so that a busy machine advises the same."""
+MOST_COUNTING_SECONDS = 20.0
+"""CPU seconds after which no variant is counted. They are the process's, so that a busy machine advises the same."""
 
-Count = Callable[[Way], Cost]
-Ways = Callable[[], Iterable[Way | None]]
+Count = Callable[[PlanVariant], Cost]
+MakeVariants = Callable[[], Iterable[PlanVariant | None]]
 
 
-# Advice without a figure may not be enough, so each change is counted like a plan (decisions/0120).
-def advise(
-    before: Way,
+# A change may save too little memory, so each one is counted before it is advised (decisions/0120).
+def count_and_rank_variants(
+    original: PlanVariant,
     plan: PlanTable,
-    needed: int,
+    peak_bytes: int,
     count: Count,
     *,
-    blocks: Sequence[Blocks],
+    blocks: Sequence[BlockStack],
     can_recompute: bool,
     can_fuse: bool,
     seconds: float,
 ) -> tuple[tuple[Advice, ...], tuple[str, ...]]:
-    """Count other ways to train a model, and return advice, best first, and the names of uncounted ways.
+    """Count plan variants, and return advice, best first, and the names of the variants that were not counted.
 
-    Ways that fit come first, then those with the same batch, on the same devices, in less time. `seconds` is the time
-    that counting `before` took, and `needed` its peak memory.
+    Variants that fit come first, then those with the same batch, the same devices, and less time. `original` is the
+    original plan, `seconds` the time that counting it took, and `peak_bytes` its peak memory.
     """
-    trials, data = _Trials(before, needed, count, seconds), before.data
-    with ElapsedTime("counting what would fit") as shown:
-        # Advise the best of similar changes.
-        alike: dict[str, Ways] = {
-            "a fused kernel for attention": lambda: [replace(before, fuse_attention=True)] * can_fuse,
-            "recomputing activations": lambda: [replace(before, remat="blocks")] * can_recompute,
+    trials, data = _VariantTrials(original, peak_bytes, count, seconds), original.guessed_batch_dim
+    with ElapsedTime("counting what would fit") as show_progress:
+        # Only the best variant of each entry is advised, because its variants differ little.
+        makers: dict[str, MakeVariants] = {
+            "a fused kernel for attention": lambda: [replace(original, fuse_attention=True)] * can_fuse,
+            "recomputing activations": lambda: [replace(original, remat="blocks")] * can_recompute,
             "weights sharded over the dim of the batch": lambda: (
-                [before.shard_weights(data, plan)] if data else _shard_batch(before)
+                [original.shard_weights(data, plan)] if data else _vary_batch_dim(original)
             ),
-            "other layouts of what blocks return": lambda: _change_activations(before, blocks),
-            "twice as many devices": lambda: map(before.doubled, before.mesh.dim_names),
-            "half the batch": lambda: [before.halve_batch()],
+            "other layouts of what blocks return": lambda: _vary_activation_rules(original, blocks),
+            "twice as many devices": lambda: map(original.double_devices, original.mesh.dim_names),
+            "half the batch": lambda: [original.halve_batch()],
         }
-        for name, ways in alike.items():
-            trials.add_best(name, ways, shown)
-        if not trials.can_any_fit():
-            trials.count_combination(shown)
+        for name, make_variants in makers.items():
+            trials.add_best_variant(name, make_variants, show_progress)
+        if not trials.has_fitting_variant():
+            trials.count_combined_variant(show_progress)
     return trials.list_advice(), tuple(trials.untried)
 
 
-class _Trials:
-    """Other ways to train that were counted within a time limit."""
+class _VariantTrials:
+    """Plan variants that were counted within a time limit, with their costs."""
 
-    def __init__(self, before: Way, needed: int, count: Count, seconds: float):
-        self._before, self._needed, self._count = before, needed, count
-        self._end, self._longest = time.process_time() + PATIENCE_SECONDS, seconds
-        self._found: list[tuple[Way, Cost]] = []
+    def __init__(self, original: PlanVariant, peak_bytes: int, count: Count, seconds: float):
+        self._original, self._peak_bytes, self._count = original, peak_bytes, count
+        self._end, self._longest = time.process_time() + MOST_COUNTING_SECONDS, seconds
+        self._found: list[tuple[PlanVariant, Cost]] = []
         self.untried: list[str] = []
 
-    def add_best(self, name: str, ways: Ways, shown: Callable[[], object]) -> None:
-        """Count similar ways and store the best of them."""
-        known = [way for way in try_count_bytes(lambda: list(ways())) or () if way is not None]
-        if known and not self._has_time():
+    def add_best_variant(
+        self, name: str, make_variants: MakeVariants, show_progress: Callable[[], object]
+    ) -> None:
+        """Count similar variants and store the best of them, or store their `name` in `untried` without time left."""
+        made = count_or_none(lambda: list(make_variants())) or ()
+        known = [variant for variant in made if variant is not None]
+        if known and not self._has_time_left():
             self.untried.append(name)
             return
-        counted = [(way, self._count_way(way, shown)) for way in known]
-        found = [(way, cost) for way, cost in counted if cost is not None]
-        self._found += [min(found, key=self._rank)] if found else []
+        counted = [(variant, self._count_within_time(variant, show_progress)) for variant in known]
+        found = [(variant, cost) for variant, cost in counted if cost is not None]
+        self._found += [min(found, key=self._make_sort_key)] if found else []
 
-    def _has_time(self) -> bool:
+    def _has_time_left(self) -> bool:
         return time.process_time() + self._longest <= self._end
 
-    def _count_way(self, way: Way, shown: Callable[[], object]) -> Cost | None:
-        if not self._has_time():
+    def _count_within_time(self, variant: PlanVariant, show_progress: Callable[[], object]) -> Cost | None:
+        if not self._has_time_left():
             return None
-        shown()
+        show_progress()
         begin = time.process_time()
-        cost = try_count_bytes(lambda: self._count(way))
+        cost = count_or_none(lambda: self._count(variant))
         self._longest = max(self._longest, time.process_time() - begin)
         return cost
 
-    def can_any_fit(self) -> bool:
-        """Return whether one of the counted ways fits."""
+    def has_fitting_variant(self) -> bool:
+        """Return whether one of the counted variants fits."""
         return any(cost.fits for _, cost in self._found)
 
-    def count_combination(self, shown: Callable[[], object]) -> None:
-        """Count all changes that save memory together, then halve the batch until the step fits."""
-        found, together = sorted(self._found, key=self._rank), self._before
-        for way, cost in found:
-            is_same = way.mesh == self._before.mesh and way.inputs == self._before.inputs
-            if is_same and cost.step.peak_bytes < self._needed:
-                together = together.joined(self._before, way)
-        known, last, way = [self._before, *(way for way, _ in found)], self._needed, together
-        while way is not None:
-            if way not in known:
-                cost = self._count_way(way, shown)
+    def count_combined_variant(self, show_progress: Callable[[], object]) -> None:
+        """Count one variant with all changes that save memory. Halve its batch until it fits or saves no more."""
+        found, together = sorted(self._found, key=self._make_sort_key), self._original
+        for variant, cost in found:
+            is_same = variant.mesh == self._original.mesh and variant.inputs == self._original.inputs
+            if is_same and cost.step.peak_bytes < self._peak_bytes:
+                together = together.add_changes(self._original, variant)
+        known, last, variant = (
+            [self._original, *(variant for variant, _ in found)],
+            self._peak_bytes,
+            together,
+        )
+        while variant is not None:
+            if variant not in known:
+                cost = self._count_within_time(variant, show_progress)
                 if cost is None or cost.step.peak_bytes >= last:
                     return
-                self._found, last = [*found, (way, cost)], cost.step.peak_bytes
+                self._found, last = [*found, (variant, cost)], cost.step.peak_bytes
                 if cost.fits:
                     return
-            way = way.halve_batch()
+            variant = variant.halve_batch()
 
     def list_advice(self) -> tuple[Advice, ...]:
         """Return the advice, best first."""
         return tuple(
             Advice(
-                *describe_change(self._before, way),
+                *describe_change(self._original, variant),
                 cost.step.peak_bytes,
                 f"{format_duration(cost.step_seconds)} a step",
             )
-            for way, cost in sorted(self._found, key=self._rank)
+            for variant, cost in sorted(self._found, key=self._make_sort_key)
         )
 
-    def _rank(self, found: tuple[Way, Cost]) -> Any:
-        way, cost = found
-        others = way.inputs != self._before.inputs, way.mesh != self._before.mesh
+    def _make_sort_key(self, variant_and_cost: tuple[PlanVariant, Cost]) -> Any:
+        variant, cost = variant_and_cost
+        others = variant.inputs != self._original.inputs, variant.mesh != self._original.mesh
         return (not cost.fits, *others, cost.step_seconds if cost.fits else cost.step.peak_bytes)
 
 
-def _shard_batch(before: Way) -> Iterator[Way]:
+def _vary_batch_dim(original: PlanVariant) -> Iterator[PlanVariant]:
     """Yield plan variants that shard the batch over one mesh dim."""
-    for dim in before.mesh.mesh_dims:
-        if dim.size > 1 and before.batch_size % dim.size == 0:
-            yield replace(before, batch_dim=dim.name)
+    for dim in original.mesh.mesh_dims:
+        if dim.size > 1 and original.batch_size % dim.size == 0:
+            yield replace(original, batch_dim=dim.name)
 
 
-def _change_activations(before: Way, blocks: Sequence[Blocks]) -> Iterator[Way]:
-    """Yield ways with other rules for the outputs of blocks."""
-    names = " and ".join(merge_paths(each.paths) for each in blocks)
-    others = [dim.name for dim in before.mesh.mesh_dims if dim.size > 1 and dim.name != before.data]
-    grids = [Grid(before.mesh, before.data, other) for other in others or [None]]
-    shapes = dict.fromkeys(each.shape for each in blocks)
+def _vary_activation_rules(original: PlanVariant, stacks: Sequence[BlockStack]) -> Iterator[PlanVariant]:
+    """Yield plan variants with other layouts of the outputs of blocks."""
+    names = " and ".join(merge_paths(each.paths) for each in stacks)
+    others = [
+        dim.name for dim in original.mesh.mesh_dims if dim.size > 1 and dim.name != original.guessed_batch_dim
+    ]
+    grids = [Grid(original.mesh, original.guessed_batch_dim, other) for other in others or [None]]
+    shapes = dict.fromkeys(each.shape for each in stacks)
     for specs in {
         s: None for shape in shapes for grid in grids for s in list_activation_options(shape, grid)
     }:
         rules: dict[str, Any] = {}
-        for each in blocks:
-            match = before.rules.activations.match(each.paths[0])
+        for each in stacks:
+            match = original.rules.activations.match(each.paths[0])
             if specs is not None and len(each.shape) == len(specs):
                 rules[match.rule.pattern if match.rule else make_path_regex(each.paths)] = specs
-        made = before.change_rules({}, rules)
-        if made.rules != before.rules:
-            yield replace(made, preset=before.preset, blocks=names)
+        made = original.change_rules({}, rules)
+        if made.rules != original.rules:
+            yield replace(made, preset=original.preset, block_names=names)

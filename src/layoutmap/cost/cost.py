@@ -29,7 +29,7 @@ _MOST_ROWS = 12
 class TimePart:
     """Part of a step's time."""
 
-    what: str
+    label: str  # such as "waiting for weights over data"
     seconds: float
     kind: str  # "computing", "memory", "weights", or "activations"
     dims: tuple[str, ...] = ()  # mesh dims of the collective that the device waits for
@@ -37,10 +37,10 @@ class TimePart:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRow:
-    """Equal collectives of repeated blocks, in one row of the table."""
+    """Row of the table of collectives. It merges equal collectives of repeated blocks."""
 
     first: Collective  # the first of the merged collectives
-    cause: str  # paths of all causes in one
+    cause: str  # paths of the weights or layers that cause them, merged into one text
     calls: int  # per step, as are bytes and seconds
     sent_bytes: int
     seconds: float
@@ -56,8 +56,8 @@ class CollectiveRow:
         return kind, f"{self.calls:,}", over, self.network, *sizes, why, c.phase
 
     @property
-    def text(self) -> str:
-        """The collective in one sentence, without its cause."""
+    def sentence(self) -> str:
+        """Sentence that describes the collective, without its cause."""
         kind, times, over, network, tensor, sent, seconds, _, phase = self.cells
         often = "once" if times == "1" else f"{times} times"
         often += f" for all of {self.cause}" if "*" in self.cause else ""
@@ -72,14 +72,14 @@ class Cost:
 
     step: StepCost
     machine: Machine
-    # paths of the variables, with stars for numbers; all other causes are activations
+    # paths of the weights, with stars for numbers; collectives with another cause exchange activations
     weights: frozenset[str] = field(default=frozenset(), compare=False)
     batch_dim: BatchDim | None = None  # mesh dim that shards batches; None: batches are replicated
-    # figures of XLA's compiler, which files of plans lack
+    # figures of XLA's compiler; None if nothing was compiled, or if the plan was read from a file
     verified: Verified | None = field(default=None, compare=False)
-    # other ways, counted because the step does not fit, best first
+    # plan variants that were counted because the step does not fit the memory, best first
     tried: tuple[Advice, ...] = field(default=(), compare=False)
-    untried: tuple[str, ...] = field(default=(), compare=False)  # not counted, for lack of time
+    untried: tuple[str, ...] = field(default=(), compare=False)  # variants not counted for lack of time
 
     def __post_init__(self):
         object.__setattr__(self, "step", self.step.on(self.machine.device.memory_bytes))
@@ -87,82 +87,84 @@ class Cost:
     # -- durations
 
     @property
-    def compute_seconds(self) -> float:
-        """Seconds of matrix products and convolutions, at the device's peak."""
+    def flops_seconds(self) -> float:
+        """Seconds that matrix products and convolutions take at the device's peak FLOP rate."""
         return sum(
             count / self.machine.device.get_flops_rate(dtype) for dtype, count in self.step.flops.items()
         )
 
     @property
     def memory_seconds(self) -> float:
-        """Seconds of access to the device's own memory, at its peak."""
+        """Seconds that reads and writes of the device's own memory take at its peak bandwidth."""
         return self.step.traffic_bytes / self.machine.device.memory_bandwidth
 
     @property
     def device_seconds(self) -> float:
-        """Seconds of a device without communication, where computing and memory access overlap."""
-        return max(self.compute_seconds, self.memory_seconds)
+        """Seconds that a device needs for a step without its collectives. Computing and memory access overlap."""
+        return max(self.flops_seconds, self.memory_seconds)
 
-    def time_collective(self, collective: Collective) -> float:
+    def sum_call_seconds(self, collective: Collective) -> float:
         """Return the seconds that all calls of a collective take in a step."""
-        group = self._groups[collective.dims, collective.group]
+        group = self._groups_by_dims[collective.dims, collective.group]
         return collective.calls * self.machine.estimate_seconds(
             collective.kind, collective.tensor_bytes, group
         )
 
     def is_overlapped(self, collective: Collective) -> bool:
-        """Return whether a collective overlaps with computing, because it is for a weight or its gradient."""
+        """Return whether a collective overlaps with computing: it gathers a weight or reduces a weight's gradient."""
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
         return collective.kind in kinds and replace_numbers(collective.cause) in self.weights
 
     @property
-    def weights_seconds(self) -> float:
-        """Seconds to gather weights and sum gradients."""
-        return sum(self.time_collective(c) for c in self.step.collectives if self.is_overlapped(c))
+    def weight_collective_seconds(self) -> float:
+        """Seconds of the collectives that gather weights and reduce gradients."""
+        return sum(self.sum_call_seconds(c) for c in self.step.collectives if self.is_overlapped(c))
 
     @property
-    def activations_seconds(self) -> float:
-        """Seconds to exchange activations."""
-        return sum(self.time_collective(c) for c in self.step.collectives if not self.is_overlapped(c))
+    def activation_collective_seconds(self) -> float:
+        """Seconds of the collectives that exchange activations."""
+        return sum(self.sum_call_seconds(c) for c in self.step.collectives if not self.is_overlapped(c))
 
     @property
     def step_seconds(self) -> float:
         """Seconds of a step, where the collectives of weights overlap with computing."""
-        return max(self.device_seconds, self.weights_seconds) + self.activations_seconds
+        return max(self.device_seconds, self.weight_collective_seconds) + self.activation_collective_seconds
 
     @property
     def serial_seconds(self) -> float:
         """Seconds of a step without overlap."""
-        return self.device_seconds + self.weights_seconds + self.activations_seconds
+        return self.device_seconds + self.weight_collective_seconds + self.activation_collective_seconds
 
     @cached_property
     def time_parts(self) -> tuple[TimePart, ...]:
-        """Parts of a step's time, which add up to `step_seconds`. The longest waits come first."""
-        computing, memory = self.compute_seconds, self.memory_seconds
+        """Parts of a step's time, with `step_seconds` as their sum: computing, memory, and the waits, longest first."""
+        computing, memory = self.flops_seconds, self.memory_seconds
         waits: list[TimePart] = []
         for overlaps, kind in ((True, "weights"), (False, "activations")):
             by_dims: dict[tuple[str, ...], float] = {}
             for c in self.step.collectives:
                 if self.is_overlapped(c) is overlaps:
-                    by_dims[c.dims] = by_dims.get(c.dims, 0.0) + self.time_collective(c)
-            # Distribute the overlapped time over all collectives in proportion.
-            share = 1.0 - min(1.0, self.device_seconds / (self.weights_seconds or 1.0)) if overlaps else 1.0
+                    by_dims[c.dims] = by_dims.get(c.dims, 0.0) + self.sum_call_seconds(c)
+            # Computing hides a part of the time of the weights' collectives, so reduce each wait in proportion.
+            hidden = (
+                min(1.0, self.device_seconds / (self.weight_collective_seconds or 1.0)) if overlaps else 0.0
+            )
             waits += [
-                TimePart(f"waiting for {kind} over {', '.join(dims)}", seconds * share, kind, dims)
+                TimePart(f"waiting for {kind} over {', '.join(dims)}", seconds * (1.0 - hidden), kind, dims)
                 for dims, seconds in by_dims.items()
             ]
         waits.sort(key=lambda wait: -wait.seconds)
-        own = [
+        local = [
             TimePart("computing", computing, "computing"),
             TimePart("waiting for its own memory", max(0.0, memory - computing), "memory"),
         ]
-        return tuple(wait for wait in (*own, *waits) if wait.seconds > 0)
+        return tuple(part for part in (*local, *waits) if part.seconds > 0)
 
     # -- memory
 
     @property
     def activation_bytes(self) -> int:
-        """Peak memory besides the step's arguments: activations, gradients, and gathered weights."""
+        """Bytes on a device at the peak besides the step's arguments: activations, gradients, and gathered weights."""
         return max(0, self.step.peak_bytes - self.step.argument_bytes)
 
     @property
@@ -177,27 +179,27 @@ class Cost:
 
     @property
     def held(self) -> tuple[PeakTensors, ...]:
-        """Tensors on a device at the peak, except the step's arguments."""
+        """Tensors on a device at the peak of a step, without the step's arguments."""
         return self.step.held
 
     def mark_weight_collectives(self, paths: frozenset[str]) -> Cost:
-        """Return the cost with the collectives of these variables counted as collectives of weights."""
+        """Return this cost with `paths` as the weights. Their collectives overlap with computing."""
         return replace(self, weights=paths)
 
     def on_memory(self, num_bytes: int) -> Cost:
-        """Return the same cost on devices with another memory."""
+        """Return this cost for devices with `num_bytes` of memory."""
         device = replace(self.machine.device, memory_bytes=num_bytes)
         return replace(self, machine=replace(self.machine, device=device))
 
     @property
     def fits(self) -> bool:
-        """Whether a device has the memory."""
+        """Whether the peak of the step fits into a device's memory."""
         return self.step.peak_bytes <= self.machine.device.memory_bytes
 
     # -- collectives and their causes
 
     @cached_property
-    def _groups(self) -> dict[tuple[tuple[str, ...], int], DeviceGroup]:
+    def _groups_by_dims(self) -> dict[tuple[tuple[str, ...], int], DeviceGroup]:
         mesh = self.step.mesh
         return {
             (c.dims, c.group): self.machine.group(mesh, c.dims).make_subgroup(c.group)
@@ -206,7 +208,7 @@ class Cost:
 
     @property
     def networks(self) -> dict[str, str]:
-        """Network of each mesh dim by name, without dims of size 1."""
+        """Map from each mesh dim, without dims of size 1, to the text that names its networks."""
         mesh, machine = self.step.mesh, self.machine
         return {
             dim.name: machine.network_text(machine.group(mesh, [dim.name]))
@@ -215,11 +217,11 @@ class Cost:
         }
 
     @cached_property
-    def rows(self) -> tuple[CollectiveRow, ...]:
+    def collective_rows(self) -> tuple[CollectiveRow, ...]:
         """Table rows of the collectives, the slowest first. Those of repeated blocks share a row."""
-        return self._merge_collectives(self.step.collectives)
+        return self._merge_into_rows(self.step.collectives)
 
-    def _merge_collectives(self, collectives: Iterable[Collective]) -> tuple[CollectiveRow, ...]:
+    def _merge_into_rows(self, collectives: Iterable[Collective]) -> tuple[CollectiveRow, ...]:
         groups: dict[object, list[Collective]] = {}
         for c in collectives:
             key = c.kind, c.dims, c.tensor_bytes, split_at_numbers(c.cause), c.phase, c.group
@@ -230,8 +232,8 @@ class Cost:
                 merge_paths(list(dict.fromkeys(c.cause for c in group))),
                 sum(c.calls for c in group),
                 sum(c.count_sent_bytes(self.step.mesh) for c in group),
-                sum(map(self.time_collective, group)),
-                self.machine.network_text(self._groups[group[0].dims, group[0].group]),
+                sum(map(self.sum_call_seconds, group)),
+                self.machine.network_text(self._groups_by_dims[group[0].dims, group[0].group]),
                 self.is_overlapped(group[0]),
             )
             for group in groups.values()
@@ -246,11 +248,11 @@ class Cost:
         return found
 
     def describe_collectives(self, paths: Iterable[str]) -> list[str]:
-        """Return a text for each collective that some variables or layers cause."""
+        """Return a sentence for each collective that the variables or layers at `paths` cause."""
         causes = dict.fromkeys(cause for path in paths for cause in (path, replace_numbers(path)))
         return [
-            row.text
-            for row in self._merge_collectives(
+            row.sentence
+            for row in self._merge_into_rows(
                 c for cause in causes for c in self._collectives_by_cause.get(cause, ())
             )
         ]
@@ -259,7 +261,7 @@ class Cost:
 
     @property
     def line(self) -> str:
-        """The cost in one line."""
+        """Summary of the cost in one line: time, machine, peak memory, and the source of the figures."""
         sizes = f"{format_bytes(self.step.peak_bytes)} of {format_bytes(self.machine.device.memory_bytes)}"
         seconds = format_duration(self.step_seconds)
         return f"{seconds} a step on {self.machine}; {sizes} per device at the peak ({self.known_by})"
@@ -284,7 +286,7 @@ class Cost:
         return (OVERLAP, PEAK, *found, *self.step.notes)
 
     @property
-    def counts(self) -> tuple[str, str]:
+    def count_sentences(self) -> tuple[str, str]:
         """FLOPs, sent bytes, memory traffic, and peak memory of each device, in two sentences."""
         step = self.step
         flops = ", ".join(f"{format_count(count)}FLOP in {dtype}" for dtype, count in step.flops.items())
@@ -302,7 +304,7 @@ class Cost:
     def _format_time_parts(self) -> Iterator[tuple[str, str, str]]:
         total = self.step_seconds
         for wait in self.time_parts:
-            yield wait.what, format_duration(wait.seconds), f"{100 * wait.seconds / total:.0f} %"
+            yield wait.label, format_duration(wait.seconds), f"{100 * wait.seconds / total:.0f} %"
 
     def to_text(self, width: int | None = None) -> str:
         """Return the text that `print` shows. See `Plan.to_text` for `width`."""
@@ -315,11 +317,11 @@ class Cost:
         lines += format_table(
             ("of the step", "takes", "share"), self._format_time_parts(), ("takes", "share"), width=width
         )
-        if self.rows:
-            cells = [row.cells for row in self.rows[:_MOST_ROWS]]
+        if self.collective_rows:
+            cells = [row.cells for row in self.collective_rows[:_MOST_ROWS]]
             lines += ["", *format_table(COLUMNS, cells, _RIGHT, width=width, drop=_DROP)]
-        if len(self.rows) > _MOST_ROWS:
-            rest = self.rows[_MOST_ROWS:]
+        if len(self.collective_rows) > _MOST_ROWS:
+            rest = self.collective_rows[_MOST_ROWS:]
             seconds, sent = sum(row.seconds for row in rest), sum(row.sent_bytes for row in rest)
             lines.append(
                 f"... and {len(rest)} more, which take {format_duration(seconds)} and send {format_bytes(sent)}"
@@ -327,7 +329,7 @@ class Cost:
         mesh = ", ".join(f"{name} over {network}" for name, network in self.networks.items())
         lines += [
             "",
-            *self.counts,
+            *self.count_sentences,
             *([f"devices in the order of the mesh: {mesh}"] if mesh else []),
             *(f"assumed: {each}" for each in self.assumptions),
             *(["", self.verified.to_text(width)] if self.verified else []),
@@ -344,7 +346,7 @@ class Cost:
         parts = format_html_table(
             f"Cost: {self.line}", ("of the step", "takes", "share"), self._format_time_parts()
         )
-        return parts + format_html_table("Collectives", COLUMNS, (row.cells for row in self.rows))
+        return parts + format_html_table("Collectives", COLUMNS, (row.cells for row in self.collective_rows))
 
     _repr_html_ = to_html
 

@@ -6,8 +6,8 @@
      ["all_gather", ["data"], 2, 4096, "blocks.0.up.kernel", "forward"]
     ]
 
-Times are worked out of it, so they are not written down; the machine's figures are, since those of another release of
-this library, or of a file of one's own, may be others.
+Times follow from the counts and the machine, so they are not stored. The machine's figures are stored, because another
+release of layoutmap, or the user's own file of machines, may have other figures under the same name.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from layoutmap.plan.json_fields import (
     Number,
     PlanObject,
     PlanRow,
-    convert,
-    convert_values,
+    convert_json,
+    convert_json_values,
     make_file_error,
 )
 
@@ -52,7 +52,7 @@ def make_cost_fields(
     tried: Sequence[Advice],
     untried: Sequence[str],
 ) -> tuple[Iterator[list[Any]], dict[str, Any]]:
-    """Return the collectives of a cost and its other fields, as a plan's file stores them."""
+    """Return a cost as a plan's file stores it: a row for each collective, and an object of all other fields."""
     written: dict[str, Any] = {"flops": dict(step.flops), **{name: getattr(step, name) for name in _COUNTS}}
     if 0 < step.least_peak_bytes < step.peak_bytes:
         written["least_peak_bytes"] = step.least_peak_bytes
@@ -124,18 +124,18 @@ class _Cost(PlanObject):
 def read_cost_fields(
     data: dict[str, Any], rows: list[Any], mesh: Mesh
 ) -> tuple[StepCost, Machine, BatchDim | None, tuple[Advice, ...], tuple[str, ...]]:
-    """Read the arguments of `make_cost_fields` from a plan's file."""
-    collectives = [convert(row, _Collective, f"collectives[{i}]") for i, row in enumerate(rows)]
+    """Return the arguments of `make_cost_fields` from an object and the rows of collectives in a plan's file."""
+    collectives = [convert_json(row, _Collective, f"collectives[{i}]") for i, row in enumerate(rows)]
     for i, row in enumerate(collectives):
         for dim in row.dims:
-            _check_dim(dim, f"collectives[{i}]", mesh)
-    found = convert(data, _Cost, "cost")
+            _check_dim_exists(dim, f"collectives[{i}]", mesh)
+    found = convert_json(data, _Cost, "cost")
     for dim in list_batch_dims(found.batch_dim):
-        _check_dim(dim, "cost.batch_dim", mesh)
+        _check_dim_exists(dim, "cost.batch_dim", mesh)
     step = StepCost(
         mesh,
         tuple(Collective(*msgspec.structs.astuple(each)) for each in collectives),
-        convert_values(found.flops, Number, "cost.flops"),
+        convert_json_values(found.flops, Number, "cost.flops"),
         found.traffic_bytes,
         found.argument_bytes,
         found.peak_bytes,
@@ -148,18 +148,19 @@ def read_cost_fields(
     return step, _read_machine(found.machine), found.batch_dim, tried, found.untried
 
 
-def _check_dim(dim: str, place: str, mesh: Mesh) -> None:
+def _check_dim_exists(dim: str, field: str, mesh: Mesh) -> None:
     if dim not in mesh:
         raise make_file_error(
-            f"{place}: {dim!r} is not a mesh dim", f"the mesh has {', '.join(mesh.dim_names)}"
+            f"{field}: {dim!r} is not a mesh dim", f"the mesh has {', '.join(mesh.dim_names)}"
         )
 
 
 def _read_machine(item: _Machine) -> Machine:
-    flops = convert_values(item.flops, Figure, "cost.machine.flops")
+    flops = convert_json_values(item.flops, Figure, "cost.machine.flops")
     if not flops:
         raise make_file_error(
-            "cost.machine.flops has no type", "time follows from how fast a device multiplies"
+            "cost.machine.flops lists no element type",
+            "the time of a step follows from the FLOP rate of each element type",
         )
     fast, slow = (Network(*msgspec.structs.astuple(each)) for each in (item.fast, item.slow))
     fields: dict[str, Any] = {f.name: getattr(item, f.name) for f in dataclasses.fields(Device)}

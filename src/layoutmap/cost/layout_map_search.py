@@ -13,42 +13,42 @@ from typing import Any, Literal
 
 from layoutmap.core.arguments import as_int, describe_type
 from layoutmap.core.errors import MeshError, PlanError, RuleError, ScopeError, shorten_repr
-from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.mesh import Mesh, check_dims_in_mesh
 from layoutmap.core.paths import merge_paths, replace_numbers
 from layoutmap.core.specs import BatchDim
-from layoutmap.core.text_table import format_bytes, format_html_table, format_pre, format_table
+from layoutmap.core.text_table import format_bytes, format_html_pre, format_html_table, format_table
 from layoutmap.cost.cost import Cost, format_duration
 from layoutmap.cost.lower_step import LoweredStep, lower_step
 from layoutmap.cost.machine import Machine
-from layoutmap.cost.machines import find_machine
-from layoutmap.cost.plan_cost import choose_compiler, choose_target
-from layoutmap.cost.search.experts import ExpertMap, make_expert_map, make_expert_maps
-from layoutmap.cost.search.figure_cache import FigureCache
-from layoutmap.cost.search.finalists import choose_compiled, choose_fitting, extend_search
-from layoutmap.cost.search.loop import Candidate, Evaluate, Figures, Outcome, search_maps
+from layoutmap.cost.machines import resolve_machine
+from layoutmap.cost.plan_cost import choose_counting_target, choose_verify_target
+from layoutmap.cost.search.experts import ExpertMap, iterate_expert_maps, make_expert_map_from_rules
+from layoutmap.cost.search.figure_cache import SearchCache
+from layoutmap.cost.search.finalists import choose_best_compiled, choose_first_fitting, search_near_compiled
+from layoutmap.cost.search.loop import Candidate, EvaluateFn, SearchOutcome, StepFigures, search_maps
 from layoutmap.cost.search.options import Grid, list_grids, make_grid
 from layoutmap.cost.search.result_table import (
-    HEAD,
-    RIGHT,
+    RESULT_HEAD,
+    RIGHT_ALIGNED,
     compare_with_best_expert,
     explain_recomputing,
-    make_rows,
+    make_result_rows,
 )
-from layoutmap.cost.search.space import Model, find_blocks
+from layoutmap.cost.search.space import SearchedModel, find_block_stacks
 from layoutmap.cost.table import StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.rules.near_misses import find_nearest
 from layoutmap.rules.presets import find_matching_preset
-from layoutmap.rules.rule_set import RuleSet, read_mesh
+from layoutmap.rules.rule_set import RuleSet, parse_or_convert_mesh
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
-from layoutmap.scope.progress import ProgressLine, Shown
+from layoutmap.scope.progress import ProgressLine, ProgressMode
 
 _NAMES_OF_BATCH = ("data", "batch", "dp", "fsdp")
 
 
 class SearchResult:
-    """Result of `search`. When printed, it shows the rules and compares them with expert maps.
+    """Result of `search`. When printed, it shows the rules and compares them with maps that a human expert would try.
 
     Attributes:
         layout_map: The rules. `to_yaml` writes them to a file.
@@ -67,7 +67,7 @@ class SearchResult:
 
     def __init__(
         self,
-        outcome: Outcome,
+        outcome: SearchOutcome,
         plan: Plan,
         batch_dim: BatchDim | None,
         target: str | None = None,
@@ -79,7 +79,7 @@ class SearchResult:
         self.batch_dim = batch_dim
         self.plan = plan
         self.verdict = compare_with_best_expert(outcome)
-        self.rows = make_rows(outcome)
+        self.rows = make_result_rows(outcome)
         self.num_tried = outcome.num_tried
         self.is_complete = outcome.is_complete
         self.compiled = self.cost.verified
@@ -93,7 +93,7 @@ class SearchResult:
         return self.plan.cost
 
     @property
-    def _line(self) -> str:
+    def _summary_line(self) -> str:
         seconds, peak = self.cost.step_seconds, format_bytes(self.cost.step.peak_bytes)
         ended = "" if self.is_complete else ", interrupted"
         if self._target:
@@ -108,11 +108,11 @@ class SearchResult:
         return "\n".join(
             [
                 self.to_yaml(),
-                *format_table(HEAD, self.rows, RIGHT, width=width),
+                *format_table(RESULT_HEAD, self.rows, RIGHT_ALIGNED, width=width),
                 "",
                 f"Best: {self.verdict}",
                 *filter(None, [self.recompute]),
-                self._line,
+                self._summary_line,
             ]
         )
 
@@ -123,11 +123,11 @@ class SearchResult:
         return "".join(f"# {line}\n" for line in self.recompute.splitlines()) + self.layout_map.to_yaml()
 
     def __repr__(self) -> str:
-        return f"<SearchResult: {self._line}; {self.verdict}>"
+        return f"<SearchResult: {self._summary_line}; {self.verdict}>"
 
     def _repr_html_(self) -> str:
-        table = format_html_table(f"Best: {self.verdict}; {self._line}", HEAD, self.rows)
-        return f"{format_pre(self.to_yaml())}{table}"
+        table = format_html_table(f"Best: {self.verdict}; {self._summary_line}", RESULT_HEAD, self.rows)
+        return f"{format_html_pre(self.to_yaml())}{table}"
 
 
 def search(
@@ -167,20 +167,20 @@ def search(
         memory: Memory of a device in bytes; `None`: that of the machine. A map fits if its counted memory and 20 % of
             it are at most this.
         mesh: The mesh; `None`: that of `start`, or else the search also chooses a shape, with the dims data and model.
-        batch_dim: Mesh dim over which batches are sharded; `None`: a dim with a usual name.
+        batch_dim: Mesh dim over which batches are sharded; `None`: a dim named data, batch, dp, or fsdp.
         start: Rules to start from, which are compared like an expert map.
         keep: Patterns of rules of `start`, for variables or activations, that every map must contain.
         tries: Largest number of maps to count, and as many again with recomputed activations.
         seed: Seed for the order in which layouts are tried. The same arguments give the same map.
         cache: File that stores the figures with a fingerprint of the step, so that a repeated search is quick.
-        verify: Whether XLA compiles the whole step with the result for the machine, which need not exist. If it needs
-            more than the memory, the next best map is taken. This takes seconds to minutes and needs JAX's plugin for
-            the devices. Or the name of another device to compile for, as for `plan`. An interrupt keeps the counted
-            result. `None`: if the compiler for the GPUs of `on` is installed, the best maps and the expert maps are
-            compared as XLA compiles them, with two and three of equal blocks. `False`: nothing is compiled.
+        verify: Whether XLA compiles the whole step with the result for the machine, which need not exist. If the step
+            does not fit the memory, the next best map is compiled. This takes seconds to minutes and needs JAX's plugin
+            for the devices. A name, as for `plan`, is another device to compile for. An interrupt keeps the counted
+            result. `None`: if the compiler for the GPUs of `on` is installed, XLA compiles the best and the expert
+            maps with two and three of equal blocks, to compare them. `False`: nothing is compiled.
         remat: Layers whose activations are recomputed in the backward pass, see `lower_step`. `None`: those that the
-            model's code recomputes, and those of blocks if nothing else fits or if that is faster, which the result
-            then says. `False`: only those that the model's code recomputes.
+            model's code recomputes, and also repeated layers if nothing else fits or if that is faster. The result then
+            says so. `False`: only those that the model's code recomputes.
         fuse_attention: Whether to count attention as one fused kernel, see `lower_step`.
         progress: Whether to show the best map so far and XLA's compile time on stderr. `None`: only if it takes long,
             as one line on a terminal, and as a line every five seconds elsewhere.
@@ -215,7 +215,7 @@ def search(
             fix='pass inputs: objects with shape and dtype; on the command line --inputs "int32[64,4096]"',
         )
     shown_as = "log" if progress is None else progress
-    given = _read_mesh(mesh, start)
+    given = _choose_mesh(mesh, start)
     if given is None and batch_dim not in (None, "data"):
         raise ScopeError(
             f"search: batch_dim={batch_dim!r} has no effect without mesh=",
@@ -223,11 +223,11 @@ def search(
             "batch over data",
             fix="leave batch_dim out, or pass a mesh that has it",
         )
-    machine = find_machine(on, given, "search: ")
-    kept = _select_kept_rules(start, keep, given)
-    target = choose_target(verify, machine)
+    machine = resolve_machine(on, given, "search: ")
+    kept_rules = _select_kept_rules(start, keep, given)
+    target = choose_verify_target(verify, machine)
     limit = machine.device.memory_bytes if memory is None else memory
-    known = None if cache is None else FigureCache(cache)
+    search_cache = None if cache is None else SearchCache(cache)
     lowered = lower_step(
         make_model,
         LayoutMap(Mesh(None, {"data": machine.num_devices})),
@@ -241,100 +241,104 @@ def search(
     batch = lowered.step.batch[0].shape[0] if lowered.step.batch and lowered.step.batch[0].shape else None
     widest = min(machine.device.node_size, _WIDEST)
     meshes = (
-        (_make_mesh_grid(given, batch_dim, start),)
+        (_make_grid_of_mesh(given, batch_dim, start),)
         if given
         else list_grids(machine.num_devices, batch, widest)
     )
     if not meshes:
-        raise _make_mesh_error(machine, batch, widest)
-    evaluate = _MapEvaluator(lowered, machine, {grid.mesh: grid.batch for grid in meshes})
-    evaluate(RuleSet(meshes[0].mesh, rest="replicated"))  # layer outputs are known after a step was traced
-    model = Model(tuple(lowered.step.variables), find_blocks(lowered.outputs, lowered.step.variables), kept)
+        raise _make_uneven_batch_error(machine, batch, widest)
+    evaluate = _MapEvaluator(lowered, machine, {grid.mesh: grid.batch_dim for grid in meshes})
+    evaluate(RuleSet(meshes[0].mesh, rest="replicated"))  # trace once, to know layer outputs
+    model = SearchedModel(
+        tuple(lowered.step.variables), find_block_stacks(lowered.outputs, lowered.step.variables), kept_rules
+    )
     again = (
         lowered.with_remat("blocks")
         if remat is None and model.blocks and lowered.step.how_to_recompute
         else None
     )
     recomputing = again and _MapEvaluator(again, machine, evaluate.batch_dims)
-    over = sorted({str(grid.batch) for grid in meshes})  # the batch dim, which rules do not contain
+    over = sorted({str(grid.batch_dim) for grid in meshes})  # rules lack the batch dim
     fingerprint = f"{lowered.fingerprint} {machine!r} {over}"
 
-    def cache_figures(of: Evaluate, more: str = "") -> Evaluate:
-        return known.wrap_evaluate(of, fingerprint + more) if known else of
+    def wrap_with_cache(evaluator: EvaluateFn, suffix: str = "") -> EvaluateFn:
+        return search_cache.cache_evaluate(evaluator, fingerprint + suffix) if search_cache else evaluator
 
-    with _Progress(shown_as) as shown:
+    with _SearchProgress(shown_as) as shown:
         try:
             outcome = search_maps(
                 model,
-                _list_expert_maps(model, meshes, start, kept),
-                cache_figures(evaluate),
-                limit=limit,
-                most=tries,
-                recomputing=recomputing and cache_figures(recomputing, " remat"),
+                _list_expert_maps(model, meshes, start, kept_rules),
+                wrap_with_cache(evaluate),
+                max_bytes=limit,
+                max_maps=tries,
+                evaluate_remat=recomputing and wrap_with_cache(recomputing, " remat"),
                 seed=seed,
                 on_tried=shown,
             )
         finally:
-            if known is not None:
-                known.write()
+            if search_cache is not None:
+                search_cache.write_file()
 
-    def choose_evaluator(tried: Candidate) -> _MapEvaluator:
-        return recomputing if recomputing and tried.recomputes else evaluate
+    def get_evaluator(candidate: Candidate) -> _MapEvaluator:
+        return recomputing if recomputing and candidate.recomputes else evaluate
 
-    compiled, for_gpu = None, choose_compiler(verify, machine)
+    compiled, for_gpu = None, choose_counting_target(verify, machine)
     if for_gpu and outcome.is_complete:
 
-        def evaluate_compiled(tried: Candidate) -> Evaluate:
-            of = choose_evaluator(tried)
-            more = f"{' remat' * tried.recomputes} {for_gpu} {version('jaxlib')}"
-            return cache_figures(
-                lambda rules: of.compute_figures(of.count_step(rules, for_gpu, shown_as)), more
+        def make_compiled_evaluator(candidate: Candidate) -> EvaluateFn:
+            evaluator = get_evaluator(candidate)
+            suffix = f"{' remat' * candidate.recomputes} {for_gpu} {version('jaxlib')}"
+            return wrap_with_cache(
+                lambda rules: evaluator.compute_figures(evaluator.count_step(rules, for_gpu, shown_as)),
+                suffix,
             )
 
         try:
-            found = choose_compiled(outcome, lambda tried: evaluate_compiled(tried)(tried.layout_map))
+            found = choose_best_compiled(
+                outcome, lambda tried: make_compiled_evaluator(tried)(tried.layout_map)
+            )
 
-            def search_near(first: Candidate) -> Outcome:
+            def search_near(first: Candidate) -> SearchOutcome:
                 grid = next(grid for grid in meshes if grid.mesh == first.layout_map.mesh)
-                start = make_expert_map("start", model, grid, first.layout_map)
-                most = min(_COMPILED, tries)
-                return search_maps(
-                    model, [start], evaluate_compiled(first), limit=limit, most=most, seed=seed
-                )
+                start = make_expert_map_from_rules("start", model, grid, first.layout_map)
+                max_maps = min(_COMPILED, tries)
+                evaluate = make_compiled_evaluator(first)
+                return search_maps(model, [start], evaluate, max_bytes=limit, max_maps=max_maps, seed=seed)
 
-            outcome = extend_search(outcome, found, search_near)
+            outcome = search_near_compiled(outcome, found, search_near)
         finally:
-            if known is not None:
-                known.write()
+            if search_cache is not None:
+                search_cache.write_file()
     if target and outcome.is_complete:
-        outcome, compiled = choose_fitting(
-            outcome, lambda tried: choose_evaluator(tried).verify(tried, target, shown_as), limit
+        outcome, compiled = choose_first_fitting(
+            outcome, lambda tried: get_evaluator(tried).verify_candidate(tried, target, shown_as), limit
         )
     best = outcome.best
     layers = " and ".join(merge_paths(blocks.paths) for blocks in model.blocks)
     recompute = explain_recomputing(outcome, layers, lowered.step.how_to_recompute)
     counted_for = for_gpu if best.compiled_bytes is not None else None
     try:
-        plan = choose_evaluator(best).plan(best.layout_map, compiled, counted_for, shown_as)
+        plan = get_evaluator(best).make_plan(best.layout_map, compiled, counted_for, shown_as)
     except KeyboardInterrupt:  # a second Ctrl-C discards the result
         outcome = replace(outcome, is_complete=False)
-        plan = choose_evaluator(best).plan(best.layout_map, compiled, counted_for, shown_as)
+        plan = get_evaluator(best).make_plan(best.layout_map, compiled, counted_for, shown_as)
     return SearchResult(outcome, plan, evaluate.find_batch_dim(best.layout_map), target, recompute)
 
 
 _COMPILED = 8  # number of maps near the best one to compile if the counts ranked them differently
 _WIDEST = 32
-"""The largest mesh dim over which layers are sharded, on machines whose fast network joins more devices."""
+"""Largest model dim that is tried, even if more devices share the machine's fast network."""
 
 
-def _read_mesh(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
+def _choose_mesh(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
     if start is not None and not isinstance(start, RuleSet):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScopeError(
             f"search: start={shorten_repr(start)} is not a layout map",
             why=f"it is {describe_type(start)}",
             fix="pass a LayoutMap",
         )
-    found = read_mesh(mesh)
+    found = parse_or_convert_mesh(mesh)
     if found is not None and start is not None and start.mesh not in (None, found):
         raise MeshError(
             "search: mesh differs from the mesh of start",
@@ -345,9 +349,9 @@ def _read_mesh(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
     return found if found is not None else start.mesh if start is not None else None
 
 
-def _make_mesh_grid(mesh: Mesh, batch_dim: BatchDim | None, start: RuleSet | None) -> Grid:
-    """Return the grid of a given mesh."""
-    check_dim("search: batch_dim", batch_dim, mesh, "the batch is sharded over it", MeshError)
+def _make_grid_of_mesh(mesh: Mesh, batch_dim: BatchDim | None, start: RuleSet | None) -> Grid:
+    """Return a mesh with the roles of its dims. Without `batch_dim`, the rules of `start` or a usual name tell it."""
+    check_dims_in_mesh("search: batch_dim", batch_dim, mesh, "the batch is sharded over it", MeshError)
     outputs = list(start.activations.values()) if start is not None else []
     sharded = [dim for layout in outputs if layout.rank for dim in layout.list_mesh_dims(0)]
     named = [dim for dim in _NAMES_OF_BATCH if dim in mesh]
@@ -355,7 +359,7 @@ def _make_mesh_grid(mesh: Mesh, batch_dim: BatchDim | None, start: RuleSet | Non
 
 
 def _select_kept_rules(start: RuleSet | None, keep: Iterable[str], mesh: Mesh | None) -> RuleSet | None:
-    """Return the rules of `start` that the search does not change."""
+    """Return the rules of `start` with the patterns in `keep`, which the search must not change, or None for none."""
     patterns = [keep] if isinstance(keep, str) else list(keep)
     if not patterns:
         return None
@@ -379,29 +383,29 @@ def _select_kept_rules(start: RuleSet | None, keep: Iterable[str], mesh: Mesh | 
 
 
 def _list_expert_maps(
-    model: Model, meshes: Iterable[Grid], start: RuleSet | None, kept: RuleSet | None
+    model: SearchedModel, meshes: Iterable[Grid], start: RuleSet | None, kept_rules: RuleSet | None
 ) -> list[ExpertMap]:
     found: list[ExpertMap] = []
     for grid in meshes:
-        can_use_preset = kept is None and grid.model is not None
+        can_use_preset = kept_rules is None and grid.model_dim is not None
         preset = find_matching_preset([group.paths[0] for group in model.groups]) if can_use_preset else None
-        found += make_expert_maps(model, grid, preset)
+        found += iterate_expert_maps(model, grid, preset)
         if start is not None:
-            found.append(make_expert_map("start", model, grid, start))
+            found.append(make_expert_map_from_rules("start", model, grid, start))
     return found
 
 
-def _make_mesh_error(machine: Machine, batch: int | None, widest: int) -> PlanError:
+def _make_uneven_batch_error(machine: Machine, batch: int | None, widest: int) -> PlanError:
     return PlanError(
         f"search: a batch of {batch} cannot be sharded evenly on {machine}",
         facts={"devices": machine.num_devices, "largest model dim": widest},
         why="each mesh in the search shards the batch over all devices that do not share a layer",
-        fix=f"use a batch that is a multiple of {machine.num_devices // widest or 1}, or say mesh='data=..,model=..'",
+        fix=f"use a batch that is a multiple of {machine.num_devices // widest or 1}, or pass mesh='data=..,model=..'",
     )
 
 
 class _MapEvaluator:
-    """Evaluator of layout maps by the cost of a step on one machine."""
+    """Function that evaluates layout maps by the cost of a step on one machine."""
 
     def __init__(self, lowered: LoweredStep, machine: Machine, batch_dims: dict[Mesh, BatchDim | None]):
         self._lowered, self._machine, self.batch_dims = lowered, machine, batch_dims
@@ -409,46 +413,50 @@ class _MapEvaluator:
         self._weights = frozenset(map(replace_numbers, paths))  # the form that a plan's cost uses
 
     def find_batch_dim(self, layout_map: RuleSet) -> BatchDim | None:
-        """Return the mesh dim that shards batches with a map."""
+        """Return the dim that shards batches on the mesh of a layout map, or None."""
         assert layout_map.mesh is not None
         return self.batch_dims[layout_map.mesh]
 
-    def verify(self, tried: Candidate, target: str, progress: Shown) -> Verified:
-        """Return the counted figures and XLA's figures of a step with a map."""
-        found, batch_dim = tried.layout_map, self.find_batch_dim(tried.layout_map)
+    def verify_candidate(self, candidate: Candidate, target: str, progress: ProgressMode) -> Verified:
+        """Count the step with a candidate's map, compile it for `target`, and return both for comparison."""
+        found, batch_dim = candidate.layout_map, self.find_batch_dim(candidate.layout_map)
         return self._lowered.verify(found, batch_dim=batch_dim, target=target, progress=progress)
 
-    def plan(
-        self, layout_map: RuleSet, verified: Verified | None, target: str | None, progress: Shown
+    def make_plan(
+        self, layout_map: RuleSet, verified: Verified | None, target: str | None, progress: ProgressMode
     ) -> Plan:
-        """Return the plan of a map, with its cost."""
+        """Return the plan of a layout map with the cost of a step, counted by `target`'s compiler if it is not None."""
         plan, batch_dim = self._lowered.plan(layout_map), self.find_batch_dim(layout_map)
         counted = self.count_step(layout_map, target, progress)
         return plan.add_cost(Cost(counted, self._machine, batch_dim=batch_dim, verified=verified))
 
-    def count_step(self, layout_map: RuleSet, target: str | None = None, progress: Shown = None) -> StepCost:
-        """Return the cost of a step with a map, as XLA compiles it for `target` if one is given."""
+    def count_step(
+        self, layout_map: RuleSet, target: str | None = None, progress: ProgressMode = None
+    ) -> StepCost:
+        """Return the cost of a step with a layout map, counted by `target`'s compiler if it is not None."""
         batch_dim = self.find_batch_dim(layout_map)
         return self._lowered.count(layout_map, batch_dim=batch_dim, target=target, progress=progress)
 
-    def __call__(self, layout_map: RuleSet) -> Figures:
+    def __call__(self, layout_map: RuleSet) -> StepFigures:
         return self.compute_figures(self.count_step(layout_map))
 
-    def compute_figures(self, counted: StepCost) -> Figures:
-        """Return the figures of a cost that a search compares."""
+    def compute_figures(self, counted: StepCost) -> StepFigures:
+        """Return the figures by which a search compares the costs of steps."""
         cost = Cost(counted, self._machine, self._weights)
-        return Figures(cost.step_seconds, cost.step.peak_bytes, cost.serial_seconds)
+        return StepFigures(cost.step_seconds, cost.step.peak_bytes, cost.serial_seconds)
 
 
-class _Progress(ProgressLine):
-    """Line with the number of maps that were tried, and the best of them."""
+class _SearchProgress(ProgressLine):
+    """Progress line that shows the number of tried maps and the figures of the best one."""
 
-    def __call__(self, number: int, best: Candidate) -> None:
-        if not self._is_due():
+    def __call__(self, num_tried: int, best: Candidate) -> None:
+        if not self._is_update_due():
             return
         figures = best.figures
         said = (
             f"{format_duration(figures.seconds)}, {format_bytes(figures.peak_bytes)}" if figures else "none"
         )
         lacks = f", lacks {format_bytes(best.missing_bytes)}" if figures and best.missing_bytes else ""
-        self._show(f"layoutmap: {number} maps tried so far, best {said} on {best.layout_map.mesh}{lacks}")
+        self._show_line(
+            f"layoutmap: {num_tried} maps tried so far, best {said} on {best.layout_map.mesh}{lacks}"
+        )

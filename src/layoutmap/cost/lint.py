@@ -10,15 +10,15 @@ from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Kind
 from layoutmap.cost.cost import Cost, format_duration
 from layoutmap.cost.table import Collective
-from layoutmap.plan.lint.weights import Linted, format_rule_suffix
+from layoutmap.plan.lint.weights import LintedPlan, format_rule_suffix
 from layoutmap.plan.problems import Problem
 
 _LEAST_SHARE = 0.01  # smallest share of a step's traffic to report
 
 
-def _describe_traffic(cost: Cost, collectives: list[Collective]) -> tuple[tuple[str, str], ...]:
+def _make_traffic_facts(cost: Cost, collectives: list[Collective]) -> tuple[tuple[str, str], ...]:
     sent = sum(c.count_sent_bytes(cost.step.mesh) for c in collectives)
-    seconds = sum(map(cost.time_collective, collectives))
+    seconds = sum(map(cost.sum_call_seconds, collectives))
     share = f"{100 * sent / (cost.step.sent_bytes or 1):.0f} %"
     return (
         (
@@ -28,12 +28,12 @@ def _describe_traffic(cost: Cost, collectives: list[Collective]) -> tuple[tuple[
     )
 
 
-def _group_by_cause(cost: Cost, found: list[Collective]) -> Iterator[tuple[str, list[Collective]]]:
-    """Yield collectives by cause, if repeated blocks send enough bytes for it."""
+def _iterate_large_causes(cost: Cost, calls: list[Collective]) -> Iterator[tuple[str, list[Collective]]]:
+    """Yield each cause with its collectives, if those of all repeated blocks send enough bytes to report."""
     least = _LEAST_SHARE * cost.step.sent_bytes
     sent: dict[str, int] = {}
     by_cause: dict[str, list[Collective]] = {}
-    for c in found:
+    for c in calls:
         group = replace_numbers(c.cause)
         sent[group] = sent.get(group, 0) + c.count_sent_bytes(cost.step.mesh)
         by_cause.setdefault(c.cause, []).append(c)
@@ -42,17 +42,17 @@ def _group_by_cause(cost: Cost, found: list[Collective]) -> Iterator[tuple[str, 
             yield cause, of_cause
 
 
-def check_gathered_weights(cost: Cost, linted: Linted) -> Iterator[Problem]:
-    """Yield weights that are gathered over a dim other than the batch dim, without need."""
+def find_gathered_weights(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
+    """Yield a problem for each weight that is gathered over a dim other than the batch dim, without need."""
     batch = linted.batch_dim
     found = [
         c
         for c in cost.step.collectives
         if c.kind == "all_gather" and cost.is_overlapped(c) and not {*linted.batch_dims} & {*c.dims}
     ]
-    for cause, of_weight in _group_by_cause(cost, found):
+    for cause, of_weight in _iterate_large_causes(cost, found):
         over = " and ".join(dict.fromkeys(dim for c in of_weight for dim in c.dims))
-        plan = linted.plan  # causes may contain stars for numbers
+        plan = linted.plan  # a cause with stars for numbers stands for several variables
         for path in [cause] if cause in plan else [p for p in plan if replace_numbers(p) == cause]:
             a = plan[path]
             yield Problem(
@@ -60,15 +60,15 @@ def check_gathered_weights(cost: Cost, linted: Linted) -> Iterator[Problem]:
                 "warning",
                 path,
                 f"{path}: it is gathered over {over} in each step",
-                (("layout", f"{a.layout}{format_rule_suffix(a)}"), *_describe_traffic(cost, of_weight)),
+                (("layout", f"{a.layout}{format_rule_suffix(a)}"), *_make_traffic_facts(cost, of_weight)),
                 f"the batch is not sharded over {over}, so its devices compute the same with the gathered weight",
                 "lay out what its layer and the one before it output, so that each device computes with its part: "
                 f'layout_map.activations[r"..."] = ({batch!r}, ..., {over!r})',
             )
 
 
-def check_summed_activations(cost: Cost, linted: Linted) -> Iterator[Problem]:
-    """Yield activations that are summed over the dim that shards the batch."""
+def find_summed_activations(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
+    """Yield a problem for each activation that is all-reduced over the dim that shards the batch."""
     batch = linted.batch_dim
     assert batch is not None
     found = [
@@ -78,21 +78,21 @@ def check_summed_activations(cost: Cost, linted: Linted) -> Iterator[Problem]:
         and not cost.is_overlapped(c)
         and {*linted.batch_dims} & {*c.dims}
     ]
-    for path, of_layer in _group_by_cause(cost, found):
+    for path, of_layer in _iterate_large_causes(cost, found):
         yield Problem(
             "summed activation",
             "warning",
             path,
             f"{path}: its activation is summed over {format_batch_dim(batch)}, over which the batch is sharded",
-            _describe_traffic(cost, of_layer),
+            _make_traffic_facts(cost, of_layer),
             "a weight is sharded along an axis that is summed over, so each device computes a part of every sum, for "
             "the rows of all devices",
             f'keep the rows where they are: layout_map.activations[r"..."] = ({batch!r}, ...)',
         )
 
 
-def check_costly_dims(cost: Cost, linted: Linted) -> Iterator[Problem]:
-    """Yield mesh dims that cost communication and share no computation."""
+def find_costly_dims(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
+    """Yield a problem for each mesh dim along which devices communicate and repeat the same computation."""
     plan = linted.plan
     for dim in plan.mesh.mesh_dims:
         over = [c for c in cost.step.collectives if dim.name in c.dims]
@@ -115,10 +115,10 @@ def check_costly_dims(cost: Cost, linted: Linted) -> Iterator[Problem]:
             "warning",
             dim.name,
             f"{dim.name}: this dim of the mesh costs time, and shares no computing",
-            (("mesh", str(plan.mesh)), *_describe_traffic(cost, over)),
+            (("mesh", str(plan.mesh)), *_make_traffic_facts(cost, over)),
             f"{saves}, and the batch is not sharded over it: groups of {dim.size} devices compute the same",
             f"shard the batch over {dim.name} as well, lay out activations over it, or leave it out of the mesh",
         )
 
 
-CHECKS = (check_gathered_weights, check_summed_activations, check_costly_dims)
+COST_CHECKS = (find_gathered_weights, find_summed_activations, find_costly_dims)

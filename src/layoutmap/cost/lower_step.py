@@ -11,7 +11,7 @@ from typing import Any
 
 from layoutmap.adapters import Training, get_adapter, get_imported_adapter, require_capability
 from layoutmap.core.errors import ScopeError
-from layoutmap.core.mesh import check_dim
+from layoutmap.core.mesh import check_dims_in_mesh
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.specs import BatchDim, list_batch_dims
 from layoutmap.core.steps import TrainingStep
@@ -22,16 +22,16 @@ from layoutmap.cost.verified import Verified
 from layoutmap.plan.completeness import make_unbuilt_problem
 from layoutmap.plan.problems import Problem
 from layoutmap.rules.rule_set import RuleSet
-from layoutmap.scope.arguments import check_maker, check_remat
+from layoutmap.scope.arguments import check_model_function, check_remat
 from layoutmap.scope.context import Scope
-from layoutmap.scope.owner import infer_library
+from layoutmap.scope.owner import retry_with_model_library
 from layoutmap.scope.plan import Plan, make_plan
-from layoutmap.scope.progress import ElapsedTime, Shown
+from layoutmap.scope.progress import ElapsedTime, ProgressMode
 from layoutmap.scope.scope import make_model_in_scope
 
 
 class LoweredStep:
-    """Training step without layouts, to be counted in any layouts on any mesh.
+    """Training step that is traced without layouts, and then counted in any layouts on any mesh.
 
     Args:
         step: The step.
@@ -41,7 +41,7 @@ class LoweredStep:
         fuse_attention: See `lower_step`.
 
     Attributes:
-        step: See above.
+        step: The step.
     """
 
     def __init__(
@@ -52,21 +52,21 @@ class LoweredStep:
         missing: Problem | None = None,
         fuse_attention: bool = False,
     ):
-        from layoutmap.cost.jax.lowered import LoweredStep as Lowered  # imported here, because it imports JAX
+        from layoutmap.cost.jax.lowered import StepCounter  # imported here, because it imports JAX
 
         self.step = step
         self._variables = step.variables
-        self._lowered = Lowered(step, remat, fuse_attention)
+        self._counter = StepCounter(step, remat, fuse_attention)
         self._batch_dim = batch_dim
         self._missing = missing
         self._fuses = fuse_attention
 
     def with_remat(self, remat: str) -> LoweredStep:
-        """Return the step with activations recomputed in the backward pass. See `lower_step`."""
+        """Return the same step, where the layers in `remat` recompute activations. See `lower_step`."""
         return LoweredStep(self.step, self._batch_dim, remat, self._missing, self._fuses)
 
     def plan(self, layout_map: RuleSet) -> Plan:
-        """Return the plan of the model under other rules, without building the model again."""
+        """Return the plan of the model under `layout_map`, without building the model again."""
         complete, missing = self._missing is None, filter(None, [self._missing])
         plan = make_plan(self._variables, layout_map, complete=complete, free_activations=True)
         return plan.add_problems([*missing])
@@ -77,7 +77,7 @@ class LoweredStep:
         *,
         batch_dim: BatchDim | None = None,
         target: str | None = None,
-        progress: Shown = None,
+        progress: ProgressMode = None,
     ) -> StepCost:
         """Count a step under rules in about a second, from the output of XLA's partitioner.
 
@@ -99,7 +99,7 @@ class LoweredStep:
         with ElapsedTime(
             f"XLA compiles the step for {target}", enabled=progress if target else False
         ) as shown:
-            return self._lowered.count(
+            return self._counter.count(
                 *self._assign_layouts(layout_map, batch_dim), target=target, on_wait=shown
             )
 
@@ -119,7 +119,7 @@ class LoweredStep:
             EngineError: The plugin for the target is not installed, or XLA cannot compile the step. For TPUs, it
                 compiles only steps that fit their memory.
         """
-        return self._lowered.compile(*self._assign_layouts(layout_map, batch_dim), target)
+        return self._counter.compile(*self._assign_layouts(layout_map, batch_dim), target)
 
     def verify(
         self,
@@ -127,7 +127,7 @@ class LoweredStep:
         *,
         batch_dim: BatchDim | None = None,
         target: str = "cpu",
-        progress: Shown = None,
+        progress: ProgressMode = None,
     ) -> Verified:
         """Count the step under rules, compile it with XLA, and return both for comparison.
 
@@ -142,15 +142,15 @@ class LoweredStep:
             EngineError: See `compile`.
         """
         assignments, policy = self._assign_layouts(layout_map, batch_dim)
-        cost = self._lowered.count(assignments, policy)
+        cost = self._counter.count(assignments, policy)
         with ElapsedTime(f"XLA compiles the step for {target}", enabled=progress) as shown:
-            return self._lowered.verify(assignments, policy, target, cost, shown)
+            return self._counter.verify(assignments, policy, target, cost, shown)
 
     def _assign_layouts(
         self, layout_map: RuleSet, batch_dim: BatchDim | None
     ) -> tuple[list[Assignment], LayoutPolicy]:
         plan = self.plan(layout_map).check()
-        check_dim("batch_dim", batch_dim, plan.mesh, "the batch is sharded over it")
+        check_dims_in_mesh("batch_dim", batch_dim, plan.mesh, "the batch is sharded over it")
         usual = {*list_batch_dims(self._batch_dim)}
         batch_dim = batch_dim or (self._batch_dim if usual <= {*plan.mesh.dim_names} else None)
         activations = layout_map.activations
@@ -161,15 +161,15 @@ class LoweredStep:
     @property
     def outputs(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of the first array that each layer returns, by path, once a step has been counted."""
-        return self._lowered.outputs
+        return self._counter.outputs
 
     @property
     def fingerprint(self) -> str:
         """Text that is equal for equal steps, once a step has been counted."""
-        return self._lowered.fingerprint
+        return self._counter.fingerprint
 
 
-@infer_library
+@retry_with_model_library
 def lower_step(
     make_model: Callable[[], Any],
     layout_map: RuleSet,
@@ -205,7 +205,7 @@ def lower_step(
         ScopeError: The model cannot be traced, its library does not run on JAX, `remat` is not a regex,
             `fuse_attention` finds no call, or the mesh does not have `batch_dim`.
     """
-    check_maker(make_model, layout_map, "lower_step")
+    check_model_function(make_model, layout_map, "lower_step")
     check_remat(remat)
     adapter = get_adapter(library) if library else get_imported_adapter()
     training = require_capability(adapter, Training, "lower_step")
@@ -218,8 +218,8 @@ def lower_step(
             else "plan the same rules with the model of keras-hub or flax.nnx, on JAX",
         )
     context = Scope(layout_map, adapter)
-    check_dim("batch_dim", batch_dim, context.mesh, "the batch is sharded over it")
-    with adapter.keep_random_states():
+    check_dims_in_mesh("batch_dim", batch_dim, context.mesh, "the batch is sharded over it")
+    with adapter.preserve_random_states():
         model = make_model_in_scope(
             context, make_model, inputs, lambda model: training.set_optimizer(model, optimizer)
         )

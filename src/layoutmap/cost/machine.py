@@ -1,6 +1,6 @@
 """Describe a machine: the memory and speed of its devices, and their networks.
 
-Devices are numbered as those of the mesh, row-major. As many neighbours as share the fast network are one node.
+Devices are in the row-major order of the mesh. Each `node_size` consecutive devices form a node.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Type of device, with its peak figures."""
+    """Type of device, with its memory, peak speeds, and networks."""
 
     name: str  # such as "h100"
     about: str
@@ -55,7 +55,7 @@ class DeviceGroup:
     nodes: int
 
     def make_subgroup(self, size: int) -> DeviceGroup:
-        """Return a group of `size` devices in as few nodes as possible, or this group if `size` is 0."""
+        """Return a group of `size` of these devices in as few nodes as possible, or this group if `size` is 0."""
         return replace(self, size=size, nodes=-(-size // self.devices_per_node)) if size else self
 
     @property
@@ -75,7 +75,7 @@ class Machine:
         return f"{self.device.name}:{self.num_devices}"
 
     def group(self, mesh: Mesh, dims: Iterable[str]) -> DeviceGroup:
-        """Return the devices that exchange in a collective over mesh dims.
+        """Return the size and the number of nodes of the device group of a collective over the mesh dims `dims`.
 
         Example:
             >>> from layoutmap.core.mesh import Mesh
@@ -88,7 +88,7 @@ class Machine:
         for dim, stride in zip(mesh.mesh_dims, mesh.strides, strict=True):
             steps[dim.name in inside].append(range(0, dim.size * stride, stride))
         offsets = [sum(each) for each in itertools.product(*steps[True])]
-        # Groups with the same offset in a node have equally many members in it.
+        # How many nodes a group spans depends only on where in a node it starts, so try each such position once.
         starts = {sum(each) % self.device.node_size for each in itertools.product(*steps[False])}
         nodes = max(
             len({(start + offset) // self.device.node_size for offset in offsets}) for start in starts
@@ -96,7 +96,7 @@ class Machine:
         return DeviceGroup(len(offsets), nodes)
 
     def network_text(self, group: DeviceGroup) -> str:
-        """Return the networks that connect a group, as text."""
+        """Return a text that names the networks of a group, as in "NVLink among 8, InfiniBand beyond"."""
         fast, slow = self.device.fast.name, self.device.slow.name
         if group.nodes == 1:
             return fast
@@ -105,10 +105,10 @@ class Machine:
         )
 
     def estimate_seconds(self, kind: CollectiveKind, tensor_bytes: float, group: DeviceGroup) -> float:
-        """Return the least seconds of one collective, at the peak of the slower network.
+        """Return the least seconds of one collective in a group, at the peak bandwidth of the slower network.
 
-        In a node each device passes on what the others of the node hold. Between nodes each device of a node sends its
-        part, all of them at once, so that every byte leaves a node once.
+        Inside a node, each device forwards the parts of all devices of the node. Between nodes, all devices of a node
+        send their own parts at once, so each byte leaves a node only once.
         """
         size, near, nodes = group.size, group.devices_per_node, group.nodes
         if size == 1:
@@ -118,7 +118,7 @@ class Machine:
             one_way = fast / 2 if 0 < self.device.fast.ring_from <= near else fast
             return tensor_bytes / (slow if nodes > 1 else one_way)
         if kind == "all_to_all":
-            # In a bidirectional ring, a chunk of an all-to-all passes a quarter of the devices on average.
+            # In a bidirectional ring, a chunk travels over a quarter of the links on average, so it takes more time.
             hops = max(1.0, near / 4) if self.device.fast.ring_from else 1.0
             part = tensor_bytes / size
             return max(part * (near - 1) * hops / fast, part * (size - near) / slow)

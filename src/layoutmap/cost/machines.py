@@ -1,4 +1,4 @@
-"""Find machines by name: `h100:64` is in `machines.yaml`, and `mine.yaml:big:64` is in your own file."""
+"""Find machines by name: `h100:64` is in layoutmap's `machines.yaml`, and `mine.yaml:big:64` in the user's own file."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def machine_named(name: str) -> Machine:
     """Return the machine with a name.
 
     Args:
-        name: As in `"h100:64"`, `"mine.yaml:big:64"` for a device that a file describes, or `"mine.yaml"` for
-            the only one of it. Without a number, one.
+        name: `"h100:64"` for 64 devices of layoutmap's own file, `"mine.yaml:big:64"` for a device that your file
+            describes, or `"mine.yaml"` for the only device in your file. Without a number, the machine has one device.
 
     Raises:
-        LayoutMapError: There is no such device, or the file says something else than it should.
+        LayoutMapError: There is no such device, or the file does not have the form of `machines.yaml`.
 
     Example:
         >>> machine_named("h100:64").device.about
@@ -48,7 +48,7 @@ def machine_named(name: str) -> Machine:
             fix="write it as in h100:64, or mine.yaml:my_device:64 with your own file",
         )
     file, wanted = found["one"] or found["file"], found["device"]
-    devices = _read_devices(file) if file else load_devices()
+    devices = _read_device_file(file) if file else load_devices()
     if found["one"]:
         wanted = next(iter(devices)) if len(devices) == 1 else ""
     device = devices.get(wanted) or devices.get(wanted.lower())
@@ -58,7 +58,7 @@ def machine_named(name: str) -> Machine:
             f"on={name!r}: "
             f"{'it does not say which device of the file' if found['one'] else f'there is no device {wanted!r}'}",
             facts={"devices": ", ".join(devices)},
-            why=f"{file} has several" if found["one"] else f"{file or 'layoutmap'} has no figures of it",
+            why=f"{file} has several" if found["one"] else f"{file or 'layoutmap'} has no data of it",
             fix=f"name one of them, as in on={f'{name}:{next(iter(devices))}'!r}"
             if found["one"]
             else f"did you mean {near[0]!r}?"
@@ -68,11 +68,11 @@ def machine_named(name: str) -> Machine:
     return Machine(device, int(found["count"] or 1))
 
 
-def find_machine(on: Any, mesh: Mesh | None, caller: str = "") -> Machine:
-    """Return the machine for a mesh, or any machine without one. A name without a number gets the mesh's size.
+def resolve_machine(on: Any, mesh: Mesh | None, caller: str = "") -> Machine:
+    """Return the machine `on`, or with this name, for a mesh. A name without a number gets the mesh's size.
 
     Raises:
-        LayoutMapError: There is no such machine, or it has not as many devices as the mesh.
+        LayoutMapError: There is no such machine, or its number of devices differs from the mesh's.
     """
     if not isinstance(on, str | Machine):
         raise LayoutMapError(
@@ -93,7 +93,7 @@ def find_machine(on: Any, mesh: Mesh | None, caller: str = "") -> Machine:
         raise LayoutMapError(
             f"on={str(on)!r}: the machine has {machine.num_devices:,} devices, and the mesh {mesh.size:,}",
             facts={"mesh": str(mesh)},
-            why="each device of the machine has one place in the mesh",
+            why="each device of the machine is at one position of the mesh",
             fix=f"use {str(on).rpartition(':')[0]}:{mesh.size}, or a mesh of {machine.num_devices:,} devices",
         )
     return machine
@@ -101,7 +101,7 @@ def find_machine(on: Any, mesh: Mesh | None, caller: str = "") -> Machine:
 
 @functools.cache
 def load_devices() -> Mapping[str, Device]:
-    """Return all devices in the library's own file, by name.
+    """Return all devices in layoutmap's own file, by name.
 
     Example:
         >>> list(load_devices())
@@ -111,7 +111,7 @@ def load_devices() -> Mapping[str, Device]:
     return parse_devices(text, "machines.yaml")
 
 
-def _read_devices(path: str) -> Mapping[str, Device]:
+def _read_device_file(path: str) -> Mapping[str, Device]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -122,26 +122,26 @@ def _read_devices(path: str) -> Mapping[str, Device]:
 
 
 def parse_devices(text: str, where: str) -> Mapping[str, Device]:
-    """Return the devices that a text describes, by name.
+    """Return the devices that a YAML text describes, by name. `where` names the text in messages.
 
     Raises:
-        LayoutMapError: It says something else; says where.
+        LayoutMapError: The text does not have the form of `machines.yaml`.
     """
-    top = _Fields(read_yaml(text, where), where, ("version", "devices"))
+    top = _FileFields(read_yaml(text, where), where, ("version", "devices"))
     if top.data["version"] != 1:
         raise _make_file_error(
             where, f"version {shorten_repr(top.data['version'])}", "this layoutmap reads version 1"
         )
-    devices = _Fields(top.data["devices"], f"{where}: devices", ()).data
-    return {name: _read_device(name, data, f"{where}: {name}") for name, data in devices.items()}
+    devices = _FileFields(top.data["devices"], f"{where}: devices", ()).data
+    return {name: _parse_device(name, data, f"{where}: {name}") for name, data in devices.items()}
 
 
-class _Fields:
-    """Mapping in a file of devices, with its keys checked."""
+class _FileFields:
+    """Mapping in a file of devices, checked for unknown and missing keys. Its methods read checked values."""
 
     def __init__(self, data: Any, where: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()):
         if not isinstance(data, dict):
-            raise _make_file_error(where, "it is not a mapping", f"it is {shorten_repr(data)}")
+            raise _make_file_error(where, "it is not a mapping", f"its value is {shorten_repr(data)}")
         self.data, self._where = cast("dict[Any, Any]", data), where
         known = (*needed, *optional)
         for key in self.data:
@@ -160,7 +160,7 @@ class _Fields:
     def read_text(self, key: str, default: str | None = None) -> str:
         value = self.data.get(key, default)
         if not isinstance(value, str):
-            raise _make_file_error(self._where, f"{key} is not text", f"it is {shorten_repr(value)}")
+            raise _make_file_error(self._where, f"{key} is not text", f"its value is {shorten_repr(value)}")
         return value
 
     def read_count(self, key: str, default: int | None = None) -> int:
@@ -168,11 +168,11 @@ class _Fields:
         number = as_int(value)
         if number is None or not (0 if default == 0 else 1) <= number < _MOST:
             raise _make_file_error(
-                self._where, f"{key} is not a number of devices", f"it is {shorten_repr(value)}"
+                self._where, f"{key} is not a number of devices", f"its value is {shorten_repr(value)}"
             )
         return number
 
-    def read_figure(self, key: str, unit: str) -> float:
+    def read_quantity(self, key: str, unit: str) -> float:
         value = self.data[key]
         found = isinstance(value, str) and re.fullmatch(
             r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([KMGTP]i?|)" + re.escape(unit), value
@@ -181,41 +181,42 @@ class _Fields:
         if not 0 < number < _MOST * 1000:
             raise _make_file_error(
                 self._where,
-                f"{key} is no figure in {unit}",
-                f"it is {shorten_repr(value)}",
+                f"{key} is not a positive number with the unit {unit}",
+                f"its value is {shorten_repr(value)}",
                 f"write it as in {key}: {_EXAMPLE[unit]}",
             )
         return number
 
 
 def _make_file_error(
-    where: str, what: str, why: str, fix: str = "write it as machines.yaml of layoutmap does"
+    where: str, what: str, why: str, fix: str = "write it as in machines.yaml of layoutmap"
 ) -> LayoutMapError:
     return LayoutMapError(f"{where}: {what}", why=why, fix=fix)
 
 
-def _read_device(name: str, data: Any, where: str) -> Device:
-    fields = _Fields(data, where, _KEYS[1:-1], ("about", "sources"))
-    flops = _Fields(fields.data["flops"], f"{where}.flops", ())
-    fast = _Fields(fields.data["fast"], f"{where}.fast", ("name", "bandwidth", "devices"), ("ring_from",))
-    slow = _Fields(fields.data["slow"], f"{where}.slow", ("name", "bandwidth"))
+def _parse_device(name: str, data: Any, where: str) -> Device:
+    fields = _FileFields(data, where, _KEYS[1:-1], ("about", "sources"))
+    flops = _FileFields(fields.data["flops"], f"{where}.flops", ())
+    fast = _FileFields(fields.data["fast"], f"{where}.fast", ("name", "bandwidth", "devices"), ("ring_from",))
+    slow = _FileFields(fields.data["slow"], f"{where}.slow", ("name", "bandwidth"))
     sources: Any = fields.data.get("sources") or []
     if not isinstance(sources, list) or not all(isinstance(each, str) for each in cast("list[Any]", sources)):
         raise _make_file_error(
             where, "sources is not a list of texts", f"it is {shorten_repr(cast('Any', sources))}"
         )
     if not flops.data:
-        raise _make_file_error(where, "flops has no type", "time follows from how fast a device multiplies")
+        why = "the time of a step follows from the FLOP rate of each element type"
+        raise _make_file_error(where, "flops lists no element type", why)
     return Device(
         name,
         fields.read_text("about", name),
-        int(fields.read_figure("memory", "B")),
-        fields.read_figure("memory_bandwidth", "B/s"),
-        {dtype: flops.read_figure(dtype, "FLOP/s") for dtype in flops.data},
+        int(fields.read_quantity("memory", "B")),
+        fields.read_quantity("memory_bandwidth", "B/s"),
+        {dtype: flops.read_quantity(dtype, "FLOP/s") for dtype in flops.data},
         Network(
-            fast.read_text("name"), fast.read_figure("bandwidth", "B/s"), fast.read_count("ring_from", 0)
+            fast.read_text("name"), fast.read_quantity("bandwidth", "B/s"), fast.read_count("ring_from", 0)
         ),
-        Network(slow.read_text("name"), slow.read_figure("bandwidth", "B/s")),
+        Network(slow.read_text("name"), slow.read_quantity("bandwidth", "B/s")),
         fast.read_count("devices"),
         tuple(cast("list[str]", sources)),
     )

@@ -10,23 +10,23 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, ShardingRefusedError
-from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.mesh import Mesh, check_dims_in_mesh
 from layoutmap.core.paths import find_repeated_layers
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.specs import BatchDim, format_batch_dim, list_batch_dims
-from layoutmap.core.steps import Shape, TrainingStep
+from layoutmap.core.steps import BatchArray, TrainingStep
 from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.cost.cost import Cost
 from layoutmap.cost.machine import Machine
-from layoutmap.cost.machines import find_machine
+from layoutmap.cost.machines import resolve_machine
 from layoutmap.cost.model_steps import load_step_counter, make_training_step
 from layoutmap.cost.table import SCORED_ATTENTION, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.plan.lint import guess_batch_dim
 from layoutmap.plan.problems import Problem
-from layoutmap.plan.variable_problems import find_free_activations
-from layoutmap.plan.ways import Way, find_preset
+from layoutmap.plan.variable_problems import find_free_activation_problems
+from layoutmap.plan.variants import PlanVariant, find_preset_of_rules
 from layoutmap.scope.arguments import check_remat
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
@@ -42,20 +42,22 @@ class CostRequest:
     machine: Machine
     batch_dim: BatchDim | None  # None: guessed from the mesh
     loss: Callable[..., Any] | None  # None: the model's own
-    target: str | None  # what XLA compiles the whole step for, to verify the count
-    counted_for: str | None  # what XLA compiles for to count; None: its partitioner's module is counted
-    remat: str | None  # layers that recompute activations; None: as the code says
+    target: str | None  # device that XLA compiles the whole step for, to verify the count; None: no check
+    counting_target: str | None  # device that XLA compiles for, to count; None: the partitioner suffices
+    remat: str | None  # layers that recompute activations; None: those that the model's code recomputes
     fuse_attention: bool
-    on: str  # the machine's name
-    device_memory: int | None = None  # overrides the machine's memory
-    advises: bool = True  # whether other ways are counted if the step does not fit
+    machine_name: str
+    device_memory: int | None = None  # bytes; overrides the machine's memory
+    advises: bool = True  # whether plan variants are counted if the step does not fit the memory
 
 
-def request_cost(on: Any, mesh: Mesh, inputs: object, engine: str, options: Mapping[str, Any]) -> CostRequest:
-    """Check the arguments of `plan` for the cost of a step, before a model is made."""
+def make_cost_request(
+    on: Any, mesh: Mesh, inputs: object, engine: str, options: Mapping[str, Any]
+) -> CostRequest:
+    """Check the arguments of `plan` that concern the cost, before a model is made, and return them as a request."""
     batch_dim, verify, remat = options["batch_dim"], options["verify"], options["remat"]
-    machine = find_machine(on, mesh)
-    check_dim("plan: batch_dim", batch_dim, mesh, "the batch is sharded over it")
+    machine = resolve_machine(on, mesh)
+    check_dims_in_mesh("plan: batch_dim", batch_dim, mesh, "the batch is sharded over it")
     if inputs is None:
         raise ScopeError(
             f"plan: on={str(on)!r} needs inputs",
@@ -68,7 +70,7 @@ def request_cost(on: Any, mesh: Mesh, inputs: object, engine: str, options: Mapp
     on_jax = {
         "verify": "the step is compiled by XLA",
         "remat": "recomputing is done by JAX",
-        "fuse_attention": "torch's scaled_dot_product_attention is counted as the operations that it is for torch",
+        "fuse_attention": "torch's scaled_dot_product_attention is counted as the operations that torch runs for it",
     }
     for name, why in on_jax.items():
         if options[name] not in (None, False) and engine != "jax":
@@ -77,14 +79,14 @@ def request_cost(on: Any, mesh: Mesh, inputs: object, engine: str, options: Mapp
                 why=why,
                 fix=f"leave {name} out, or plan the same rules with the model on JAX",
             )
-    target = choose_target(verify, machine)
-    counted_for = choose_compiler(verify, machine) if engine == "jax" else None
+    target = choose_verify_target(verify, machine)
+    counting_target = choose_counting_target(verify, machine) if engine == "jax" else None
     fuses = bool(options["fuse_attention"])
-    return CostRequest(machine, batch_dim, options["loss"], target, counted_for, remat, fuses, str(on))
+    return CostRequest(machine, batch_dim, options["loss"], target, counting_target, remat, fuses, str(on))
 
 
-def choose_target(verify: bool | str | None, machine: Machine) -> str | None:
-    """Return the target that XLA compiles for, or None without `verify`."""
+def choose_verify_target(verify: bool | str | None, machine: Machine) -> str | None:
+    """Return the device that XLA compiles the whole step for, or None without `verify`. Its compiler is installed."""
     if not verify:
         return None
     from layoutmap.cost.jax.targets import find_target  # imported here, because it imports JAX
@@ -94,86 +96,83 @@ def choose_target(verify: bool | str | None, machine: Machine) -> str | None:
     return name
 
 
-def choose_compiler(verify: bool | str | None, machine: Machine) -> str | None:
-    """Return the machine's device if XLA's compiler for it should count steps, or else None."""
+def choose_counting_target(verify: bool | str | None, machine: Machine) -> str | None:
+    """Return the machine's device if XLA's compiler for it is installed and should count steps, or else None."""
     from layoutmap.cost.jax.targets import has_gpu_compiler  # imported here, because it imports JAX
 
     name = machine.device.name
     return name if verify in (None, True) and has_gpu_compiler(name) else None
 
 
-def add_cost(
+def count_and_add_cost(
     plan: Plan, context: Scope, model: object, inputs: object, optimizer: object, request: CostRequest
 ) -> Plan:
-    """Return the plan with the cost of a step of its model, which comes from a dry run."""
-    counting = _ModelCounter(plan, context, model, inputs, optimizer, request)
+    """Count a step of the plan's model in a dry run. Return the plan with this cost, or with a problem of the step."""
+    counter = _ModelCounter(plan, context, model, inputs, optimizer, request)
     begin = time.process_time()
-    lowered, placed, policy = counting.prepare_count(counting.way)
+    lowered, assignments, policy = counter.lower_variant(counter.variant)
     try:
-        counted = (
-            _count_compiled(lowered, placed, policy, request.counted_for) if request.counted_for else None
-        )
-        counted = counted or lowered.count(placed, policy, with_held=True)
-    except ShardingRefusedError as error:  # report errors of the model's code as problems of the plan
+        target = request.counting_target
+        step_cost = _compile_and_count(lowered, assignments, policy, target) if target else None
+        step_cost = step_cost or lowered.count(assignments, policy, with_peak_tensors=True)
+    except ShardingRefusedError as error:  # the model's code is at fault, so report a problem of the plan
         facts = tuple((name, str(value)) for name, value in error.facts.items())
         subject = type(model).__name__
         return plan.add_problem(
             Problem("out_sharding", "error", subject, error.what, facts, error.why, error.fix)
         )
     if context.adapter.engine_name == "jax" and request.device_memory is None:
-        counted = replace(counted, notes=(*counted.notes, *_note_memory_setting(counted, request.machine)))
+        notes = _iterate_memory_notes(step_cost, request.machine)
+        step_cost = replace(step_cost, notes=(*step_cost.notes, *notes))
     seconds = time.process_time() - begin
     verified = None
     if request.target:
         with ElapsedTime(f"XLA compiles the step for {request.target}") as shown:
-            verified = lowered.verify(placed, policy, request.target, counted, shown)
-    found = counting.attach_cost(plan, counted, policy, verified)
+            verified = lowered.verify(assignments, policy, request.target, step_cost, shown)
+    found = counter.add_cost_to_plan(plan, step_cost, policy, verified)
     assert isinstance(found.cost, Cost)
     if found.cost.fits or not request.advises:
         return found
-    from layoutmap.cost.advise import advise  # imported here, because most plans need no search code
-    from layoutmap.cost.search.space import find_blocks
+    from layoutmap.cost.advise import count_and_rank_variants  # here, because most plans need no search code
+    from layoutmap.cost.search.space import find_block_stacks
 
-    step, on_jax = counting.step, context.adapter.engine_name == "jax"
+    step, on_jax = counter.step, context.adapter.engine_name == "jax"
     *_, data = (None, *list_batch_dims(policy.batch_dim))
     variables = [a.variable for a in plan.assignments]
-    tried, untried = advise(
-        replace(
-            counting.way,
-            preset=find_preset(context.layout_map),
-            data=data,
-        ),
+    tried, untried = count_and_rank_variants(
+        replace(counter.variant, preset=find_preset_of_rules(context.layout_map), guessed_batch_dim=data),
         plan,
         found.cost.step.peak_bytes,
-        counting.count_way,
-        blocks=find_blocks(getattr(lowered, "outputs", {}), variables),
+        counter.count_variant,
+        blocks=find_block_stacks(getattr(lowered, "outputs", {}), variables),
         can_recompute=on_jax
         and request.remat is None
         and bool(step.how_to_recompute and find_repeated_layers(v.path for v in variables)),
-        can_fuse=on_jax and SCORED_ATTENTION in counted.notes,
+        can_fuse=on_jax and SCORED_ATTENTION in step_cost.notes,
         seconds=seconds,
     )
     return replace(found, cost=replace(found.cost, tried=tried, untried=untried))
 
 
-def _note_memory_setting(counted: StepCost, machine: Machine) -> Iterator[str]:
-    """Yield the setting that lets JAX use the part of the GPU's memory that the step needs."""
+def _iterate_memory_notes(step_cost: StepCost, machine: Machine) -> Iterator[str]:
+    """Yield a note on the setting of JAX's memory share, if the step fits the GPU and not the share JAX takes."""
     from layoutmap.cost.jax.targets import is_gpu  # imported here, because it imports JAX
 
-    share = counted.peak_bytes / machine.device.memory_bytes
+    share = step_cost.peak_bytes / machine.device.memory_bytes
     if is_gpu(machine.device.name) and _SHARE_OF_JAX < share <= 1:
         yield (
-            f"JAX takes {_SHARE_OF_JAX:.0%} of a GPU's memory unless it is told otherwise, and this step needs more: "
+            f"JAX preallocates {_SHARE_OF_JAX:.0%} of a GPU's memory by default, and this step needs more: "
             f"run it with XLA_PYTHON_CLIENT_MEM_FRACTION={min(1.0, math.ceil(100 * share + 1) / 100):g}"
         )
 
 
-def _count_compiled(lowered: Any, placed: Any, policy: LayoutPolicy, target: str) -> StepCost | None:
+def _compile_and_count(lowered: Any, assignments: Any, policy: LayoutPolicy, target: str) -> StepCost | None:
     """Return the cost of a step as XLA compiles it, or warn and return None if that fails."""
     try:
         with ElapsedTime(f"XLA compiles the step for {target}") as shown:
             return cast(
-                "StepCost", lowered.count(placed, policy, with_held=True, target=target, on_wait=shown)
+                "StepCost",
+                lowered.count(assignments, policy, with_peak_tensors=True, target=target, on_wait=shown),
             )
     except EngineError as error:
         warnings.warn(
@@ -188,93 +187,94 @@ def _count_compiled(lowered: Any, placed: Any, policy: LayoutPolicy, target: str
 
 
 class _ModelCounter:
-    """Counter of one model's steps in several ways, each traced once."""
+    """Counter of the steps of one model's plan variants. Variants with equal programs share one trace."""
 
     def __init__(
         self, plan: Plan, context: Scope, model: Any, inputs: Any, optimizer: Any, request: CostRequest
     ):
         self._plan, self._context, self._request = plan, context, request
-        self._made, self._given = (model, optimizer), inputs
+        self._model, self._optimizer, self._inputs = model, optimizer, inputs
         self.step = self._make_step(inputs)
         self._lowered: dict[Any, Any] = {}
-        self.way = Way(
+        self.variant = PlanVariant(
             context.layout_map,
-            on=request.on,
-            inputs=_list_arrays(inputs),
-            named=isinstance(inputs, Mapping),
+            machine_name=request.machine_name,
+            inputs=_list_input_shapes(inputs),
+            has_input_names=isinstance(inputs, Mapping),
             batch_dim=request.batch_dim,
             remat=request.remat,
             fuse_attention=request.fuse_attention,
         )
 
     def _make_step(self, inputs: object) -> TrainingStep:
-        model, optimizer = self._made
-        return make_training_step(self._context, model, inputs, optimizer, self._request.loss)
+        return make_training_step(self._context, self._model, inputs, self._optimizer, self._request.loss)
 
-    def prepare_count(self, way: Way) -> tuple[Any, list[Assignment], LayoutPolicy]:
-        """Return the counter of a step for a way, and the layouts of its variables and activations."""
-        same = way.inputs == self.way.inputs
-        step = self.step if same else self._make_step(_restore_structure(self._given, way.inputs))
-        # Include slots of optimizers that are not part of the model. They follow their weights.
+    def lower_variant(self, variant: PlanVariant) -> tuple[Any, list[Assignment], LayoutPolicy]:
+        """Return the step counter of a variant, the layouts of its variables, and the policy of its activations."""
+        has_same_inputs = variant.inputs == self.variant.inputs
+        step = (
+            self.step if has_same_inputs else self._make_step(_unflatten_inputs(self._inputs, variant.inputs))
+        )
+        # The plan lacks slots of an optimizer that is not part of the model, so add those of the step.
         planned = {v.key: v for v in (*(a.variable for a in self._plan.assignments), *step.variables)}
         table = make_plan(
-            list(planned.values()), way.rules, layers=self._context.layers, complete=False
+            list(planned.values()), variant.rules, layers=self._context.layers, complete=False
         ).check()
         layouts = {a.variable.key: a for a in table.assignments}
-        batch_dim = way.batch_dim or guess_batch_dim(table)
-        activations = way.rules.activations
+        batch_dim = variant.batch_dim or guess_batch_dim(table)
+        activations = variant.rules.activations
         policy = LayoutPolicy(table.mesh, batch_dim, activations.__getitem__ if activations else None)
-        key = way.inputs, way.remat, way.fuse_attention
+        key = variant.inputs, variant.remat, variant.fuse_attention
         if key not in self._lowered:
-            more = {"remat": way.remat, "fuse_attention": way.fuse_attention}
+            more = {"remat": variant.remat, "fuse_attention": variant.fuse_attention}
             counter = load_step_counter(self._context.adapter.engine_name)
             self._lowered[key] = counter(step, **{name: value for name, value in more.items() if value})
         return self._lowered[key], [layouts[v.key] for v in step.variables], policy
 
-    def attach_cost(
-        self, plan: Plan, counted: StepCost, policy: LayoutPolicy, verified: Verified | None
+    def add_cost_to_plan(
+        self, plan: Plan, step_cost: StepCost, policy: LayoutPolicy, verified: Verified | None
     ) -> Plan:
-        """Return the plan with the cost of a counted step."""
+        """Return the plan with the cost of a counted step, where memory also has the arrays of `later=`."""
         dim = policy.batch_dim
         over = "replicated, since no mesh dim is known to shard them"
         if dim:
             over = f"sharded over {format_batch_dim(dim)}"
-        counted = replace(counted, notes=(f"batches are {over}", *counted.notes))
+        step_cost = replace(step_cost, notes=(f"batches are {over}", *step_cost.notes))
         beside = sum(a.device_bytes for a in plan.assignments if a.variable.kind is Kind.LATER)
-        if beside:  # a step is traced without them, and they are held while it runs
+        if beside:  # the step is traced without these arrays, but they stay in memory while it runs
             names = ("argument_bytes", "peak_bytes", "least_peak_bytes")
-            held = {name: getattr(counted, name) + beside for name in names if getattr(counted, name)}
-            note = f"the arrays of later=, {format_bytes(beside)} per device, are held while the step runs"
-            counted = replace(counted, **held, notes=(*counted.notes, note))
+            held = {name: getattr(step_cost, name) + beside for name in names if getattr(step_cost, name)}
+            note = f"the arrays of later=, {format_bytes(beside)} per device, stay in memory during the step"
+            step_cost = replace(step_cost, **held, notes=(*step_cost.notes, note))
         machine = Machine(self._request.machine.device, policy.mesh.size)
         is_open = plan.free_activations and not policy.activations and dim is not None
         if is_open and not any(problem.kind == "no activations" for problem in plan.problems):
-            plan = plan.add_problems([*find_free_activations(plan.assignments, dim)])
-        cost = Cost(counted, machine, batch_dim=dim, verified=verified)
+            plan = plan.add_problems([*find_free_activation_problems(plan.assignments, dim)])
+        cost = Cost(step_cost, machine, batch_dim=dim, verified=verified)
         return plan.add_cost(cost).set_limits(device_memory=self._request.device_memory)
 
-    def count_way(self, way: Way) -> Cost:
-        """Return the cost of a step in a way."""
-        lowered, placed, policy = self.prepare_count(way)
-        found = self.attach_cost(self._plan, lowered.count(placed, policy), policy, None).cost
+    def count_variant(self, variant: PlanVariant) -> Cost:
+        """Return the cost of a step of a plan variant."""
+        lowered, assignments, policy = self.lower_variant(variant)
+        found = self.add_cost_to_plan(self._plan, lowered.count(assignments, policy), policy, None).cost
         assert isinstance(found, Cost)
         return found
 
 
-def _list_arrays(inputs: object) -> tuple[Shape, ...]:
-    """Return the arrays of inputs that are one array, a list, or a mapping, and no others."""
+def _list_input_shapes(inputs: object) -> tuple[BatchArray, ...]:
+    """Return the shapes of inputs that are one array, or a list or mapping of arrays, and nothing for other inputs."""
     pairs: Any = [("", inputs)]
     if isinstance(inputs, Mapping | list | tuple):
-        given = cast("Any", inputs)
-        pairs = given.items() if isinstance(inputs, Mapping) else enumerate(given)
+        arrays = cast("Any", inputs)
+        pairs = arrays.items() if isinstance(inputs, Mapping) else enumerate(arrays)
     named: dict[Any, Any] = dict(pairs)
     if not all(hasattr(each, "shape") and hasattr(each, "dtype") for each in named.values()):
         return ()
-    return tuple(Shape(str(name), tuple(x.shape), str(x.dtype)) for name, x in named.items())
+    return tuple(BatchArray(str(name), tuple(x.shape), str(x.dtype)) for name, x in named.items())
 
 
-def _restore_structure(inputs: object, leaves: Sequence[Shape]) -> Any:
-    """Return arrays in the structure of the inputs."""
+def _unflatten_inputs(inputs: object, leaves: Sequence[BatchArray]) -> Any:
+    """Return `leaves` in the structure of `inputs`: a mapping with the same keys, a list, a tuple, or one array."""
     if isinstance(inputs, Mapping):
         return dict(zip(cast("Any", inputs), leaves, strict=True))
     return (

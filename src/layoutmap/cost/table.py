@@ -21,10 +21,10 @@ SCORED_ATTENTION = (
     "attention keeps its scores in memory, since the model calls no fused kernel (flash attention): one would not "
     "keep them"
 )
-"""The assumption about calls of attention."""
+"""Notes of a `StepCost` on its calls of attention."""
 
 PARTITIONED, ESTIMATE, COMPILED = "an estimate by XLA's partitioner", "estimate", "compiled by XLA for "
-"""How the figures of a step are known."""
+"""Values of `StepCost.known_by`: the source of the figures. `COMPILED` precedes the name of a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class Collective:
     )
     cause: str = ""  # path of the weight or layer, with `*` for numbers of repeated layers; empty: unknown
     phase: Phase = ""  # empty: unknown
-    group: int = 0  # devices that exchange; 0: all along the dims
+    group: int = 0  # number of devices that exchange; 0: all devices along the dims
 
     def count_sent_bytes(self, mesh: Mesh) -> int:
-        """Return the bytes that a device sends in a step for all calls, as rings send them."""
+        """Return the bytes that a device sends for all calls in a step, with ring algorithms."""
         size = self.group or math.prod(map(mesh.dim_size, self.dims))
         if self.kind == "permute":
             return self.calls * self.tensor_bytes if self.dims else 0
@@ -67,17 +67,17 @@ class StepCost:
 
     Args:
         mesh: The mesh.
-        collectives: What travels between devices.
+        collectives: Collectives between devices.
         flops: Floating-point operations of matrix products and convolutions, by the element type of their operands.
-        traffic_bytes: What is read from and written to the device's own memory.
-        argument_bytes: What the step is given: weights, state, slots and the batch.
-        peak_bytes: What the device holds at most at one time, arguments included, where memory is plenty; as an
-            estimate by XLA's partitioner, it is at least what XLA needs.
-        notes: What the figures assume, in sentences.
-        least_peak_bytes: The same where memory is short, and XLA makes each gradient as soon as it can; 0: not known.
-        held: What it holds at the peak beside what the step is given, the largest first, by an estimate, so that it may
-            be less than all where XLA has compiled the step; empty: not known.
-        known_by: How the figures are known, as a cost says it: by XLA's compiler, its partitioner, or an estimate.
+        traffic_bytes: Bytes that are read from and written to the device's own memory.
+        argument_bytes: Bytes of the step's arguments: weights, state, slots, and the batch.
+        peak_bytes: Most bytes in the device's memory at one time, with the arguments, if memory is plentiful. An
+            estimate by XLA's partitioner is an upper bound of what XLA needs.
+        notes: Assumptions behind the figures, in sentences.
+        least_peak_bytes: The peak if memory is short, so that XLA computes each gradient as soon as it can; 0: unknown.
+        held: Estimated tensors at the peak without the arguments, the largest first. If XLA has compiled the step, they
+            may be fewer than all. Empty: unknown.
+        known_by: Source of the figures: XLA's compiler, its partitioner, or an estimate.
     """
 
     mesh: Mesh
@@ -92,7 +92,7 @@ class StepCost:
     known_by: str = ESTIMATE
 
     def on(self, memory_bytes: int) -> StepCost:
-        """Return the cost on a device with `memory_bytes` of memory."""
+        """Return the cost on a device with `memory_bytes` of memory. With less, XLA schedules for a lower peak."""
         # Limit of XLA's scheduler: 0.95 * (0.8 * device memory - bytes of arguments).
         room = self.argument_bytes + int(0.95 * max(0.0, 0.8 * memory_bytes - self.argument_bytes))
         least = self.least_peak_bytes or self.peak_bytes

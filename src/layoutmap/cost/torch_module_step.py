@@ -1,4 +1,4 @@
-"""Describe a training step of a torch module, which `torch_step` counts."""
+"""Describe the training step of a torch module, so that `torch_step` can count it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.torch.boundary import list_tensors, map_tensors
 from layoutmap.adapters.torch.options import TorchOptions
-from layoutmap.adapters.torch.paths import Entry, find_layer_paths
+from layoutmap.adapters.torch.paths import TensorEntry, find_paths_by_module_id
 from layoutmap.adapters.torch.session import TorchSession
 from layoutmap.adapters.torch.training import call_model, find_scalar_loss, get_training
 from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
-from layoutmap.core.steps import Key, Shape, TrainingStep
+from layoutmap.core.steps import BatchArray, Key, TrainingStep
 from layoutmap.engines.protocol import Engine
 from layoutmap.engines.torch.element_types import format_dtype
 from layoutmap.engines.torch.operators import Function
@@ -29,39 +29,37 @@ _NO_OPTIMIZER = "no optimizer is known: weights are updated by none, and there a
 
 
 @dataclass(slots=True)
-class _Context:
-    """Scope context for a module while its step is counted."""
+class _CountingContext:
+    """Stand-in for a scope context while a step is counted. It has the part that `TorchSession.install` reads."""
 
     policy: LayoutPolicy
     engine: Engine
     plan_only: bool = False
-    across: bool = False
+    spans_processes: bool = False
     options: ScopeOptions = field(default_factory=lambda: ScopeOptions(own=TorchOptions(gather="own")))
 
-    def note(self, subject: str, what: str) -> None:
-        """Ignore the note, since the plan was made before."""
+    def add_note(self, subject: str, message: str) -> None:
+        """Ignore the note, because the plan that would list it is complete."""
 
     def warn_of_idle_dims(self, step: str, sharded: Collection[str] = ()) -> None:
-        """Ignore idle dims, since a step that is counted does not run."""
+        """Ignore idle dims, because a counted step computes nothing."""
 
 
 def describe_step(
     session: TorchSession, model: torch.nn.Module, inputs: Any, optimizer: object, loss: Function | None
 ) -> TrainingStep:
-    """Return the training step of a module without values, with the optimizer of `train_with`."""
-    entries = session.planned
+    """Return the training step of a module from a dry run, which has set `optimizer` on the module."""
+    entries = session.planned_entries
     step = _CountedStep(entries, model, inputs, loss)
-    batch = [Shape(name, tuple(each.shape), format_dtype(each.dtype)) for name, each in step.inputs.items()]
-    return TrainingStep(type(model).__name__, [e.spec for e in entries], batch, (), step.run, step.notes)
+    inputs = step.inputs.items()
+    batch = [BatchArray(name, tuple(x.shape), format_dtype(x.dtype)) for name, x in inputs]
+    specs = [entry.spec for entry in entries]
+    return TrainingStep(type(model).__name__, specs, batch, (), step.run_twice, step.notes)
 
 
 class _CountedStep:
     def __init__(
-        self,
-        entries: Sequence[Entry],
-        model: torch.nn.Module,
-        inputs: Any,
-        loss: Function | None,
+        self, entries: Sequence[TensorEntry], model: torch.nn.Module, inputs: Any, loss: Function | None
     ):
         self._entries = entries
         self._model = model
@@ -73,26 +71,26 @@ class _CountedStep:
         self.notes = [] if self.optimizer is not None else [_NO_OPTIMIZER]  # running the step adds more
         self._loss = loss
 
-    def run(
+    def run_twice(
         self, tracer: Any, values: Mapping[Key, DTensor], batch: Sequence[torch.Tensor]
     ) -> Mapping[Key, DTensor]:
-        """Run two steps and count the second one. The first step creates slots and fills DTensor's caches."""
-        placed: list[tuple[Entry, DTensor, Layout]] = []
+        """Run two steps, and count only the second one. The first creates slots and fills DTensor's caches."""
+        placed: list[tuple[TensorEntry, DTensor, Layout]] = []
         for entry in self._entries:
             value = values[entry.spec.key]
             placed.append((entry, value, tracer.engine.get_layout(value)))
-        context: Any = _Context(tracer.policy, tracer.engine)  # the part of a scope that `install` reads
-        TorchSession(context).install([self._model], placed)
-        paths = find_layer_paths(self._model)
+        context: Any = _CountingContext(tracer.policy, tracer.engine)
+        TorchSession(context).install_arrays([self._model], placed)
+        paths = find_paths_by_module_id(self._model)
         for module in self._model.modules():
             _track_layers(module, paths.get(id(module), ""), tracer)
         trained = [p for p in self._model.parameters() if p.requires_grad]
         optimizer = self.optimizer(trained) if self.optimizer is not None else None
         with tracer:
             self._run_once(tracer, batch, optimizer)
-            self._model.zero_grad()  # drop gradients of the first step
-            gc.collect()  # autograd graphs contain reference cycles
-            tracer.forget()
+            self._model.zero_grad()  # free the gradients of the first step, which would count as kept memory
+            gc.collect()  # autograd graphs contain reference cycles, so reference counts do not free them
+            tracer.reset_counts()
             self._run_once(tracer, batch, optimizer)
         return {}
 
@@ -108,33 +106,33 @@ class _CountedStep:
             value.backward()
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
-                tracer.name_gradient(parameter.grad, name)
+                tracer.record_gradient_path(parameter.grad, name)
         if optimizer is not None:
-            with tracer.open_update():
+            with tracer.open_optimizer_update():
                 optimizer.step()
 
 
 def _track_layers(module: torch.nn.Module, path: str, tracer: Any) -> None:
-    """Report to the tracer which layer computes, in the forward pass and in the backward pass."""
+    """Register hooks that tell the tracer when `module`, at `path`, computes in the forward and the backward pass."""
 
-    def enter(*_: object) -> None:
+    def enter_layer(*_: object) -> None:
         tracer.layers.append(path)
 
-    def leave(_module: object, _args: object, output: object) -> None:
+    def leave_layer(_module: object, _args: object, output: object) -> None:
         tracer.layers.pop()
         tracer.last_layer = path or tracer.last_layer
 
-        def set_layer(_: object) -> None:
+        def set_current_layer(_: object) -> None:
             tracer.layers[:] = [path]
 
         def watch_gradient(tensor: torch.Tensor) -> torch.Tensor:
-            # Inner layers come first, so keep the first one.
-            if tensor.grad_fn is not None and tensor.grad_fn not in tracer.nodes:
-                tracer.nodes.add(tensor.grad_fn)
-                tensor.register_hook(set_layer)  # pyright: ignore[reportUnknownMemberType]
+            # Outputs of inner layers come first, so a node belongs to the first layer that returns its tensor.
+            if tensor.grad_fn is not None and tensor.grad_fn not in tracer.watched_nodes:
+                tracer.watched_nodes.add(tensor.grad_fn)
+                tensor.register_hook(set_current_layer)  # pyright: ignore[reportUnknownMemberType]
             return tensor
 
         map_tensors(watch_gradient, output)
 
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave)
+    module.register_forward_pre_hook(enter_layer)
+    module.register_forward_hook(leave_layer)

@@ -1,8 +1,8 @@
 """Count a training step of a torch module on each device, with tensors that have no values.
 
-The step runs once as process 0 of a program of as many processes as the mesh has devices, in a process group whose
-other processes do not exist: each operation that DTensor carries out on this process's pieces is seen, and none is
-computed. Nothing of it is left afterwards.
+The step runs as process 0 of a process group with as many processes as the mesh has devices. The other processes do not
+exist. Each operation that DTensor runs on this process's shards is counted and not computed. Afterwards, the process
+group is removed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import convert_layout, record_layout
 from layoutmap.engines.torch.deferred_init import FakeTensorMode
-from layoutmap.engines.torch.devices import forget_process_group
+from layoutmap.engines.torch.devices import discard_meshes_of_group
 from layoutmap.engines.torch.element_types import find_torch_dtype, format_dtype
 from layoutmap.engines.torch.engine import TorchEngine, engine
 from layoutmap.engines.torch.modes import TorchDispatchMode
 from layoutmap.engines.torch.operators import Args, Kwargs, OpOverload, can_return_view
 from layoutmap.engines.torch.simulation import FakeStore
-from layoutmap.engines.torch.specs import clear_sharding_caches, get_local, make_dtensor, make_tensor_spec
+from layoutmap.engines.torch.specs import clear_sharding_caches, get_local, make_dtensor, make_row_major_spec
 from layoutmap.engines.torch.storages import get_storage_key
 from layoutmap.engines.torch.trees import tree_leaves
 
@@ -52,64 +52,65 @@ _KINDS: Mapping[str, CollectiveKind] = {
     "all_to_all_single": "all_to_all",
     "alltoall_base_": "all_to_all",
 }
-_COMMUNICATING = ("c10d", "_c10d_functional")
-_SILENT = ("wait_tensor", "_wrap_tensor_autograd")
-# Operators whose result is still the same weight or gradient.
+_COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional")
+_LOCAL_OPERATORS = ("wait_tensor", "_wrap_tensor_autograd")
+# The result of these operators is still a copy of the same weight, or the same gradient, so it keeps the source.
 _COPIES = {"cat", "clone", "_to_copy", "div", "mul", "neg", "copy_", "wait_tensor", "add", "add_"}
-_EAGER = "each operation reads what it takes and writes what it returns, as without torch.compile"
-_ACCUMULATED = "weights of a block are gathered together, under the name of the first of them"
+_EAGER = "each operation reads its operands from memory and writes its results, as without torch.compile"
+_ACCUMULATED = "the weights of a block are gathered together, under the name of the first weight"
 
 
-# A formula is wrong where layouts conflict, so the step runs on fake tensors and is counted (decisions/0156).
-class LoweredStep:
-    """Training step of a torch module, which can be counted in any layouts."""
+# A formula is wrong if layouts conflict, so the step runs on fake tensors and is counted (decisions/0156).
+class StepCounter:
+    """Counter of a torch module's training step in any layouts."""
 
     def __init__(self, step: TrainingStep):
         self._step = step
 
     def count(
-        self, assignments: Sequence[Assignment], policy: LayoutPolicy, *, with_held: bool = False
+        self, assignments: Sequence[Assignment], policy: LayoutPolicy, *, with_peak_tensors: bool = False
     ) -> StepCost:
-        """Count the step's collectives, operations, and memory in given layouts. `with_held` is ignored."""
+        """Return the counted cost of the step in given layouts. `with_peak_tensors` has no effect."""
         with ExitStack() as stack:
             stack.enter_context(_simulate_process_group(policy.mesh.size))
-            groups = _list_groups(policy.mesh)  # real values, because torch reads those of a device mesh
+            # Torch reads the ranks of a device mesh, so make it before the mode that makes tensors fake.
+            groups = _map_groups_to_dims(policy.mesh)
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            counting: Any = _OperationCounter(policy, groups)
+            counter: Any = _OperationCounter(policy, groups)
             values = {a.variable.key: _make_fake_dtensor(a) for a in assignments}
             batch = [torch.empty(b.shape, dtype=find_torch_dtype(b.dtype, b.name)) for b in self._step.batch]
-            given = sum(
+            argument_bytes = sum(
                 Assignment(
                     VariableSpec(b.name, b.shape, b.dtype), policy.derive_batch_layout(b.shape)
                 ).shard_bytes
                 for b in self._step.batch
             )
-            given += sum(a.shard_bytes for a in assignments)
+            argument_bytes += sum(a.shard_bytes for a in assignments)
             for key, value in values.items():
-                counting.name_shard(get_local(value), key[1])
-            for each in batch:  # count only this device's part
-                counting.name_shard(each, "")
-            with _explain_failures(self._step):
-                self._step.run(counting, values, batch)
-            made = tuple(counting.list_collectives())
+                counter.record_shard_path(get_local(value), key[1])
+            for each in batch:  # its memory is not counted, because `argument_bytes` has its shard
+                counter.record_shard_path(each, "")
+            with _explain_run_failures(self._step):
+                self._step.run(counter, values, batch)
+            collectives = tuple(counter.iterate_collectives())
         return StepCost(
             policy.mesh,
-            made,
-            {name: number for name, number in counting.flops.items() if number},
-            counting.traffic,
-            given + counting.kept,
-            given + counting.kept + counting.peak,
-            (_EAGER, _ACCUMULATED, *[FUSED_ATTENTION] * counting.fuses, *self._step.notes),
+            collectives,
+            {name: number for name, number in counter.flops.items() if number},
+            counter.traffic_bytes,
+            argument_bytes + counter.resident_bytes,
+            argument_bytes + counter.resident_bytes + counter.peak_bytes,
+            (_EAGER, _ACCUMULATED, *[FUSED_ATTENTION] * counter.has_fused_attention, *self._step.notes),
         )
 
 
 @contextmanager
 def _simulate_process_group(num_processes: int) -> Generator[None]:
-    """Act as process 0 of a group without the other processes, until the block ends."""
+    """Make this process number 0 of a process group, where no other process exists, until the block ends."""
     if simulation.has_process_group():
         raise ScopeError(
             "the cost of a step cannot be counted in this process",
-            facts={"process group": dist.get_backend(simulation.get_group())},
+            facts={"process group": dist.get_backend(simulation.get_global_group())},
             why="counting needs its own default process group, and torch has only one per process",
             fix="plan in a process without a scope and without a process group, as layoutmap plan --on does",
         )
@@ -118,13 +119,13 @@ def _simulate_process_group(num_processes: int) -> Generator[None]:
     try:
         yield
     finally:
-        forget_process_group(group)
+        discard_meshes_of_group(group)
         dist.destroy_process_group()
-        clear_sharding_caches()  # cache keys reference meshes of that group
+        clear_sharding_caches()  # their keys keep meshes of the destroyed group alive
 
 
 @contextmanager
-def _explain_failures(step: TrainingStep) -> Generator[None]:
+def _explain_run_failures(step: TrainingStep) -> Generator[None]:
     try:
         yield
     except LayoutMapError:
@@ -141,25 +142,27 @@ def _explain_failures(step: TrainingStep) -> Generator[None]:
 
 
 def _make_fake_dtensor(assignment: Assignment) -> object:
-    """Return a DTensor in its layout, without values."""
+    """Return a DTensor without values for a variable in its layout."""
     variable, layout = assignment.variable, assignment.layout
     native, placements = convert_layout(layout)
     dtype = find_torch_dtype(variable.dtype, variable.path)
     local = torch.empty(assignment.shard_shape, dtype=dtype, device=native.device_type)
     return record_layout(
-        make_dtensor(local, make_tensor_spec(native, placements, torch.Size(variable.shape), dtype)), layout
+        make_dtensor(local, make_row_major_spec(native, placements, torch.Size(variable.shape), dtype)),
+        layout,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """Origin of a tensor's values.
+class _ValueSource:
+    """Source of a tensor's values: a weight, or a computation.
 
     Args:
-        path: Path of the weight that it copies; empty: it was computed.
-        layer: The layer that computed it. A partial sum is reduced later, in another layer.
-        number: Number of the computation; 0: none.
-        causes: Causes of the collectives that it went through, which are renamed if it turns out to be a gradient.
+        path: Path of the weight that the tensor copies; empty: it was computed.
+        layer: Path of the layer that computed it. A partial sum may be reduced in a later layer.
+        number: Number of the computation, counted from 1; 0: none.
+        causes: Lists of one text, the cause of each collective that the tensor went through. For a gradient, the
+            weight's path replaces the text.
     """
 
     path: str = ""
@@ -168,12 +171,12 @@ class _Source:
     causes: tuple[list[str], ...] = ()
 
 
-def _count_bytes(tensor: torch.Tensor) -> int:
+def _compute_num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
 class _OperationCounter(TorchDispatchMode):
-    """Counter of the operations on this process's shards, while it is open."""
+    """Dispatch mode that counts the operations on this process's shards while it is active."""
 
     def __init__(self, policy: LayoutPolicy, groups: Mapping[str, tuple[str, ...]]):
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
@@ -181,47 +184,47 @@ class _OperationCounter(TorchDispatchMode):
         self._groups = groups
         self.engine: TorchEngine = engine()
         self.flops: dict[str, int] = {}
-        self.traffic = self.kept = self.peak = self._held = 0
+        self.traffic_bytes = self.resident_bytes = self.peak_bytes = self._stored_bytes = 0
         self._calls: list[tuple[CollectiveKind, tuple[str, ...], int, list[str], Phase]] = []
-        self._storages: dict[Any, tuple[int, _Source]] = {}
+        self._storages: dict[Any, tuple[int, _ValueSource]] = {}
         self._num_computed = 0
-        self._named: dict[Any, str] = {}
+        self._paths_by_storage: dict[Any, str] = {}
         self._phase: Phase = "forward"
         self.layers: list[str] = []
         self.last_layer = ""
-        self.nodes: set[object] = set()
-        self.fuses = False  # whether a fused attention call was seen
+        self.watched_nodes: set[object] = set()
+        self.has_fused_attention = False  # whether a fused attention call was seen
 
     # -- called by the step
 
-    def name_shard(self, local: torch.Tensor, path: str) -> None:
-        """Set the path of a variable's shard."""
-        self._named[get_storage_key(local)] = path
+    def record_shard_path(self, local: torch.Tensor, path: str) -> None:
+        """Record the path of the variable that a shard belongs to. An empty path is that of a batch."""
+        self._paths_by_storage[get_storage_key(local)] = path
 
     def open_phase(self, name: Phase) -> AbstractContextManager[None]:
-        """Set the phase of the step until the block ends."""
+        """Count operations under another phase of the step until the block ends."""
         return set_temporarily(self, "_phase", name)
 
-    def open_update(self) -> AbstractContextManager[None]:
-        """Set the phase to the optimizer's update until the block ends."""
+    def open_optimizer_update(self) -> AbstractContextManager[None]:
+        """Count operations as the optimizer's update until the block ends."""
         return self.open_phase("optimizer")
 
-    def forget(self) -> None:
-        """Reset the counts, and treat memory in use now as kept between steps."""
+    def reset_counts(self) -> None:
+        """Reset the counts. Memory that is in use now counts as resident between steps."""
         self.flops.clear()
         self._calls.clear()
-        self.nodes.clear()
+        self.watched_nodes.clear()
         self.layers.clear()
-        self.kept, self.traffic, self.peak = self._held, 0, 0
+        self.resident_bytes, self.traffic_bytes, self.peak_bytes = self._stored_bytes, 0, 0
 
-    def name_gradient(self, gradient: torch.Tensor, path: str) -> None:
-        """Record the weight of a gradient as the cause of its collectives."""
-        _, source = self._storages.get(get_storage_key(get_local(gradient)), (0, _Source()))
+    def record_gradient_path(self, gradient: torch.Tensor, path: str) -> None:
+        """Record that a tensor is the gradient of the weight at `path`, so that its collectives have this cause."""
+        _, source = self._storages.get(get_storage_key(get_local(gradient)), (0, _ValueSource()))
         for cause in source.causes:
             cause[0] = path
 
-    def list_collectives(self) -> Iterator[Collective]:
-        """Yield the collectives, with equal ones merged."""
+    def iterate_collectives(self) -> Iterator[Collective]:
+        """Yield the counted collectives. Equal ones are merged."""
         counts = Counter[Any]((*call[:3], *call[3], call[4]) for call in self._calls)
         for (kind, dims, num_bytes, cause, phase), number in counts.items():
             yield Collective(kind, dims, number, num_bytes, cause, phase)
@@ -233,86 +236,88 @@ class _OperationCounter(TorchDispatchMode):
     ) -> object:
         kwargs = kwargs or {}  # torch may pass None
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # torch calls again with the pieces
+            return NotImplemented  # DTensor then calls the operator on its shards, which are counted
         result = func(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         name = func.overloadpacket.__name__
         is_copy = name in _COPIES or name in _KINDS
         source = self._find_source(inputs, name, args) if is_copy else None
-        self.fuses |= name.startswith("_scaled_dot_product") and "math" not in name
-        if func.namespace in _COMMUNICATING and name not in _SILENT:
-            source = self._add_collective(name, args, kwargs, inputs, source or _Source())
+        self.has_fused_attention |= name.startswith("_scaled_dot_product") and "math" not in name
+        if func.namespace in _COMMUNICATION_NAMESPACES and name not in _LOCAL_OPERATORS:
+            source = self._add_collective(name, args, kwargs, inputs, source or _ValueSource())
             outputs = outputs or inputs[:1]
         elif func.namespace == "aten" and not can_return_view(func):  # views move no bytes
-            self.traffic += sum(map(_count_bytes, (*inputs, *outputs)))
+            self.traffic_bytes += sum(map(_compute_num_bytes, (*inputs, *outputs)))
             if func.overloadpacket in flop_registry and inputs:
                 dtype = format_dtype(inputs[0].dtype)
                 number = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
                 self.flops[dtype] = self.flops.get(dtype, 0) + int(number)
         if source is None:
             self._num_computed += 1
-        computed = _Source("", self._current_layer, self._num_computed)
+        computed = _ValueSource("", self._current_layer, self._num_computed)
         for output in outputs:
             self._track_memory(output, source, computed)
         return result
 
     @property
     def _current_layer(self) -> str:
-        """The layer that computes. Code without a layer and the loss belong to the last one."""
+        """Path of the layer that computes now. The loss and code outside of layers belong to the last layer."""
         return (self.layers[-1] if self.layers else "") or self.last_layer
 
-    def _find_source(self, inputs: Sequence[torch.Tensor], name: str, args: Args) -> _Source:
-        """Return the source of a result that copies its inputs, or adds them."""
-        # DTensor divides a replicated tensor by the size of a mesh dim to add it to partial sums.
+    def _find_source(self, inputs: Sequence[torch.Tensor], name: str, args: Args) -> _ValueSource:
+        """Return the source of the result of an operator that copies, scales, or adds its inputs."""
+        # DTensor divides a replicated tensor by a dim's size to add it to partial sums, so it copies no weight.
         if name == "div" and len(args) > 1 and args[1] in self.policy.mesh.shape:
-            return _Source()
-        found: list[_Source] = []
+            return _ValueSource()
+        found: list[_ValueSource] = []
         for each in inputs:
             key = get_storage_key(each)
-            if self._named.get(key):
-                found.append(_Source(self._named[key]))
+            if self._paths_by_storage.get(key):
+                found.append(_ValueSource(self._paths_by_storage[key]))
             elif key in self._storages:
                 found.append(self._storages[key][1])
-        first = next((each for each in found if each.path or each.causes), _Source())
+        first = next((each for each in found if each.path or each.causes), _ValueSource())
         last = max(found, key=lambda each: each.number, default=first)
-        # Gradients are joined to be reduced together.
+        # Concatenated gradients are reduced together, so their collective has no single cause.
         return replace(last, path=first.path, causes=() if name == "cat" else first.causes)
 
     def _add_collective(
-        self, name: str, args: Args, kwargs: Kwargs, inputs: Sequence[torch.Tensor], source: _Source
-    ) -> _Source:
+        self, name: str, args: Args, kwargs: Kwargs, inputs: Sequence[torch.Tensor], source: _ValueSource
+    ) -> _ValueSource:
         kind = _KINDS.get(name)
-        dims, size = self._find_dims([*args, *kwargs.values()])
+        dims, size = self._find_collective_dims([*args, *kwargs.values()])
         if kind is None or not dims:
-            return _Source()
-        # The layer that computed partial sums causes their reduction, and the one that reads a tensor its gathering.
+            return _ValueSource()
+        # The layer that computed partial sums causes their reduction, and the layer that reads a tensor its gathering.
         layer = source.layer if "reduce" in kind else ""
         cause = [source.path or layer or self._current_layer]
-        num_bytes = max(map(_count_bytes, inputs))
+        num_bytes = max(map(_compute_num_bytes, inputs))
         if name == "all_gather_into_tensor":
             num_bytes *= size
         self._calls.append((kind, dims, num_bytes, cause, self._phase))
         return replace(source, causes=(*source.causes, cause))
 
-    def _find_dims(self, args: Args) -> tuple[tuple[str, ...], int]:
-        """Return the mesh dims of a collective, and the number of its devices."""
+    def _find_collective_dims(self, args: Args) -> tuple[tuple[str, ...], int]:
+        """Return the mesh dims of a collective, and its number of devices, from its arguments."""
         mesh = self.policy.mesh
         for each in args:
-            # The group comes first, the kind of reduction second.
+            # c10d passes the group before the kind of reduction, both as script objects, so the first one decides.
             is_group = isinstance(each, torch.ScriptObject)
             name = dist.ProcessGroup.unbox(each).group_name if is_group else each
             if isinstance(name, str) and name in self._groups:
                 dims = self._groups[name]
                 return dims, math.prod(map(mesh.dim_size, dims))
             if is_group:
-                break  # a mesh of one device
+                break  # a group over a mesh dim of size 1, which is not in the table
         return (), 1
 
-    def _track_memory(self, tensor: torch.Tensor, source: _Source | None, computed: _Source) -> None:
-        """Count a tensor's memory until it is freed, and store its source, which is `computed` if it is no copy."""
+    def _track_memory(
+        self, tensor: torch.Tensor, source: _ValueSource | None, computed: _ValueSource
+    ) -> None:
+        """Count a tensor's storage as in use until it is freed, and record its source: `source`, or else `computed`."""
         key = get_storage_key(tensor)
-        if key in self._named:
+        if key in self._paths_by_storage:
             return
         if key in self._storages:
             if source is not None:
@@ -321,19 +326,19 @@ class _OperationCounter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         self._storages[key] = num_bytes, source or computed
-        self._held += num_bytes
-        self.peak = max(self.peak, self._held - self.kept)
-        # Finalize the storage, because views keep it alive.
+        self._stored_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self._stored_bytes - self.resident_bytes)
+        # Views keep the storage alive, so release the memory when the storage is freed, not the tensor.
         weakref.finalize(storage, self._release_memory, key)
 
     def _release_memory(self, key: object) -> None:
-        self._held -= self._storages.pop(key)[0]
+        self._stored_bytes -= self._storages.pop(key)[0]
 
 
-def _list_groups(mesh: Mesh) -> dict[str, tuple[str, ...]]:
+def _map_groups_to_dims(mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """Return the mesh dims of each process group of a mesh, by the group's name."""
     native = convert_layout(Layout.replicated(mesh, 0))[0]
-    simulation.list_ranks(native)  # torch caches the list
+    simulation.list_ranks(native)  # torch caches this list, and reads it later among fake tensors
     return {
         native.get_group(i).group_name: (dim,)
         for i, dim in enumerate(mesh.dim_names)

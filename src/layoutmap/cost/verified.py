@@ -21,14 +21,14 @@ class TooLargeError(EngineError):
 
 @dataclass(frozen=True)
 class Verified:
-    """The counted figures of a step and those of XLA's compiler, in bytes per device.
+    """Comparison of the counted cost of a step with the figures of XLA's compiler, in bytes per device.
 
     Args:
-        cost: What was counted.
-        target: What XLA compiled for, as in `"h100"`.
-        sent_by_kind: What XLA's collectives send, by kind.
-        argument_bytes: What the compiled step is given.
-        peak_bytes: What a device holds at most.
+        cost: The counted cost.
+        target: The device that XLA compiled for, as in `"h100"`.
+        sent_by_kind: Bytes that a device sends by XLA's collectives, by kind.
+        argument_bytes: Bytes of the arguments of the compiled step.
+        peak_bytes: Largest number of bytes that a device stores at one time.
 
     Example:
         >>> from layoutmap.core.mesh import Mesh

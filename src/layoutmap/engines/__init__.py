@@ -1,7 +1,7 @@
 """Create and store arrays of one framework per engine. An engine's module is imported on first use.
 
-An engine knows its framework's arrays, devices and shardings, and no model library. What it must do is written in
-`layoutmap.engines.protocol` and checked by `layoutmap.testing.engine_contract`.
+An engine knows its framework's arrays, devices, and shardings, and no model library. `layoutmap.engines.protocol`
+defines its methods, and `layoutmap.testing.engine_contract` tests them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.protocol import Engine
-from layoutmap.engines.tested import import_for, warn_if_untested
+from layoutmap.engines.tested import import_framework_module, warn_if_untested
 
 __all__ = [
     "ENGINES",
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 ENGINES = {name: f"layoutmap.engines.{name}.engine" for name in ("jax", "tensorflow", "torch")}
-"""The module of each engine. An engine has the name of its framework's package and of the extra that installs it."""
+"""The module of each engine by name. The name is also that of the framework's package and of the extra for it."""
 
 
 def list_installed_engines() -> list[str]:
@@ -37,16 +37,16 @@ def get_engine(name: str) -> Engine:
         name: `"jax"`, `"tensorflow"` or `"torch"`.
 
     Raises:
-        EngineError: There is no such engine, or its framework is not installed, or it lacks names that are needed.
+        EngineError: There is no such engine, or its framework is not installed or of an unsupported release.
     """
     if name not in ENGINES:
         raise EngineError(
             f"there is no engine {name!r}",
             why=f"the engines are {', '.join(map(repr, ENGINES))}",
-            fix="use one of them",
+            fix="use one of these names",
         )
     loaded = sys.modules.get(ENGINES[name])
-    # Reuse the loaded module, because imports inside a trace fail. It lacks `engine` while another thread imports it.
+    # Imports inside a trace fail, so reuse the loaded module. It lacks `engine` while another thread imports it.
     if loaded is not None and hasattr(loaded, "engine"):
         return loaded.engine()
     if importlib.util.find_spec(name) is None:
@@ -55,7 +55,7 @@ def get_engine(name: str) -> Engine:
             why=f"no package {name!r} is found in this environment",
             fix=f'pip install "layoutmap[{name}]"',
         )
-    made = import_for(name, ENGINES[name]).engine()
+    made = import_framework_module(name, ENGINES[name]).engine()
     warn_if_untested(name)
     return made
 
@@ -63,7 +63,7 @@ def get_engine(name: str) -> Engine:
 def find_engine(array: object) -> Engine:
     """Return the engine of the framework that made an array.
 
-    A framework that is not imported cannot have made one, so nothing is imported to find out.
+    A framework that is not imported cannot have made the array, so this imports none.
 
     Raises:
         EngineError: No engine knows the array.

@@ -1,7 +1,7 @@
 """Compare texts, values, and programs between the processes of one program.
 
-What is gathered first has the same size whatever is compared, so processes that compare different things find out. All
-must ask alike, each with its own part and a `gather` that gathers from all. Where they differ, it is said in all.
+Each comparison first gathers values of one size, so that processes that compare different things detect it. All
+processes must call the same function, each with its own values and a `gather` function. Differences raise in all.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import CheckpointError, ScopeError, join_names
-from layoutmap.engines.checks import make_difference_error
+from layoutmap.engines.checks import make_different_values_error
 
-# always compare the first calls, because a wrong input pipeline differs from the first batch
+# A wrong input pipeline differs from the first batch on, so always compare the first calls.
 _FIRST_CALLS = 8
 _MAX_SHOWN = 200  # longer texts of a process are cut in messages
 
@@ -28,29 +28,28 @@ Result = TypeVar("Result")
 Gather = Callable[[NumpyArray], NumpyArray]
 """Gathers the values of each process, one row each. All processes must call it with values of one shape."""
 
-Part = tuple[str, str]
-"""One item that processes compare: its name for users, and a text."""
+NamedText = tuple[str, str]
+"""A text that processes compare, after its name for error messages."""
 
 
 def gather_texts(text: str, gather: Gather) -> list[str]:
-    """Gather a text from each process, in process order."""
-    own = np.frombuffer(text.encode(), np.uint8)
-    rows = _gather_padded(own, gather)
+    """Return the text of each process, in process order."""
+    rows = _gather_with_padding(np.frombuffer(text.encode(), np.uint8), gather)
     return [row.tobytes().decode() for row in rows]
 
 
-def _gather_padded(own: NumpyArray, gather: Gather) -> list[NumpyArray]:
-    """Gather values that may differ in number between processes."""
-    lengths = gather(np.array([own.size], np.int64))[:, 0]
+def _gather_with_padding(values: NumpyArray, gather: Gather) -> list[NumpyArray]:
+    """Return the values of each process, which may differ in number between processes."""
+    lengths = gather(np.array([values.size], np.int64))[:, 0]
     if not lengths.any():  # no process sent a text
-        return [own] * len(lengths)
-    rows = gather(np.pad(own, (0, int(lengths.max()) - own.size)))
+        return [values] * len(lengths)
+    rows = gather(np.pad(values, (0, int(lengths.max()) - values.size)))
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 # If one process raised alone, the others would wait for it, so exchange errors and raise in all (decisions/0079).
-def run_together(function: Callable[[], Result], gather: Gather, verb: str = "load") -> Result:
-    """Call a function in each process, and raise in all processes if it raises in one."""
+def call_and_share_errors(function: Callable[[], Result], gather: Gather, verb: str = "load") -> Result:
+    """Call a function in each process, and return its result here. If it raises in one process, raise in all."""
     result: Any = None
     error: BaseException | None = None
     try:
@@ -71,37 +70,37 @@ def run_together(function: Callable[[], Result], gather: Gather, verb: str = "lo
     return result
 
 
-def check_alike(text: str, gather: Gather, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:
-    """Gather a text and a number from each process, and compare the texts.
+def compare_texts(text: str, gather: Gather, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:
+    """Compare a text of each process, and gather a checksum from each.
 
     Returns:
-        The texts of all processes if they differ, else nothing; and the numbers of all.
+        The texts of all processes if they differ, else an empty list; and the checksums of all processes.
     """
     rows = gather(np.array([zlib.crc32(text.encode()), checksum], np.uint32))
     return gather_texts(text, gather) if len(np.unique(rows[:, 0])) > 1 else [], rows[:, 1].tolist()
 
 
-def label_processes(texts: Sequence[str]) -> dict[str, object]:
-    """Return facts for an error message: the text of each process."""
+def make_process_facts(texts: Sequence[str]) -> dict[str, object]:
+    """Return the text of each process as facts for an error message, by the name of the process."""
     return {f"process {number}": each for number, each in enumerate(texts)}
 
 
-def shorten(text: str) -> str:
-    """Shorten a text for error messages, and add a checksum of the rest."""
+def shorten_text(text: str) -> str:
+    """Shorten a text for error messages, and add a checksum of the whole text."""
     if len(text) <= _MAX_SHOWN:
         return text
     return f"{text[:_MAX_SHOWN]}... checksum {zlib.crc32(text.encode()):08x}"
 
 
-def check_program(call: str, parts: Iterable[Part], gather: Gather) -> None:
-    """Raise a `ScopeError` for the first part of a call's program that differs between processes."""
-    found = find_difference([("call", call), *parts], gather)
+def check_same_program(call: str, named_texts: Iterable[NamedText], gather: Gather) -> None:
+    """Raise a `ScopeError` if texts that describe the program of a call differ between processes."""
+    found = find_difference([("call", call), *named_texts], gather)
     if found is None:
         return
     name, texts = found
     raise ScopeError(
         describe_difference(name, texts),
-        facts={"in": call} | (label_processes(texts) if len(texts) > 2 else {}),
+        facts={"in": call} | (make_process_facts(texts) if len(texts) > 2 else {}),
         why="each process computes a part of one program, and parts of different programs give wrong numbers",
         fix="run the same code in all processes, with the same arguments and the same releases of the libraries",
     )
@@ -113,28 +112,28 @@ def describe_difference(name: str, texts: Sequence[str]) -> str:
     return f"{name}: {texts[0]} in process 0, {texts[other]} in process {other}"
 
 
-def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
-    """Raise a `ScopeError` if values that each process created for itself differ between processes.
+def check_same_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
+    """Raise a `ScopeError` if values that each process created separately differ between processes.
 
     Args:
-        checksums: A path, and the checksum of the value there, for each value in order.
+        checksums: The path and the checksum of each value, in order.
         gather: Gathers from all processes.
     """
-    check_equal(
+    check_same_texts(
         [(path, f"checksum {each:08x}") for path, each in checksums],
         gather,
         "its values differ between processes",
-        why="each process created it separately, so its shards would come from different values",
-        fix="set the same seed in all processes before it is created, or load the same file in all of them",
+        why="each process created the variable separately, so its shards would come from different values",
+        fix="set the same seed in all processes before you create the model, or load the same file in all of them",
     )
 
 
-def check_computed(checksums: Sequence[tuple[str, int]], gather: Gather) -> None:
+def check_same_initial_values(checksums: Sequence[tuple[str, int]], gather: Gather) -> None:
     """Raise an `EngineError` if the processes computed different initial values."""
     everyone = gather(np.array([value for _, value in checksums], np.uint32))
     differ = [path for i, (path, _) in enumerate(checksums) if len(set(everyone[:, i])) > 1]
     if differ:
-        raise make_difference_error(
+        raise make_different_values_error(
             f"{differ[0]}: the processes have different values", {"variables": join_names(differ)}
         )
 
@@ -146,8 +145,8 @@ class CallSchedule:
 
     Attributes:
         calls: The number of calls so far.
-        begins_epoch: Whether the next call is the first of an epoch.
-        is_in_epochs: Whether the program runs a loop that tells when an epoch begins.
+        begins_epoch: Whether the next call is the first of an epoch. The training loop sets it.
+        is_in_epochs: Whether the program runs a training loop that sets `begins_epoch`.
     """
 
     def __init__(self) -> None:
@@ -162,42 +161,44 @@ class CallSchedule:
         return begins or self.calls <= _FIRST_CALLS or not self.calls & (self.calls - 1)
 
 
-def check_batch(arrays: Sequence[Any], gather: Gather, call: int | None = None, hint: str = "") -> None:
-    """Raise a `ScopeError` if processes pass different batches where each passes the global batch.
+def check_same_batch(arrays: Sequence[Any], gather: Gather, call: int | None = None, hint: str = "") -> None:
+    """Raise a `ScopeError` if processes pass different batches, although each must pass the global batch.
 
     Args:
         arrays: The batch of this process.
         gather: Gathers from all processes.
         call: The number of the call of the model, for the message; `None`: it is not known.
-        hint: The start of the fix: what else the library can do.
+        hint: The start of the fix, such as an option of the library with which processes pass parts of the batch.
     """
     described = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
-    texts, _ = check_alike(f"{described}, checksum {compute_checksum(*arrays):08x}", gather)
+    texts, _ = compare_texts(f"{described}, checksum {compute_checksum(*arrays):08x}", gather)
     if texts:
         raise ScopeError(
             "the processes pass different batches",
-            facts=label_processes(texts) | ({} if call is None else {"in call": call}),
-            why="every process must pass the global batch, and computes its part of it",
+            facts=make_process_facts(texts) | ({} if call is None else {"in call": call}),
+            why="every process must pass the same global batch, and computes its part of it",
             fix=f"{hint}read the same data in the same order in all processes: shuffle with the same "
             "seed, and use no sampler that gives each process its own rows",
         )
 
 
-def check_equal(named_texts: Iterable[tuple[str, str]], gather: Gather, what: str, **parts: str) -> None:
+def check_same_texts(
+    named_texts: Iterable[tuple[str, str]], gather: Gather, problem: str, **error_parts: str
+) -> None:
     """Raise a `ScopeError` if named texts differ between the processes."""
     found = find_difference(named_texts, gather)
     if found is not None:
         path, texts = found
-        raise ScopeError(f"{path}: {what}", facts=label_processes(texts), **parts)
+        raise ScopeError(f"{path}: {problem}", facts=make_process_facts(texts), **error_parts)
 
 
 def find_difference(named_texts: Iterable[tuple[str, str]], gather: Gather) -> tuple[str, list[str]] | None:
-    """Return the first name with different texts, and each process's first different line.
+    """Return the first name with different texts and the first different line of each process, or None.
 
-    Where the processes have different names it is one that some do not have.
+    If the names differ, it is a name that some processes lack, with "nothing" as their line.
     """
-    texts, _ = check_alike(json.dumps(list(named_texts)), gather)
-    lists = [_parts_from_json(text) for text in texts]
+    texts, _ = compare_texts(json.dumps(list(named_texts)), gather)
+    lists = [_parse_named_texts(text) for text in texts]
     known = [{name for name, _ in each} for each in lists]
     nothing = ("", "nothing")
     for each in zip_longest(*lists, fillvalue=nothing):
@@ -206,13 +207,13 @@ def find_difference(named_texts: Iterable[tuple[str, str]], gather: Gather) -> t
             name = next((n for n in names if not all(n in each for each in known)), names[0])
             texts = [text if of == name else nothing[1] for of, text in each]
             lines = zip_longest(*(text.splitlines() for text in texts), fillvalue="nothing more")
-            return name, [shorten(line) for line in next(line for line in lines if len(set(line)) > 1)]
+            return name, [shorten_text(line) for line in next(line for line in lines if len(set(line)) > 1)]
     return None
 
 
-def _parts_from_json(text: str) -> list[Part]:
-    """Parse the parts from a process, or return the raw text if it is not such JSON."""
+def _parse_named_texts(text: str) -> list[NamedText]:
+    """Return the named texts that a process sent as JSON, or the text itself if it compares something else."""
     try:
-        return [(name, of) for name, of in json.loads(text)]
+        return [(name, named_text) for name, named_text in json.loads(text)]
     except ValueError:
         return [("what it compares", text)]

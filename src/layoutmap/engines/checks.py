@@ -23,92 +23,92 @@ _MAX_REMEMBERED = 512
 # -- devices
 
 
-def check_device_memory(layout: Layout, framework: str, why: str, way: str = "") -> None:
+def check_no_host_memory(layout: Layout, framework: str, why: str, alternative: str = "") -> None:
     """Refuse a layout in host memory, for a framework that stores its arrays on devices.
 
     Args:
         layout: The layout.
         framework: The name of the framework.
-        why: Where the framework stores arrays.
-        way: What else the framework offers, as a part of the error's fix.
+        why: The reason, for the message.
+        alternative: Another way to save device memory with this framework, as a part of the error's fix.
 
     Raises:
-        EngineError: It is in host memory.
+        EngineError: The layout is in host memory.
     """
     if layout.host_memory:
         raise EngineError(
             f"{framework} cannot store an array in {layout.host_memory}",
             facts={"layout": str(layout)},
             why=why,
-            fix=f"leave memory out{way}, or use JAX",
+            fix=f"leave memory out{alternative}, or use JAX",
         )
 
 
-def make_no_devices_error(framework: str, kind: str, usable: str, why: str) -> EngineError:
+def make_no_devices_error(framework: str, device_type: str, usable_type: str, why: str) -> EngineError:
     """Return the error for a device type without devices on this machine."""
     return EngineError(
-        f"{framework} has no {kind} devices here",
+        f"{framework} has no {device_type} devices here",
         why=why,
-        fix=f"use device_type={usable!r}, or install {framework} for {kind}",
+        fix=f"use device_type={usable_type!r}, or install {framework} for {device_type}",
     )
 
 
-def explain_more_devices(framework: str, number: int) -> str:
-    """Return the `fix` of an error about a mesh with more devices than the framework started with."""
+def make_more_devices_fix(framework: str, num_devices: int) -> str:
+    """Return the `fix` of an error about a mesh that needs `num_devices`, more than the framework has."""
     return (
-        f"restart Python and call lm.simulate_devices({number}) before {framework} starts, for as many devices of the "
-        "CPU; or make the mesh smaller"
+        f"restart Python and call lm.simulate_devices({num_devices}) before {framework} starts, for as many devices of "
+        "the CPU; or make the mesh smaller"
     )
 
 
-def check_simulated(framework: str, number: int, there: Sequence[str]) -> None:
-    """Refuse a number of simulated devices other than that with which a framework has started."""
-    if len(there) == number and there[0].startswith("CPU:"):  # CPU device numbers restart in each process
+def check_simulated_devices(framework: str, num_devices: int, device_names: Sequence[str]) -> None:
+    """Raise an `EngineError` unless a framework has started with this number of simulated devices."""
+    if len(device_names) == num_devices and device_names[0].startswith("CPU:"):
         return
     raise EngineError(
-        f"{number} devices cannot be simulated: {framework} has started",
-        facts={"devices": join_names(there)},
+        f"{num_devices} devices cannot be simulated: {framework} has started",
+        facts={"devices": join_names(device_names)},
         why="their number is fixed when the framework starts, at the first array or query for devices",
-        fix=f"restart Python, and call lm.simulate_devices({number}) right after the imports",
+        fix=f"restart Python, and call lm.simulate_devices({num_devices}) right after the imports",
     )
 
 
 def resolve_device_names(
     mesh: Mesh,
-    device_names: Callable[[str | None], Sequence[str]],
+    list_device_names: Callable[[str | None], Sequence[str]],
     framework: str,
     fix_too_few: str,
-    canonical_name: Callable[[str], str] = str.upper,
+    canonicalize_name: Callable[[str], str] = str.upper,
 ) -> tuple[str, ...]:
-    """Return the names of a mesh's devices on this machine. An abstract mesh gets the first devices."""
+    """Return the names of a mesh's devices, or raise if some do not exist. An abstract mesh gets the first ones."""
     try:
-        there = device_names(mesh.device_type)
+        device_names = list_device_names(mesh.device_type)
     except EngineError as error:
         raise MeshError(error.what, facts={"mesh": str(mesh)}, why=error.why, fix=error.fix) from None
-    if len(there) < mesh.size:
+    if len(device_names) < mesh.size:
         raise MeshError(
-            f"mesh of {mesh.size} devices, and {framework} has {len(there)}",
-            facts={"mesh": str(mesh), "devices": join_names(there)},
+            f"mesh of {mesh.size} devices, and {framework} has {len(device_names)}",
+            facts={"mesh": str(mesh), "devices": join_names(device_names)},
             why="each position of the mesh needs a device",
             fix=fix_too_few,
         )
     if mesh.devices is None:
-        return tuple(there[: mesh.size])
-    names = tuple(map(canonical_name, mesh.devices))
-    known = set(there)
+        return tuple(device_names[: mesh.size])
+    names = tuple(map(canonicalize_name, mesh.devices))
+    known = set(device_names)
     unknown = [given for given, name in zip(mesh.devices, names, strict=True) if name not in known]
     if unknown:
         raise MeshError(
             f"device {unknown[0]!r} does not exist",
-            facts={"mesh": str(mesh), "missing": join_names(unknown), "devices": join_names(there)},
-            why=f"{framework} has {len(there)} devices of that type here, named by their type and number",
+            facts={"mesh": str(mesh), "missing": join_names(unknown), "devices": join_names(device_names)},
+            why=f"{framework} has {len(device_names)} devices of that type here, named by their type and number",
             fix="name devices that exist, or pass devices=None",
         )
     return names
 
 
-def check_auto_axes(mesh: Mesh, framework: str) -> None:
-    """Refuse explicit axes, which only JAX has."""
+def check_no_explicit_axes(mesh: Mesh, framework: str) -> None:
+    """Raise a `MeshError` for a mesh with explicit axes, because only JAX has these."""
     if mesh.explicit_dims:
         raise MeshError(
             f"mesh dim {mesh.explicit_dims[0]!r} has explicit axes, and {framework} does not support them",
@@ -118,9 +118,9 @@ def check_auto_axes(mesh: Mesh, framework: str) -> None:
         )
 
 
-def bind_devices(mesh: Mesh, names: Sequence[str], here: Iterable[int]) -> Mesh:
-    """Return the mesh with its devices, or the same object if it knows them already."""
-    local_device_ids = tuple(here)
+def bind_devices(mesh: Mesh, names: Sequence[str], local_indices: Iterable[int]) -> Mesh:
+    """Return a mesh with device names and the positions of this process's devices. It may be the same object."""
+    local_device_ids = tuple(local_indices)
     if mesh.devices is not None and local_device_ids == mesh.local_device_ids:
         return mesh
     return mesh.with_devices(names, local_device_ids=local_device_ids)
@@ -134,19 +134,19 @@ def make_element_type_error(framework: str, name: str, path: str) -> EngineError
     return EngineError(
         f"{path}: {framework} cannot shard element type {name!r}",
         why="sharded arrays hold numbers and booleans",
-        fix="leave the variable to its framework, or store numbers",
+        fix="create the variable outside the scope, or store numbers",
     )
 
 
-def is_python_number(value: Any) -> bool:
+def is_python_number_or_list(value: Any) -> bool:
     """Return whether a value is a Python number, or nested lists of such numbers."""
     if isinstance(value, list | tuple):
-        return all(map(is_python_number, cast("list[Any]", value)))
+        return all(map(is_python_number_or_list, cast("list[Any]", value)))
     return isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
 
 
-def make_no_numbers_error(framework: str, dtype: object) -> EngineError:
-    """Return the error for values that are neither numbers nor booleans."""
+def make_non_numeric_error(framework: str, dtype: object) -> EngineError:
+    """Return the error for an array with elements that are neither numbers nor booleans."""
     return EngineError(
         f"{framework} cannot shard an array of {dtype}",
         why="sharded arrays hold numbers and booleans",
@@ -175,13 +175,13 @@ def check_initial_value(variable: VariableSpec, shape: Sequence[int], dtype: str
     """Raise an `EngineError` unless an initial value has the shape and element type of its variable."""
     if tuple(shape) != variable.shape or dtype != variable.dtype:
         raise EngineError(
-            f"{variable.path}: its initializer returns another shape or element type",
+            f"{variable.path}: its initializer returns an array of another shape or element type",
             facts={
                 "variable": f"{variable.dtype}{list(variable.shape)}",
                 "returned": f"{dtype}{list(shape)}",
             },
             why="the initial value of a variable has its shape and element type",
-            fix="make the initializer return that shape and element type",
+            fix="make the initializer return an array of that shape and element type",
         )
 
 
@@ -200,8 +200,8 @@ def check_shard(variable: VariableSpec, index: Index, shape: Sequence[int], dtyp
         )
 
 
-def wrap_reader(variable: VariableSpec, read: BlockReader) -> BlockReader:
-    """Return a reader of a variable's shards that checks each shard it reads."""
+def wrap_reader_with_checks(variable: VariableSpec, read: BlockReader) -> BlockReader:
+    """Return a reader of a variable's shards that raises if a shard has a wrong shape or element type."""
 
     def read_checked(index: Index) -> NumpyArray:
         block = np.asarray(read(index))
@@ -217,11 +217,11 @@ def check_one_result(function: Callable[..., Any], num_results: int) -> None:
         raise EngineError(
             f"{getattr(function, '__name__', function)} returns {num_results} arrays",
             why="a layout belongs to one array",
-            fix="call it once for each array, or pass a function that returns one of them",
+            fix="pass functions that return one array each, and call this once for each of them",
         )
 
 
-def make_difference_error(what: str, facts: Mapping[str, object] | None = None) -> EngineError:
+def make_different_values_error(what: str, facts: Mapping[str, object] | None = None) -> EngineError:
     """Return the error for processes that would initialize one variable to different values."""
     return EngineError(
         what,
@@ -234,13 +234,13 @@ def make_difference_error(what: str, facts: Mapping[str, object] | None = None) 
 # -- random numbers
 
 
-def check_draws(engine: str, draws: str, ways: Sequence[str] = ("exact",)) -> None:
-    """Refuse a way to draw random numbers that an engine does not know."""
-    if draws not in ways:
+def check_random_mode(engine: str, draws: str, supported_modes: Sequence[str] = ("exact",)) -> None:
+    """Raise an `EngineError` for a mode of drawing random numbers that an engine does not support."""
+    if draws not in supported_modes:
         raise EngineError(
             f"draws={draws!r}: {engine} cannot draw random numbers this way",
-            facts={"ways": ", ".join(map(repr, ways))},
-            why='"exact" draws the numbers of the framework; an engine may offer other ways, for many devices',
+            facts={"supported modes": ", ".join(map(repr, supported_modes))},
+            why='each engine draws the framework\'s own numbers in the mode "exact", and few engines have other modes',
             fix='leave draws out, or draws="exact"',
         )
 
@@ -249,7 +249,7 @@ def check_draws(engine: str, draws: str, ways: Sequence[str] = ("exact",)) -> No
 
 
 def store_in_cache(cache: OrderedDict[Hashable, Value], key: Hashable, value: Value) -> Value:
-    """Store a value in a cache, and remove the oldest ones if it is full. The caller must hold the lock."""
+    """Store a value in a cache and return it. Remove the oldest values of a full cache. The caller must hold a lock."""
     cache[key] = value
     while len(cache) > _MAX_REMEMBERED:
         cache.popitem(last=False)

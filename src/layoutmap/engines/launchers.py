@@ -19,7 +19,7 @@ class Launcher:
 
     Args:
         name: `"torchrun"` or `"SLURM"`.
-        process: The number of this process in its job.
+        process: The index of this process in its job.
         num_processes: Number of processes.
     """
 
@@ -49,22 +49,24 @@ def detect_launcher() -> Launcher | None:
 
 
 def report_errors_to_torchrun() -> None:
-    """Write an error of this library that ends the process to torchrun's error file.
+    """Install an exception hook that writes an error of this library to torchrun's error file.
 
-    torchrun then repeats the error as the root cause in its last lines. Without the file, it prints a link there.
-    Other errors and other launchers are not affected.
+    torchrun then prints the error as the root cause in its last lines, and otherwise only a link. Other errors and
+    other launchers are not affected.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return
     call_earlier_hook = sys.excepthook
 
-    def write_error(kind: type[BaseException], error: BaseException, place: TracebackType | None) -> None:
-        call_earlier_hook(kind, error, place)
-        # torch's @record may already have written the file, with the traceback.
+    def write_error(
+        error_class: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        call_earlier_hook(error_class, error, traceback)
+        # torch's @record may already have written the file, with the traceback, so keep it.
         if isinstance(error, LayoutMapError) and not os.path.exists(file):
             message = {
-                "message": f"{kind.__name__}: {error}",
+                "message": f"{error_class.__name__}: {error}",
                 "extraInfo": {"timestamp": str(int(time.time()))},
             }
             with suppress(OSError), open(file, "w", encoding="utf-8") as opened:

@@ -1,9 +1,9 @@
 """Replace attributes of a library temporarily, so that no interrupt leaves a replacement behind.
 
-A `KeyboardInterrupt` can come before any line: also before the first one of an `__exit__`, or between what changes
-something and the `try` that would undo it. So nothing here is counted. A use of patches is an object that the running
-`with` holds, and what it opened is closed when it is closed, or else when nobody holds it any more. To install and to
-remove can be repeated, and what is put back is what was found. See docs/decisions/0025.
+A `KeyboardInterrupt` can come before any line, also before the first one of an `__exit__`, or between a change and the
+`try` that would undo it. So nothing here counts uses. A use of patches is an object that the running `with` block
+references. It ends when the block ends, or else when the object is garbage-collected. Patches can be installed and
+removed repeatedly, and removing restores the attribute that was found (decisions/0025).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, cast
 
 
-class Closing:
+class ClosingContext:
     """A context manager that is also closed when it is garbage-collected.
 
-    Subclasses implement `open` and `close`. Closing it twice has no further effect.
+    Subclasses implement `open` and `close`. A second `close` must have no effect.
     """
 
     def open(self) -> None:
@@ -60,43 +60,43 @@ class Patch(Protocol):
 _INHERITED = object()
 
 
-class Attribute:
+class AttributePatch:
     """Replace one attribute of a class or module.
 
-    Another library may replace it too, while this is installed. Then it is left as it is, and what took its place here
-    goes on being called by that library: it must do nothing of its own where nobody needs it.
+    Another library may replace the attribute, too, while this patch is installed. Then `remove` keeps that library's
+    replacement, which may still call the one of this patch. So a replacement must act only while it is needed.
 
     Args:
         owner: The class or module.
-        name: The name of the attribute, which the owner has, or inherits; then it is deleted again.
-        make: Returns the replacement for the original attribute.
+        name: The name of the attribute. If the owner inherits it, `remove` deletes the replacement.
+        make_replacement: Returns the replacement for the original attribute.
     """
 
-    def __init__(self, owner: Any, name: str, make: Callable[[Any], object]):
-        self._owner, self._name, self._make = owner, name, make
-        # the original and the replacement, recorded before the change
-        self._made: list[tuple[object, object]] = []
+    def __init__(self, owner: Any, name: str, make_replacement: Callable[[Any], object]):
+        self._owner, self._name, self._make_replacement = owner, name, make_replacement
+        # Each replacement with its original, recorded before the change so that an interrupt loses none.
+        self._replaced: list[tuple[object, object]] = []
 
     def install(self) -> None:
         """Replace the attribute, unless it is replaced."""
         found = cast(dict[str, object], vars(self._owner)).get(self._name, _INHERITED)
-        if all(ours is not found for ours, _ in self._made):
-            ours = self._make(getattr(self._owner, self._name) if found is _INHERITED else found)
-            self._made.append((ours, found))
+        if all(ours is not found for ours, _ in self._replaced):
+            ours = self._make_replacement(getattr(self._owner, self._name) if found is _INHERITED else found)
+            self._replaced.append((ours, found))
             setattr(self._owner, self._name, ours)
 
     def remove(self) -> None:
         """Restore the original attribute where the replacement is still in place."""
         now = cast(dict[str, object], vars(self._owner)).get(self._name, _INHERITED)
-        for pair in [pair for pair in self._made if pair[0] is now]:
+        for pair in [pair for pair in self._replaced if pair[0] is now]:
             if pair[1] is _INHERITED:
                 delattr(self._owner, self._name)
             else:
                 setattr(self._owner, self._name, pair[1])
-            self._made.remove(pair)
+            self._replaced.remove(pair)
 
 
-class Item:
+class ItemPatch:
     """Replace an item of a dict in which a library looks up hooks."""
 
     def __init__(self, items: MutableMapping[Any, Any], key: object, value: object):
@@ -111,10 +111,10 @@ class Item:
         self._items.pop(self._key, None)
 
 
-def patch_if_present(owner: object, name: str, make: Callable[[Any], Any]) -> Iterator[Attribute]:
+def make_patch_if_present(owner: object, name: str, wrap: Callable[[Any], Any]) -> Iterator[AttributePatch]:
     """Yield the patch of a function that keeps its signature, or nothing if the owner lacks the attribute."""
-    if hasattr(owner, name):  # without the attribute, the library itself reports the missing feature
-        yield Attribute(owner, name, lambda own: functools.wraps(own)(make(own)))
+    if hasattr(owner, name):  # without it, the library itself reports the missing feature, so patch nothing
+        yield AttributePatch(owner, name, lambda original: functools.wraps(original)(wrap(original)))
 
 
 # Ctrl-C can interrupt `__exit__`, so the finalizer of a use also removes the patches (decisions/0025).
@@ -122,13 +122,13 @@ class Patches:
     """Install patches while any thread uses them.
 
     Args:
-        patches: The patches; no other `Patches` has one of the same place.
+        patches: The patches. No other `Patches` may replace the same attribute.
 
     Example:
         >>> class Theirs:
         ...     def name(self):
         ...         return "theirs"
-        >>> patches = Patches([Attribute(Theirs, "name", lambda plain: lambda self: plain(self).upper())])
+        >>> patches = Patches([AttributePatch(Theirs, "name", lambda name: lambda self: name(self).upper())])
         >>> with patches.activate(), patches.activate():
         ...     Theirs().name()
         'THEIRS'
@@ -142,18 +142,18 @@ class Patches:
         # Reentrant: garbage collection may end a use while the lock is held.
         self._lock = threading.RLock()
 
-    def activate(self) -> Closing:
+    def activate(self) -> ClosingContext:
         """Install the patches while this context is open."""
         return _PatchUse(self)
 
-    def add(self, user: _PatchUse) -> None:
+    def add_use(self, user: _PatchUse) -> None:
         """Register a user, and install the patches for the first one."""
         with self._lock:
             self._users.add(user)
             for patch in self._patches:
                 patch.install()
 
-    def discard(self, user: _PatchUse) -> None:
+    def discard_use(self, user: _PatchUse) -> None:
         """Unregister a user, and remove the patches after the last one."""
         with self._lock:
             self._users.discard(user)
@@ -162,22 +162,22 @@ class Patches:
                     patch.remove()
 
 
-class _PatchUse(Closing):
-    """One use of some patches in a `with` block."""
+class _PatchUse(ClosingContext):
+    """A use of `Patches` in a `with` block, until the block ends or the use is garbage-collected."""
 
     def __init__(self, patches: Patches):
         self._patches = patches
 
     def open(self) -> None:
-        self._patches.add(self)
+        self._patches.add_use(self)
 
     def close(self) -> None:
-        self._patches.discard(self)
+        self._patches.discard_use(self)
 
 
 @contextmanager
 def set_temporarily(owner: object, name: str, value: object) -> Generator[None]:
-    """Set an attribute of this library's object, such as a thread-local one, while the context is open.
+    """Set an attribute of an object of this library, such as a thread-local one, until the block ends.
 
     Example:
         >>> class Here:

@@ -14,20 +14,20 @@ from layoutmap.core.variables import Assignment
 
 if TYPE_CHECKING:
     from layoutmap.core.blocks import BlockReader, Index, NumpyArray
-    from layoutmap.core.pieces import Move
+    from layoutmap.core.pieces import ArrayMove
 
 Array = Any
 """An array of the engine's framework."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unplaced:
+class PlacementWithoutLayout:
     """The placement of an array that no layout can express.
 
     Args:
         what: The placement in words, such as `"on CPU:0 alone"`.
         devices: The devices that store a complete copy.
-        is_copied: Whether the framework copies it to other operands' devices, so that it counts as replicated.
+        is_copied: Whether the framework copies the array to the devices of other operands, as if it were replicated.
     """
 
     what: str
@@ -36,19 +36,19 @@ class Unplaced:
 
 
 class MakeMover(Protocol):
-    """Make a function that moves the values of arrays to the devices, layouts, and dtypes of others."""
+    """Make a function that moves arrays to the devices, layouts, and dtypes of other arrays."""
 
     def __call__(
-        self, moves: Sequence[Move], arrays: Sequence[Array], likes: Sequence[Array]
+        self, moves: Sequence[ArrayMove], arrays: Sequence[Array], likes: Sequence[Array]
     ) -> Callable[[Sequence[Array]], list[Array]]:
         """Return a function that takes arrays in the layouts of `arrays` and returns arrays like `likes`.
 
-        What it returns shares no memory with what it takes. It sends each device the pieces that it does not hold.
+        The returned arrays share no memory with the passed ones. Each device receives only the blocks that it lacks.
 
         Args:
-            moves: For each of `likes` the numbers of the arrays with its values.
+            moves: For each of `likes`, the positions in `arrays` of the arrays that contain its values.
             arrays: Arrays with the layouts and dtypes of those that will be moved. Their values are not read.
-            likes: Arrays with the layouts and dtypes of the results, likewise.
+            likes: Arrays with the layouts and dtypes of the results. Their values are not read.
 
         Raises:
             EngineError: The engine cannot send arrays between these devices.
@@ -60,25 +60,25 @@ class MakeMover(Protocol):
 class Engine(Protocol):
     """Create, read, and reshard arrays of one framework.
 
-    Laws: shards round-trip bit for bit and cover each element once; every relayout is bit-exact; `create` returns the
-    same values on every layout, those of the plain initializer; each device holds exactly its shard; a layout that the
-    engine cannot hold is refused by name, never replaced; indices have both ends.
+    Laws: shards round-trip bit for bit and contain each element once. Every relayout is exact to the bit. Initial
+    values are the same in every layout, and equal those of the unsharded initializer. Each device stores exactly its
+    shard. An unsupported layout raises an error that names it, and is never replaced. Indices have both ends.
 
-    Six methods are the engine: `devices`, `native`, `create`, `from_shards`, `to_shards`, `relayout`. Each of the
-    others answers what these cannot (decision 0032):
+    Six methods are the core: `list_device_names`, `make_native_layout`, `create_initial_values`,
+    `create_from_shards`, `iterate_shards`, `relayout`. They cannot replace the others (decisions/0032):
 
-    - `simulate` says how many devices there are, while that is open.
-    - `bind` knows which devices of a mesh are of this process; names alone do not say it.
-    - `check_layout` and `check_dtype` are asked by plans, where `native` would start the framework.
-    - `get_layout` is `native` backwards; `describe_placement` says how an array is held that it returns `None` for.
-    - `iterate_by_device` yields what `to_shards` leaves out: replicas, of which one may have drifted.
-    - `canonicalize` returns the element type of an array before there is one, so that a reader of shards can convert.
-    - `get_writable_memory` is where a checkpoint is read to without a copy; no other method changes an array.
-    - `variable` and `run_on` are how the framework trains and computes: its variables, its ambient mesh.
-    - `to_numpy` gathers the shards of other processes, on the way that the framework does it best.
-    - `all_gather` is how processes agree on what is not yet an array.
-    - `make_mover` sends only what devices lack, of many arrays at once, which `relayout` of each cannot.
-    - `call` computes the result of a function in shards; only the framework can trace it.
+    - `simulate_devices` sets the number of devices before the framework starts.
+    - `bind_mesh` finds the devices of a mesh that belong to this process, since names do not contain it.
+    - `check_layout` and `check_dtype` are for plans, because `make_native_layout` would start the framework.
+    - `get_layout` is the inverse of `make_native_layout`, and `find_placement` also describes arrays without a layout.
+    - `iterate_device_values` yields replicas, too, since one of them may have drifted. `iterate_shards` skips them.
+    - `canonicalize_values` returns the element type that an array will have, so that readers of shards can convert.
+    - `get_writable_memory` lets a checkpoint be read without a copy. No other method changes an array.
+    - `make_variable` and `run_on` give access to the framework's variables and its ambient mesh.
+    - `to_numpy` gathers the shards of other processes in the framework's fastest way.
+    - `gather_from_processes` lets processes compare values that are not in an array yet.
+    - `make_mover` moves many arrays at once, and sends only what devices lack, which `relayout` cannot.
+    - `call_with_layout` computes the result of a function in shards, since only the framework can trace it.
 
     Attributes:
         name: The engine's name: `"jax"`, `"tensorflow"`, `"torch"`.
@@ -93,23 +93,23 @@ class Engine(Protocol):
     several_dims: bool
     make_mover: MakeMover | None
 
-    def devices(self, device_type: str | None = None) -> tuple[str, ...]:
+    def list_device_names(self, device_type: str | None = None) -> tuple[str, ...]:
         """Return the names of all devices of a type (`None`: the default type), in the framework's order.
 
         Raises:
-            EngineError: There are none of that type.
+            EngineError: The machine has no devices of this type.
         """
         ...
 
-    def simulate(self, number: int) -> None:
-        """Start the framework with this number of simulated CPU devices. It must not have started yet.
+    def simulate_devices(self, num_devices: int) -> None:
+        """Start the framework with this number of simulated CPU devices.
 
         Raises:
-            EngineError: It has started on others.
+            EngineError: The framework has started with other devices.
         """
         ...
 
-    def bind(self, mesh: Mesh) -> Mesh:
+    def bind_mesh(self, mesh: Mesh) -> Mesh:
         """Bind a mesh to this machine: give an abstract mesh devices, and check that named devices exist.
 
         Raises:
@@ -117,14 +117,13 @@ class Engine(Protocol):
         """
         ...
 
-    # Plans are made before their devices exist, so this check uses only the layout (decisions/0032).
     def check_layout(self, layout: Layout) -> None:
         """Raise for a layout that no array of the framework can have on any machine.
 
-        The answer depends on the layout alone: no device is asked for and nothing is started, so that plans can ask.
+        It uses only the layout, and starts neither devices nor the framework, so that plans can call it.
 
         Raises:
-            EngineError: The engine cannot hold such a layout; `native` refuses it too.
+            EngineError: The engine does not support the layout. Then `make_native_layout` raises, too.
         """
         ...
 
@@ -136,15 +135,15 @@ class Engine(Protocol):
             path: The path of the variable, for the message.
 
         Raises:
-            EngineError: The engine cannot hold it; `create` and `from_shards` refuse it too.
+            EngineError: The engine does not support it. `create_initial_values` and `create_from_shards` raise, too.
         """
         ...
 
-    def native(self, layout: Layout, rank: int) -> Any:
+    def make_native_layout(self, layout: Layout, rank: int) -> Any:
         """Convert a layout to the framework's form: `NamedSharding`, `dtensor.Layout`, `(DeviceMesh, placements)`.
 
         Raises:
-            EngineError: The engine cannot hold such a layout.
+            EngineError: The engine does not support the layout.
             LayoutError: The layout is not of that rank.
             MeshError: The machine does not have the mesh's devices.
         """
@@ -154,22 +153,22 @@ class Engine(Protocol):
         """Return the layout of an array, or None for other values and arrays without a named mesh."""
         ...
 
-    def describe_placement(self, array: Array, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
-        """Return the layout of an array from any program, or its placement without one. Nothing is guessed.
+    def find_placement(self, array: Array, meshes: Sequence[Mesh] = ()) -> Layout | PlacementWithoutLayout:
+        """Return the exact layout of an array from any program, or its placement if no layout expresses it.
 
         Args:
-            array: The array, or what stands for one without values.
-            meshes: Where to look for the dims of a layout that the framework says without names.
+            array: The array, or an object that stands for one without values.
+            meshes: Meshes whose dim names may be used if the framework stores the layout without names.
         """
         ...
 
-    def create(
+    def create_initial_values(
         self,
         assignments: Mapping[str, Assignment],
         initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
     ) -> dict[str, Array]:
-        """Compute initial values directly in their layouts.
+        """Return initial values of variables, computed directly in their layouts.
 
         Args:
             assignments: For each key, such as a path, a variable and its layout.
@@ -180,34 +179,34 @@ class Engine(Protocol):
             The arrays, by key. Values equal those of `initializer.global_value()` bit for bit, on every layout.
 
         Raises:
-            EngineError: An initializer is missing, an element type or a layout is not held, or the framework would
-                train wrongly in this process; nothing is made then. Or an initializer does not return the shape or
-                element type of its variable, or differs between processes.
-            LayoutError: A layout does not fit its variable; nothing is made then.
-            MeshError: The machine does not have the devices of a mesh; nothing is made then.
+            EngineError: An initializer is missing, an element type or a layout is not supported, or the framework
+                computes wrongly in this process; nothing is created then. Or an initializer returns another shape or
+                element type than that of its variable, or other values in another process.
+            LayoutError: A layout does not fit its variable; nothing is created then.
+            MeshError: The machine does not have the devices of a mesh; nothing is created then.
         """
         ...
 
-    def from_shards(self, assignment: Assignment, read: BlockReader, *, copy: bool = True) -> Array:
+    def create_from_shards(self, assignment: Assignment, read: BlockReader, *, copy: bool = True) -> Array:
         """Create an array from shards that are read one by one.
 
         Args:
             assignment: The variable and its layout.
-            read: Returns the values at an index. Called once for each different shard that this process holds.
-            copy: Whether what is read may change later. If not, the array may share its memory.
+            read: Returns the values at an index. Called once for each distinct shard of this process.
+            copy: Whether to copy the values. If not, the array may share their memory, so they must not change.
 
         Raises:
-            EngineError: What was read has not the shape or element type of the shard.
+            EngineError: `read` returned values of another shape or element type than those of the shard.
         """
         ...
 
-    def to_shards(self, array: Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
+    def iterate_shards(self, array: Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
         """Yield this process's shards, each index once.
 
         Args:
             array: The array.
-            copy: Whether the values stay as they are when the array changes. If not, they may be in its own memory:
-                then those that change with it are writeable, and those that never change are read-only.
+            copy: Whether to copy the values. If not, they may be in the array's memory. They are writeable if they
+                change with the array, and read-only if the array never changes.
         """
         ...
 
@@ -215,40 +214,40 @@ class Engine(Protocol):
     def get_writable_memory(self, array: Array) -> Sequence[tuple[Index, NumpyArray]]:
         """Return writable memory of this process's shards, or an empty sequence if there is none.
 
-        What is written there is in the array. Who writes there assigns the array to itself afterwards, as the framework
-        does that, so that this knows of the change.
+        Values that are written there are in the array. After writing, the caller must assign the array to itself, so
+        that the framework notices the change.
         """
         ...
 
-    def iterate_by_device(self, array: Array) -> Iterator[tuple[str, NumpyArray]]:
-        """Yield the name and the values of each device of this process, replicas included.
+    def iterate_device_values(self, array: Array) -> Iterator[tuple[str, NumpyArray]]:
+        """Yield the name of each device of this process and the values of the array on it, including replicas.
 
-        Nothing is gathered. What stands for an array without values yields nothing.
+        Nothing is gathered. For an object without values, nothing is yielded.
         """
         ...
 
     def relayout(self, array: Array, layout: Layout, *, pad: bool = False) -> Array:
-        """Move values to another layout. Unsharded arrays and numpy arrays are accepted, too.
+        """Return the same values in another layout. Unsharded arrays and numpy arrays are accepted, too.
 
         Raises:
-            EngineError: The engine cannot hold the layout, or such elements.
+            EngineError: The engine does not support the layout or the element type.
             LayoutError: The layout does not fit the array's shape. With `pad`, axes need not divide.
             MeshError: The machine does not have the mesh's devices.
         """
         ...
 
-    def variable(self, array: Array, *, name: str = "", trainable: bool = True) -> Any:
-        """Return the framework's variable with an array as its value, or the array if there are no variables."""
+    def make_variable(self, array: Array, *, name: str = "", trainable: bool = True) -> Any:
+        """Return a new variable with an array as its value, or the array if the framework has no variables."""
         ...
 
     def to_numpy(self, array: Array) -> NumpyArray:
-        """Gather all values of an array from all of its processes, each of which must call this."""
+        """Return all values of an array. Each process that has a part of the array must call this."""
         ...
 
-    def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
-        """Gather values from each process with a device of the mesh, one row each, in process order.
+    def gather_from_processes(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
+        """Return the values of each process that has a device of the mesh, one row each, in process order.
 
-        They must all ask, with values of one shape and element type.
+        All these processes must call it, with values of the same shape and element type.
 
         Raises:
             EngineError: Another process cannot be reached.
@@ -256,35 +255,35 @@ class Engine(Protocol):
         ...
 
     def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[Any]:
-        """Compute operations on unsharded values replicated on a mesh, while the context is open.
+        """Compute operations on unsharded values replicated on a mesh, until the block ends.
 
         Args:
             mesh: The mesh.
-            draws: How random numbers are drawn; every engine knows `"exact"`.
+            draws: The mode of drawing random numbers. Every engine supports `"exact"`.
 
         Raises:
-            EngineError: The engine does not draw so.
+            EngineError: The engine does not support the mode.
             MeshError: The machine does not have the mesh's devices.
         """
         ...
 
-    def canonicalize(self, values: object) -> NumpyArray:
+    def canonicalize_values(self, values: object) -> NumpyArray:
         """Convert values to numpy in the engine's dtype, with 32 bits if 64-bit types are disabled.
 
         Python numbers get the framework's default element type.
 
         Raises:
-            EngineError: It holds no such elements.
+            EngineError: The engine does not support the element type.
         """
         ...
 
-    def call(
+    def call_with_layout(
         self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Array:
-        """Compute the result of a function in a layout. If possible, no device stores the global value.
+        """Call a function, and return its result in a layout. If possible, no device stores the global value.
 
         Raises:
-            EngineError: The function does not return one array, or the engine cannot hold the layout.
+            EngineError: The function does not return one array, or the engine does not support the layout.
             LayoutError: The layout does not fit the shape of the result.
             MeshError: The machine does not have the mesh's devices.
         """

@@ -1,6 +1,6 @@
 """List the framework releases that the tests cover, and warn about other releases.
 
-The extras in pyproject.toml begin at the same releases and have no end: see docs/decisions/0098.
+The extras in pyproject.toml begin at the same releases and have no upper limit (decisions/0098).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def _parse_version(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
 
 
-def _get_version(package: str) -> str:
+def _get_imported_version(package: str) -> str:
     return str(getattr(sys.modules.get(package), "__version__", ""))
 
 
-def _is_tested(package: str) -> bool:
+def _is_tested_release(package: str) -> bool:
     oldest, newest = map(_parse_version, TESTED[package])
-    found = _parse_version(_get_version(package))
+    found = _parse_version(_get_imported_version(package))
     return oldest <= found and found[:2] <= newest[:2]
 
 
@@ -44,15 +44,15 @@ def warn_if_untested(package: str) -> None:
     """Warn once per process about a release that the tests do not cover.
 
     Args:
-        package: One of `TESTED`. It is imported, and every name of it that is probed was found.
+        package: One of `TESTED`. It is imported, and every name that is probed exists.
     """
-    if _is_tested(package):
+    if _is_tested_release(package):
         return
     warning = LayoutMapWarning(
-        f"{package} {_get_version(package)} is not a release that layoutmap was tested with",
+        f"{package} {_get_imported_version(package)} is not a release that layoutmap was tested with",
         facts={
-            "tested": f"{package} {_format_range(package)}",
-            "probed": f"all names of {package} thatlayoutmap needs exist",
+            "tested": f"{package} {_format_tested_range(package)}",
+            "probed": f"all names of {package} that layoutmap needs exist",
         },
         why="functions that the library uses may behave differently",
         fix=f'compare the model with one device: lm.check_parity(...); or pip install "{_format_requirement(package)}"',
@@ -61,76 +61,77 @@ def warn_if_untested(package: str) -> None:
 
 
 def make_unsupported_error(
-    package: str, missing: object, kind: type[LayoutMapError] = EngineError
+    package: str, missing: object, error_class: type[LayoutMapError] = EngineError
 ) -> LayoutMapError:
     """Return the error for a release without names that layoutmap needs."""
-    return kind(
-        f"{package} {_get_version(package)} is not supported",
-        facts={"missing": missing, "tested": f"{package} {_format_range(package)}"},
+    return error_class(
+        f"{package} {_get_imported_version(package)} is not supported",
+        facts={"missing": missing, "tested": f"{package} {_format_tested_range(package)}"},
         why=f"layoutmap needs names of {package} that this release does not have",
         fix=f'pip install "{_format_requirement(package)}"',
     )
 
 
 # Private names change between releases, so report a missing one with the tested releases (decisions/0149).
-class Needed:
-    """Import names of a framework, and raise `make_unsupported_error` if one is missing."""
+class ImportGuard:
+    """Convert errors of imports in a `with` block to an error that names the tested releases of a framework."""
 
-    def __init__(self, package: str, kind: type[LayoutMapError] = EngineError) -> None:
-        self._package, self._kind = package, kind
+    def __init__(self, package: str, error_class: type[LayoutMapError] = EngineError) -> None:
+        self._package, self._error_class = package, error_class
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if isinstance(error, (ImportError, AttributeError)):
-            raise make_unsupported_error(self._package, error, self._kind) from error
+            raise make_unsupported_error(self._package, error, self._error_class) from error
 
 
-def check_names(package: str, *needed: tuple[object, str]) -> None:
-    """Raise for a release without private names that this library needs, before any is used.
+def check_names_exist(package: str, *owners_and_names: tuple[object, str]) -> None:
+    """Raise an `EngineError` for a release that lacks private names that this library needs.
 
     Args:
         package: One of `TESTED`.
-        needed: Objects, and names of each with spaces between them; those of a class's instances, too.
+        owners_and_names: Pairs of a module or class, and names of its attributes with spaces between them. Names of
+            a class may be attributes of its instances.
     """
     missing = [
         f"{getattr(owner, '__name__', owner)}.{name}"
-        for owner, names in needed
+        for owner, names in owners_and_names
         for name in names.split()
-        if not _has_name(owner, name)
+        if not _has_or_uses_attribute(owner, name)
     ]
     if missing:
         raise make_unsupported_error(package, ", ".join(missing))
 
 
-def _has_name(owner: object, name: str) -> bool:
+def _has_or_uses_attribute(owner: object, name: str) -> bool:
     """Return whether an object has an attribute, or a method of it uses an attribute of this name."""
     methods = (each for each in vars(owner).values() if isinstance(each, FunctionType))
     return hasattr(owner, name) or any(name in each.__code__.co_names for each in methods)
 
 
-def is_before(package: str, release: str) -> bool:
-    """Return whether a framework is older than a release, such as one that fixes a fault."""
-    return _parse_version(_get_version(package)) < _parse_version(release)
+def is_older_than(package: str, version: str) -> bool:
+    """Return whether a framework is older than a version, such as one that fixes a fault."""
+    return _parse_version(_get_imported_version(package)) < _parse_version(version)
 
 
-def import_for(package: str, module: str) -> ModuleType:
+def import_framework_module(package: str, module: str) -> ModuleType:
     """Import a module of this library that needs a framework.
 
     Raises:
-        EngineError: The framework is of a release that was not tested, and lacks a name.
+        EngineError: The import fails, and the framework's release was not tested.
     """
     try:
         return importlib.import_module(module)
     except (ImportError, AttributeError) as error:
         of_another = isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(package)
-        if of_another or _is_tested(package):
+        if of_another or _is_tested_release(package):
             raise
         raise make_unsupported_error(package, error) from error
 
 
-def _format_range(package: str) -> str:
+def _format_tested_range(package: str) -> str:
     return " to ".join(dict.fromkeys(TESTED[package]))
 
 

@@ -1,18 +1,18 @@
 """Guard a training loop: compare the model's layouts and replicas with a plan every n steps."""
 
-# Comparing values takes seconds, so compare checksums, at the first and every n-th step only (decisions/0162).
+# Reading all values takes seconds, so compare checksums only at the first and at every n-th step (decisions/0162).
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from layoutmap.adapters import Keeping, get_model_adapter, require_capability
+from layoutmap.adapters import Checkpointing, get_model_adapter, require_capability
 from layoutmap.core.errors import PlanError, ScopeError
 from layoutmap.core.variables import Kind
 from layoutmap.engines.protocol import Array
 from layoutmap.inspecting.inspect import inspect
-from layoutmap.plan.problems import group_problems
+from layoutmap.plan.problems import merge_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.saving.sync_versions import find_missed_version
 from layoutmap.scope.plan import Plan
@@ -29,7 +29,7 @@ _EXISTS_BEFORE_STEP: Mapping[Kind, bool] = {
 
 
 class Guard:
-    """Compare a model with a plan at the first step and every n-th step, when called.
+    """Compare a model with a plan at the first step and at every n-th step. Call it once per step.
 
     Attributes:
         plan: Plan to compare with. `None`: the first comparison sets it, and adds the slots and metrics that the first
@@ -38,7 +38,7 @@ class Guard:
 
     def __init__(self, model: object, plan: PlanTable | None, optimizer: object, every: int):
         self._model, self._optimizer, self._every = model, optimizer, every
-        self.plan = None if plan is None else Plan.of(plan)
+        self.plan = None if plan is None else Plan.from_table(plan)
         self._num_steps = 0
 
     def __call__(self, model: object = None, optimizer: object = None) -> None:
@@ -48,20 +48,21 @@ class Guard:
             model: The model as the step has left it, where that is another object: a pytree of JAX.
             optimizer: Its optimizer's state, likewise.
         """
-        self._check_synced(self._model if model is None else model)
+        self._check_no_missed_sync(self._model if model is None else model)
         if self._num_steps % self._every == 0:
             self.check(model, optimizer)
         self._num_steps += 1
 
-    def _check_synced(self, model: object) -> None:
-        missed = find_missed_version(model, lambda: _list_arrays(model))
+    def _check_no_missed_sync(self, model: object) -> None:
+        """Raise if the model is a sampler that missed a version of its trainer's weights."""
+        missed = find_missed_version(model, lambda: _list_model_arrays(model))
         if missed is None:
             return
         version, newest = missed
         raise PlanError(
             f"the sampler has version {version} of its trainer's weights, and version {newest} was synced",
             facts={"step": str(self._num_steps)},
-            why="the last sync of this sampler was not called or failed",
+            why="the last sync of this sampler failed or was not called",
             fix="call sync() before the next step; if your samplers sync at different times, pass "
             "sync(version=step)",
         )
@@ -90,13 +91,13 @@ class Guard:
             self.plan = found
             return
         facts = {"changes": str(difference)} if difference else {}
-        facts |= {problem.subject: str(problem) for problem in group_problems(found.errors)}
+        facts |= {problem.subject: str(problem) for problem in merge_problems(found.errors)}
         raise PlanError(
             f"the model differs from its plan at step {self._num_steps}",
             problems=found.errors,
             facts=facts,
-            why="the program sharded, replaced, or changed an array since",
-            fix="find the step that does it: guard with every=1; or accept the new plan: "
+            why="the program sharded, replaced, or changed an array after the plan was made",
+            fix="find the step that does it: guard with every=1; or accept the new layouts as the plan: "
             "lm.inspect(model).to_json()",
         )
 
@@ -110,7 +111,7 @@ class Guard:
 
     def callback(self) -> Any:
         """Return a callback for `fit` of Keras that calls the guard after each batch."""
-        # Imported here, so that programs without Keras can use guards.
+        # Import it here, so that programs without Keras can use guards.
         from layoutmap.adapters.keras.callback import make_batch_callback
 
         return make_batch_callback(self)
@@ -150,13 +151,13 @@ def guard(
     """
     if every < 1:
         raise ScopeError(
-            f"every={every!r}",
-            why="every is the number of steps between comparisons",
+            f"every={every!r} is not a number of steps",
+            why="every is the number of steps from one comparison to the next",
             fix="pass a positive number, as in every=1000",
         )
     return Guard(model, plan, optimizer, every)
 
 
-def _list_arrays(tree: object) -> list[Array]:
-    adapter = require_capability(get_model_adapter(tree), Keeping, "guard")
+def _list_model_arrays(tree: object) -> list[Array]:
+    adapter = require_capability(get_model_adapter(tree), Checkpointing, "guard")
     return [each.array for each in adapter.list_stored_variables(tree)]

@@ -12,21 +12,21 @@ from layoutmap.core.errors import join_names
 from layoutmap.core.garbage import pause_garbage_collection
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import AS_FOUND, Match
-from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.mesh import Mesh, check_dims_in_mesh
 from layoutmap.core.specs import BatchDim, list_batch_dims
 from layoutmap.core.variables import Assignment
 from layoutmap.engines import Engine, get_engine
-from layoutmap.engines.protocol import Unplaced
-from layoutmap.inspecting.replicas import StoredVariable, find_differences
+from layoutmap.engines.protocol import PlacementWithoutLayout
+from layoutmap.inspecting.replicas import PlacedVariable, find_replica_differences
 from layoutmap.plan.problems import Problem, sort_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan
 
-Placement = Layout | Unplaced
+Placement = Layout | PlacementWithoutLayout
 
 
-# A guessed layout would mislead, so arrays without a known layout are omitted with a warning (decisions/0162).
+# A guessed layout would be misleading, so omit arrays without a known layout, and warn of them (decisions/0162).
 def inspect(
     model: object, optimizer: object = None, *, batch_dim: BatchDim | None = None, across: bool = False
 ) -> Plan:
@@ -50,7 +50,7 @@ def inspect(
         scope. If arrays are on several meshes, it covers the largest one, and the others are among its problems.
 
     Raises:
-        ScopeError: It is not a model of a supported library, or the mesh does not have the dim.
+        ScopeError: `model` is not of a supported library, or the mesh does not have the dim `batch_dim`.
 
     Example:
         >>> import jax, layoutmap as lm
@@ -69,29 +69,29 @@ def inspect(
           to say so   layout_map[r"up\\.kernel$"] = (None, 'model')
     """
     with pause_garbage_collection():
-        return _make_plan(model, optimizer, batch_dim, across)
+        return _inspect_model(model, optimizer, batch_dim, across)
 
 
-def _make_plan(model: object, optimizer: object, batch_dim: BatchDim | None, across: bool) -> Plan:
+def _inspect_model(model: object, optimizer: object, batch_dim: BatchDim | None, across: bool) -> Plan:
     adapter = require_capability(get_model_adapter(model), Inspecting, "inspect")
     stored = adapter.describe_variables(model, optimizer)
     engine = get_engine(adapter.engine_name)
-    places = _find_placements([each.array for each in stored], engine)
+    placements = _find_placements([each.array for each in stored], engine)
     context = adapter.find_context(model)
     scope = context if isinstance(context, Scope) else None
-    mesh = _find_largest_mesh(places)
+    mesh = _find_largest_mesh(placements)
     if scope is not None and _is_same_mesh(scope.plan.mesh, mesh, engine):
         mesh = scope.plan.mesh
-    places = [_unify_mesh(mesh, place, engine) for place in places]
-    check_dim("batch_dim", batch_dim, mesh, "the batch is sharded over it")
-    held = [
-        StoredVariable(
+    placements = [_replace_same_mesh(mesh, placement, engine) for placement in placements]
+    check_dims_in_mesh("batch_dim", batch_dim, mesh, "the batch is sharded over it")
+    placed = [
+        PlacedVariable(
             each.variable,
             each.array,
-            place,
-            _find_layout_on_mesh(mesh, place, len(each.variable.shape), engine),
+            placement,
+            _find_layout_on_mesh(mesh, placement, len(each.variable.shape), engine),
         )
-        for each, place in zip(stored, places, strict=True)
+        for each, placement in zip(stored, placements, strict=True)
     ]
     assignments = [
         Assignment(
@@ -100,159 +100,162 @@ def _make_plan(model: object, optimizer: object, batch_dim: BatchDim | None, acr
             Match(each.variable.path, None, otherwise=AS_FOUND),
             is_padded=bool(each.layout.find_uneven_axes(each.variable.shape)),
         )
-        for each in held
+        for each in placed
         if each.layout is not None
     ]
-    problems = [problem for each in held for problem in _find_problems(each, mesh)]
+    problems = [problem for each in placed for problem in _iterate_placement_problems(each, mesh)]
     if across:
-        problems += find_differences(held, engine, mesh)
-    gathered = tuple(dim for dim in adapter.gathered_dims(model) if dim in mesh)
+        problems += find_replica_differences(placed, engine, mesh)
+    gathered = tuple(dim for dim in adapter.list_gathered_dims(model) if dim in mesh)
     plan = Plan(mesh, tuple(assignments), sort_problems(problems), gathered_dims=gathered)
     plan = replace(plan, batches=list_batch_dims(batch_dim) if batch_dim else scope and scope.batches)
     if scope is not None:
-        return _add_rules(plan, scope.plan)
-    return plan.add_problems([*_find_unused_dims(plan, batch_dim)])
+        return _add_scope_plan(plan, scope.plan)
+    return plan.add_problems([*_iterate_unused_dims(plan, batch_dim)])
 
 
 def _find_placements(arrays: Sequence[Any], engine: Engine) -> list[Placement]:
-    """Return the layout of each array. Match layouts without dim names with the meshes of other arrays."""
-    places: list[Placement] = [engine.describe_placement(array) for array in arrays]
-    meshes = list({place.mesh: None for place in places if isinstance(place, Layout)})
+    """Return the placement of each array. Match layouts without dim names with the meshes of other arrays."""
+    placements: list[Placement] = [engine.find_placement(array) for array in arrays]
+    meshes = list({placement.mesh: None for placement in placements if isinstance(placement, Layout)})
     return [
-        engine.describe_placement(array, meshes)
-        if meshes and isinstance(place, Unplaced) and not place.devices
-        else place
-        for array, place in zip(arrays, places, strict=True)
+        engine.find_placement(array, meshes)
+        if meshes and isinstance(placement, PlacementWithoutLayout) and not placement.devices
+        else placement
+        for array, placement in zip(arrays, placements, strict=True)
     ]
 
 
-def _unify_mesh(mesh: Mesh, place: Placement, engine: Engine) -> Placement:
-    """Convert a placement to `mesh` if its mesh has the same devices."""
-    if not isinstance(place, Layout) or place.mesh is mesh or not _is_same_mesh(place.mesh, mesh, engine):
-        return place
-    return Layout(place.sharding_specs, mesh, memory=place.memory)
+def _replace_same_mesh(mesh: Mesh, placement: Placement, engine: Engine) -> Placement:
+    """Return a placement on `mesh` if its own mesh has the same devices. Return others unchanged."""
+    own = placement.mesh if isinstance(placement, Layout) else None
+    if not isinstance(placement, Layout) or own is mesh or not _is_same_mesh(placement.mesh, mesh, engine):
+        return placement
+    return Layout(placement.sharding_specs, mesh, memory=placement.memory)
 
 
 def _is_same_mesh(one: Mesh, other: Mesh, engine: Engine) -> bool:
-    """Return whether two meshes are equal, even if only one of them lists its devices."""
+    """Return whether two meshes are equal, or are equal once the one without a list of devices is bound."""
     if one == other or one.mesh_dims != other.mesh_dims or None not in (one.devices, other.devices):
         return one == other
-    return engine.bind(one).devices == engine.bind(other).devices
+    return engine.bind_mesh(one).devices == engine.bind_mesh(other).devices
 
 
-def _find_largest_mesh(places: Sequence[Placement]) -> Mesh:
-    """Return the largest mesh, of equals the most used one. Without meshes, make one of the arrays' devices."""
-    counts = Counter(place.mesh for place in places if isinstance(place, Layout))
+def _find_largest_mesh(placements: Sequence[Placement]) -> Mesh:
+    """Return the largest mesh, and the most used one of several. Without meshes, make one of the devices."""
+    counts = Counter(placement.mesh for placement in placements if isinstance(placement, Layout))
     if counts:
         return max(counts, key=lambda mesh: (mesh.size, len(mesh.mesh_dims), counts[mesh]))
-    alone = Counter(place.devices for place in places if isinstance(place, Unplaced) and place.devices)
+    without = (each for each in placements if isinstance(each, PlacementWithoutLayout))
+    alone = Counter(each.devices for each in without if each.devices)
     devices = max(alone, key=alone.__getitem__, default=None)
     return Mesh(devices, {"device": len(devices or "1")})
 
 
-def _find_layout_on_mesh(mesh: Mesh, place: Placement, rank: int, engine: Engine) -> Layout | None:
+def _find_layout_on_mesh(mesh: Mesh, placement: Placement, rank: int, engine: Engine) -> Layout | None:
     """Return the layout of an array on the plan's mesh, or `None` if it has none there."""
-    if isinstance(place, Layout):
-        if place.mesh == mesh:
-            return place
+    if isinstance(placement, Layout):
+        if placement.mesh == mesh:
+            return placement
         return (
-            Layout(place.sharding_specs, mesh, memory=place.memory)
-            if _is_submesh(place.mesh, mesh, engine)
+            Layout(placement.sharding_specs, mesh, memory=placement.memory)
+            if _is_submesh(placement.mesh, mesh, engine)
             else None
         )
-    # A plan's mesh has no devices until it is bound.
-    on_all = len(place.devices) == mesh.size and place.devices == engine.bind(mesh).devices
-    return Layout.replicated(mesh, rank) if place.is_copied or on_all else None
+    # The mesh of a plan may list no devices, so bind it to compare them.
+    on_all = len(placement.devices) == mesh.size and placement.devices == engine.bind_mesh(mesh).devices
+    return Layout.replicated(mesh, rank) if placement.is_copied or on_all else None
 
 
 def _is_submesh(part: Mesh, mesh: Mesh, engine: Engine) -> bool:
-    """Return whether a mesh is a slice of another mesh, at fixed positions along the missing dims."""
+    """Return whether a mesh is a part of another one, at fixed positions along the dims that it lacks."""
     sizes = mesh.dim_sizes
     if any(sizes.get(name) != number for name, number in part.dim_sizes.items()):
         return False
     if part.devices is None and mesh.devices is None:
         return True
-    if part.devices is None or mesh.devices is None:  # an abstract mesh has no devices to compare
-        part, mesh = engine.bind(part), engine.bind(mesh)
+    if part.devices is None or mesh.devices is None:  # bind an abstract mesh, because it lists no devices
+        part, mesh = engine.bind_mesh(part), engine.bind_mesh(mesh)
     assert part.devices is not None
     assert mesh.devices is not None
-    places = {
+    placements = {
         name: dict(zip(mesh.dim_names, mesh.coords(i), strict=True)) for i, name in enumerate(mesh.devices)
     }
-    if not places.keys() >= {*part.devices}:
+    if not placements.keys() >= {*part.devices}:
         return False
-    first = places[part.devices[0]]
+    first = placements[part.devices[0]]
     return all(
-        places[name] == first | dict(zip(part.dim_names, part.coords(i), strict=True))
+        placements[name] == first | dict(zip(part.dim_names, part.coords(i), strict=True))
         for i, name in enumerate(part.devices)
     )
 
 
-def _find_problems(held: StoredVariable, mesh: Mesh) -> Iterator[Problem]:
-    variable, place, layout = held.variable, held.place, held.layout
+def _iterate_placement_problems(placed: PlacedVariable, mesh: Mesh) -> Iterator[Problem]:
+    """Yield problems of a variable that has no layout, is on another mesh, or is sharded unevenly."""
+    variable, placement, layout = placed.variable, placed.placement, placed.layout
     path, facts = variable.path, (("shape", str(variable.shape)),)
-    if isinstance(place, Unplaced):
+    if isinstance(placement, PlacementWithoutLayout):
         if layout is None:
             yield Problem(
                 "no layout",
                 "warning",
                 path,
-                f"{path}: {place.what}",
+                f"{path}: {placement.what}",
                 facts,
-                "a layout says for each axis over which named mesh dims it is sharded, in equal shards: this is not in "
-                "the plan",
-                "lay it out by names, in equal shards, or look at it with the framework's own tools",
+                "a plan has only arrays with a layout, which is in equal shards over the named dims of a mesh",
+                "shard it evenly over named mesh dims, or look at it with the framework's own tools",
             )
-        elif mesh.size > 1 and variable.shape:  # scalars cannot be sharded, so only arrays are reported
-            why = "it counts as replicated"
-            yield Problem("plain", "note", path, f"{path}: {place.what}", facts, why)
+        elif mesh.size > 1 and variable.shape:  # scalars cannot be sharded, so they are not reported
+            why = "the plan counts it as replicated"
+            yield Problem("plain", "note", path, f"{path}: {placement.what}", facts, why)
     elif layout is None:
         facts += (
-            ("layout", str(place)),
-            ("its mesh", str(place.mesh)),
-            ("devices", join_names(place.mesh.devices or ())),
+            ("layout", str(placement)),
+            ("its mesh", str(placement.mesh)),
+            ("devices", join_names(placement.mesh.devices or ())),
         )
-        why = f"a plan is of one mesh, and most are on {mesh}: this is not in the plan"
+        why = f"a plan covers one mesh, here {mesh}, so this variable is not in the plan"
         fix = "inspect the part of the model that is on the other mesh"
         yield Problem("another mesh", "warning", path, f"{path}: it is on another mesh", facts, why, fix)
-    elif place.mesh != mesh:
-        rest = ", ".join(name for name in mesh.dim_names if name not in place.mesh)
-        what = f"{path}: it is on {place.mesh}, a part of the mesh"
-        yield Problem("another mesh", "note", path, what, facts, f"it counts as replicated over {rest}")
+    elif placement.mesh != mesh:
+        rest = ", ".join(name for name in mesh.dim_names if name not in placement.mesh)
+        what = f"{path}: it is on {placement.mesh}, a part of the mesh"
+        why = f"the plan counts it as replicated over {rest}"
+        yield Problem("another mesh", "note", path, what, facts, why)
     if layout is not None:
         for axis in layout.find_uneven_axes(variable.shape):
             error = layout.make_uneven_error(variable.shape, axis, path)
             facts = tuple((name, str(value)) for name, value in error.facts.items())
             what = f"{path}: axis {axis} is sharded unevenly"
-            why = f"{error.why}: some devices hold more than others"
-            severity = "note" if getattr(held.array, "is_padded", False) else "warning"
+            why = f"{error.why}: some devices store more than others"
+            severity = "note" if getattr(placed.array, "is_padded", False) else "warning"
             yield Problem("uneven", severity, path, what, facts, why, error.fix)
 
 
-def _get_sharding(layout: Layout) -> tuple[Mesh, list[list[str]]]:
-    """Return the mesh, and for each axis the dims of more than one device."""
+def _get_effective_sharding(layout: Layout) -> tuple[Mesh, list[list[str]]]:
+    """Return the mesh of a layout, and for each axis the dims with more than one device that shard it."""
     sizes = layout.mesh.dim_sizes
     return layout.mesh, [
         [dim for dim in layout.list_mesh_dims(axis) if sizes[dim] > 1] for axis in range(layout.rank)
     ]
 
 
-def _add_rules(found: Plan, planned: PlanTable) -> Plan:
-    """Add the rules, notes, and problems of the scope that created the model to the plan."""
+def _add_scope_plan(found: Plan, planned: PlanTable) -> Plan:
+    """Return the plan with the rules, notes, and problems of the scope that created the model."""
     known: dict[str, list[Assignment]] = {}
     for each in planned.assignments:
         known.setdefault(each.variable.path, []).append(each)
     assignments: list[Assignment] = []
-    moved: list[Problem] = []
+    moved_problems: list[Problem] = []
     for each in found.assignments:
         path, shape = each.variable.path, each.variable.shape
         alike = [a for a in known.get(path, ()) if a.variable.shape == shape]
-        same = [a for a in alike if _get_sharding(a.layout) == _get_sharding(each.layout)]
+        same = [a for a in alike if _get_effective_sharding(a.layout) == _get_effective_sharding(each.layout)]
         if alike and not same:
-            facts = ("laid out in", str(alike[0].layout)), ("now in", str(each.layout))
-            why = "the program has replaced the array since its scope laid it out"
-            fix = "give the new one that layout: lm.dtensor.relayout(array, layout); or change the rule"
-            moved.append(
+            facts = ("layout in the scope", str(alike[0].layout)), ("layout now", str(each.layout))
+            why = "the program has replaced the array after its scope sharded it"
+            fix = "give the new array the layout of the scope: lm.dtensor.relayout(array, layout); or change the rule"
+            moved_problems.append(
                 Problem("moved", "warning", path, f"{path}: it is in another layout now", facts, why, fix)
             )
         assignments.append(
@@ -264,22 +267,23 @@ def _add_rules(found: Plan, planned: PlanTable) -> Plan:
     assignments.sort(key=lambda a: order.get(a.variable.path, len(order)))
     models = {a.variable.model for a in assignments if a.variable.path in known}
     kept = [p for p in planned.problems if not p.model or p.model in models]
-    # The scope already reported these variables as padded.
+    # The scope has reported padded variables already, so do not report them as uneven again.
     padded = {a.variable.path for a in assignments if a.is_padded}
     kept += [p for p in found.problems if p.kind != "uneven" or p.subject not in padded]
     return replace(
         found,
         assignments=tuple(assignments),
-        problems=sort_problems([*kept, *moved]),
+        problems=sort_problems([*kept, *moved_problems]),
         activations=planned.activations,
         free_activations=planned.free_activations,
     )
 
 
-def _find_unused_dims(plan: Plan, batch_dim: BatchDim | None) -> Iterator[Problem]:
+def _iterate_unused_dims(plan: Plan, batch_dim: BatchDim | None) -> Iterator[Problem]:
+    """Yield a note for each mesh dim that shards neither weights nor batches."""
     for dim in plan.unused_dims:
         if dim.name not in list_batch_dims(batch_dim):
             what = f"mesh dim {dim.name!r} shards no weight"
-            why = f"groups of {dim.size} devices hold the same weights, and compute the same unless their data differs"
+            why = f"groups of {dim.size} devices store the same weights, and repeat work unless their data differs"
             fix = f"pass batch_dim={dim.name!r} if batches are sharded over it"
             yield Problem("unused dim", "note", dim.name, what, (("mesh", str(plan.mesh)),), why, fix)

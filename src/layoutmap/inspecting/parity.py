@@ -1,17 +1,17 @@
 """Check that a sharded model computes the same numbers as the unsharded model on one device.
 
-`check_parity` builds the same model twice from the same seed, once plainly and once under a layout map, feeds both the
-same batch, and compares everything along the way: first weights (bit for bit), forward pass, gradients, and the
-variables after each optimizer step. It names the first place where the two part.
+`check_parity` builds the same model twice from the same seed, once unsharded and once under a layout map, feeds both
+the same batch, and compares the weights (bit for bit), the outputs, the gradients, and the variables after each
+optimizer step. It names the first value that differs.
 
-Two programs that add the same numbers in another order differ by rounding, about 1e-7 of the numbers' size. Where a
-gradient is itself no larger than that (a bias in front of a normalization has none at all), an optimizer that divides
-by the gradient's size turns rounding into full steps, on one device as on many. Such elements, whose gradient is not a
-thousand times as large as the rounding in it, are left out of the comparison of steps; the report counts them.
+Two programs that add the same numbers in another order differ by rounding, about 1e-7 of the numbers' size. If a
+gradient is no larger than that (a bias in front of a normalization has a gradient of 0), an optimizer that divides by
+the gradient's size turns rounding into full steps, on one device as on many. So elements whose gradient is less than a
+thousand times the rounding in it are left out of the comparison of steps, and the report counts them.
 
-Each difference is divided by the size of the plain model's own values, so a wrong number is found however small it is.
-Where terms cancel, rounding may be as large as the values. Then the plain model is compared with itself, its numbers
-moved by one rounding: a difference counts if it is thirty times as large as that one.
+Each difference is divided by the size of the unsharded model's own values, so small wrong numbers are found, too. Where
+terms cancel, rounding may be as large as the values. Then the unsharded model is compared with itself after its numbers
+were changed by one rounding error, and a difference counts only if it is thirty times as large as the one found there.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from layoutmap.core.errors import ParityError
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import BatchDim
 from layoutmap.engines import get_engine
-from layoutmap.inspecting.rounding import move_arrays, move_variables
-from layoutmap.scope.arguments import check_maker
+from layoutmap.inspecting.rounding import perturb_arrays, perturb_variables
+from layoutmap.scope.arguments import check_model_function
 from layoutmap.scope.layout_map import LayoutMap
-from layoutmap.scope.owner import infer_library
+from layoutmap.scope.owner import retry_with_model_library
 from layoutmap.scope.scope import build
 
 ROUNDINGS = 30
-"""The allowed difference between models, in units of the rounding that was measured."""
-_EPSILON = 1e-7  # rounding unit of float32
-_NUM_DRAWS = 3  # with a single draw, a value may remain equal by chance
-_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)  # devices may flush smaller numbers to zero
-_LARGEST_ROUNDING = 1e-2  # larger differences are not rounding
-_SIGNIFICANT = 1e3  # a gradient larger than this many roundings is significant
+"""The allowed difference between models, as a multiple of the measured effect of rounding."""
+_EPSILON = 1e-7  # relative rounding error of float32
+_NUM_DRAWS = 3  # with a single draw of rounding errors, a value may remain equal by chance
+_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)  # devices may flush smaller numbers to 0, so avoid these
+_LARGEST_ROUNDING = 1e-2  # a larger difference has another cause than rounding
+_SIGNIFICANT = 1e3  # a gradient more than this many times larger than its rounding error is significant
 
 
 @dataclass(frozen=True, slots=True)
 class ParityRow:
-    """A comparison of one array or number between the unsharded and the sharded model.
+    """Describe the comparison of one array or number between the unsharded and the sharded model.
 
     Args:
         stage: `"weights"`, `"forward"`, `"loss"`, `"gradient"`, or `"step 1"` and so on.
@@ -80,11 +80,11 @@ class ParityRow:
         return not self.agrees and self.difference <= self.tolerance * self.largest_scale
 
     def scale_to_rounding(self, rounding: float, times: float = ROUNDINGS) -> ParityRow:
-        """Rescale the error so that `times` roundings equal the tolerance.
+        """Return a row with an error scaled so that `times` times the effect of rounding is the tolerance.
 
         Args:
-            rounding: By how much one rounding of its numbers changes the plain model's values.
-            times: Number of allowed roundings.
+            rounding: How much one rounding error in all numbers changes the unsharded model's values.
+            times: How many times this change is allowed.
         """
         if self.agrees or not rounding or not self.tolerance:
             return self
@@ -97,7 +97,7 @@ class ParityRow:
         return self.error <= self.tolerance
 
     def __str__(self) -> str:
-        times = "" if self.factor is None else f", {self.factor:.4g} times the plain one"
+        times = "" if self.factor is None else f", {self.factor:.4g} times the unsharded one"
         return (
             f"{self.stage:<9} {self.name}: differs by {self.error:.3g}, allowed {self.tolerance:.3g}{times}"
         )
@@ -105,7 +105,7 @@ class ParityRow:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ParityReport:
-    """Report all comparisons in order.
+    """Report all comparisons of two models in order.
 
     Args:
         rows: The comparisons.
@@ -153,7 +153,7 @@ class ParityReport:
         return f"<ParityReport: {'agrees' if self.agrees else self.first_difference}>"
 
 
-@infer_library
+@retry_with_model_library
 def check_parity(
     make_model: Callable[[], object],
     layout_map: LayoutMap,
@@ -201,31 +201,31 @@ def check_parity(
         >>> lm.check_parity(make_model, layout_map, batch, batch_dim="batch")
         <ParityReport: agrees>
     """
-    check_maker(make_model, layout_map, "check_parity")
+    check_model_function(make_model, layout_map, "check_parity")
     found = get_adapter(library) if library else get_imported_adapter()
     adapter = require_capability(found, Training, "check_parity")
 
     def make_unsharded() -> Any:
         adapter.set_seed(seed)
         model = make_unsharded_model(adapter, make_model, layout_map)
-        adapter.complete(model, batch)
+        adapter.create_lazy_variables(model, batch)
         return model
 
-    with adapter.keep_random_states():
+    with adapter.preserve_random_states():
         adapter.set_seed(seed)
         sharded = build(make_model, layout_map, batch_dim=batch_dim, library=adapter.name, progress=False)
-        adapter.complete(sharded, batch)
+        adapter.create_lazy_variables(sharded, batch)
         adapter.set_seed(seed)
-        plain = make_unsharded_model(adapter, make_model, layout_map)
-        _check_separate(adapter, plain, sharded)
-        adapter.complete(plain, batch)
-        report = compare_models(adapter, plain, sharded, batch, steps=steps, tolerance=tolerance)
-        del plain, sharded
+        unsharded = make_unsharded_model(adapter, make_model, layout_map)
+        _check_no_shared_variables(adapter, unsharded, sharded)
+        adapter.create_lazy_variables(unsharded, batch)
+        report = compare_models(adapter, unsharded, sharded, batch, steps=steps, tolerance=tolerance)
+        del unsharded, sharded
         for draw in range(_NUM_DRAWS):
             first = report.first_difference
             if first is None or not first.may_be_rounding:
                 break
-            moved = compare_rounded(
+            with_rounding_errors = compare_with_rounding_errors(
                 adapter,
                 make_unsharded(),
                 make_unsharded(),
@@ -235,7 +235,8 @@ def check_parity(
                 left_out=report.only_rounding,
                 seed=draw,
             )
-            report = replace(report, rows=scale_rows(report.rows, measure_rounding(moved.rows)))
+            rounding = collect_rounding_errors(with_rounding_errors.rows)
+            report = replace(report, rows=scale_rows_to_rounding(report.rows, rounding))
     first = report.first_difference
     if raises and first is not None:
         raise ParityError(
@@ -252,17 +253,17 @@ def check_parity(
 
 
 def make_unsharded_model(adapter: Training, make_model: Callable[[], object], layout_map: LayoutMap) -> Any:
-    """Build another unsharded model, on one device of the mesh's type."""
+    """Return a new unsharded model on one device of the mesh's type."""
     assert layout_map.mesh is not None  # a map without a mesh builds no model
-    return adapter.make_on_one_device(make_model, get_engine(adapter.engine_name).bind(layout_map.mesh))
+    return adapter.make_on_one_device(make_model, get_engine(adapter.engine_name).bind_mesh(layout_map.mesh))
 
 
-# Rounding depends on the model, so measure it with a second unsharded model whose values are moved by
-# one rounding (decisions/0008).
-def compare_rounded(
+# The effect of rounding depends on the model, so measure it with a second unsharded model whose values are changed by
+# one rounding error each (decisions/0008).
+def compare_with_rounding_errors(
     adapter: Training,
-    plain: Any,
-    other: Any,
+    model: Any,
+    perturbed_model: Any,
     batch: Any,
     *,
     steps: int = 3,
@@ -270,46 +271,47 @@ def compare_rounded(
     left_out: Mapping[str, npt.NDArray[np.bool_]] | None = None,
     seed: int = 0,
 ) -> ParityReport:
-    """Compare two unsharded models after moving the variables and the batch of one by one rounding.
+    """Compare two equal models after changing the variables and the batch of one by one rounding error.
 
     Args:
-        adapter: Knows their library.
-        plain: A model that has taken no step.
-        other: An equal one, whose variables are moved.
+        adapter: Adapter of the models.
+        model: A model that has taken no step.
+        perturbed_model: An equal model, whose variables are changed.
         batch: The batch of each step.
         steps: Number of optimizer steps to compare.
-        tolerance: The tolerance of the comparison that this one explains; a rounding is 1e-5 / 84 of it.
+        tolerance: The tolerance of the comparison that this one explains. One rounding error is an 84th of it.
         left_out: See `compare_models`.
-        seed: The signs of the roundings are drawn from it.
+        seed: Seed of the signs of the rounding errors.
     """
     signs = np.random.default_rng(seed)
-    move_variables(adapter, other, signs, tolerance)
-    moved = move_arrays(batch, signs, tolerance)
+    perturb_variables(adapter, perturbed_model, signs, tolerance)
+    perturbed_batch = perturb_arrays(batch, signs, tolerance)
     return compare_models(
         adapter,
-        plain,
-        other,
+        model,
+        perturbed_model,
         batch,
-        other_batch=moved,
+        other_batch=perturbed_batch,
         steps=steps,
         tolerance=tolerance,
         left_out=left_out,
     )
 
 
-def measure_rounding(rows: Sequence[ParityRow]) -> dict[tuple[str, int], float]:
-    """Return the change of each row caused by rounding, by stage and position."""
-    return {place: row.difference for place, row in _number_rows(rows)}
+def collect_rounding_errors(rows: Sequence[ParityRow]) -> dict[tuple[str, int], float]:
+    """Return the differences of rows from `compare_with_rounding_errors`, by stage and position in the stage."""
+    return {position: row.difference for position, row in _iterate_positioned_rows(rows)}
 
 
-def scale_rows(
+def scale_rows_to_rounding(
     rows: Sequence[ParityRow], rounding: Mapping[tuple[str, int], float], times: float = ROUNDINGS
 ) -> tuple[ParityRow, ...]:
-    """Rescale the errors of rows by the measured rounding."""
-    return tuple(row.scale_to_rounding(rounding.get(place, 0.0), times) for place, row in _number_rows(rows))
+    """Return rows with their errors rescaled by the measured effect of rounding."""
+    positioned = _iterate_positioned_rows(rows)
+    return tuple(row.scale_to_rounding(rounding.get(key, 0.0), times) for key, row in positioned)
 
 
-def _number_rows(rows: Sequence[ParityRow]) -> Iterator[tuple[tuple[str, int], ParityRow]]:
+def _iterate_positioned_rows(rows: Sequence[ParityRow]) -> Iterator[tuple[tuple[str, int], ParityRow]]:
     # Match rows by position, because unnamed layers have other names in each build.
     counts = Counter[str]()
     for row in rows:
@@ -319,7 +321,7 @@ def _number_rows(rows: Sequence[ParityRow]) -> Iterator[tuple[tuple[str, int], P
 
 def compare_models(
     adapter: Training,
-    plain: Any,
+    unsharded: Any,
     sharded: Any,
     batch: Any,
     *,
@@ -328,18 +330,18 @@ def compare_models(
     tolerance: float = 1e-5,
     left_out: Mapping[str, npt.NDArray[np.bool_]] | None = None,
 ) -> ParityReport:
-    """Train two existing models, and compare them at each stage.
+    """Train two existing models, and return a report that compares them at each stage.
 
     Args:
-        adapter: Knows their library.
-        plain: The model whose values are the expected ones.
-        sharded: The other one.
+        adapter: Adapter of the models.
+        unsharded: The model with the expected values.
+        sharded: The other model.
         batch: The batch of each step.
         other_batch: The batch of the other model; `None`: the same.
         steps: Number of optimizer steps to compare.
         tolerance: The largest relative difference that counts as equal.
-        left_out: The elements that steps are not compared in, as `only_rounding` of another report of the same model;
-            `None`: those whose gradients are only rounding here.
+        left_out: The elements that are left out of the comparison of steps, as `only_rounding` of an earlier report of
+            the same model; `None`: those whose gradients are only rounding in this comparison.
     """
     losses: list[tuple[float, float]] = []
     missing: list[str] = []
@@ -348,17 +350,19 @@ def compare_models(
     known = None if left_out is None else list(left_out.values())
     batches = batch, batch if other_batch is None else other_batch
     rows = tuple(
-        _compare_stages(adapter, plain, sharded, batches, steps, tolerance, known, losses, missing, rounding)
+        _compare_stages(
+            adapter, unsharded, sharded, batches, steps, tolerance, known, losses, missing, rounding
+        )
     )
     return ParityReport(rows, tuple(losses), tuple(missing), rounding)
 
 
-def _check_separate(adapter: Training, plain: object, sharded: object) -> None:
-    """Raise if both models share variables, because one would be compared with itself."""
+def _check_no_shared_variables(adapter: Training, unsharded: object, sharded: object) -> None:
+    """Raise if both models share variables, because the model would be compared with itself."""
     # Keep both alive, because the ids of deleted objects may be reused.
-    ours, theirs = adapter.variables(sharded), adapter.variables(plain)
+    ours, theirs = adapter.variables(sharded), adapter.variables(unsharded)
     laid_out = {id(variable) for variable in ours.values()}
-    shared = [path for path, variable in theirs.items() if plain is sharded or id(variable) in laid_out]
+    shared = [path for path, variable in theirs.items() if unsharded is sharded or id(variable) in laid_out]
     if shared:
         raise ParityError(
             f"{shared[0]}: the second model of make_model() shares this variable with the first",
@@ -371,7 +375,7 @@ def _check_separate(adapter: Training, plain: object, sharded: object) -> None:
 # Adam turns the rounding of a zero gradient into a full step, so skip such elements (decisions/0008).
 def _compare_stages(
     adapter: Training,
-    plain: object,
+    unsharded: object,
     sharded: object,
     batches: tuple[object, object],
     steps: int,
@@ -381,14 +385,17 @@ def _compare_stages(
     missing: list[str],
     rounding: dict[str, npt.NDArray[np.bool_]],
 ) -> Iterator[ParityRow]:
-    yield from compare_variables(adapter, "weights", plain, sharded, 0.0)
+    yield from compare_variables(adapter, "weights", unsharded, sharded, 0.0)
     batch, other_batch = batches
-    outputs = _flatten(adapter.forward(plain, batch)), _flatten(adapter.forward(sharded, other_batch))
+    outputs = (
+        _flatten_outputs(adapter.forward(unsharded, batch)),
+        _flatten_outputs(adapter.forward(sharded, other_batch)),
+    )
     for number, (a, b) in enumerate(zip(*outputs, strict=True)):
         yield _compare_arrays("forward", f"output {number}", a, b, tolerance)
     if not steps:
         return
-    logs, gradients = adapter.gradients(plain, batch)
+    logs, gradients = adapter.gradients(unsharded, batch)
     other_logs, other_gradients = adapter.gradients(sharded, other_batch)
     yield from compare_logs("loss", logs, other_logs, tolerance)
     if not logs:
@@ -402,34 +409,38 @@ def _compare_stages(
             f"gradients of {some}, since the model's train_step passes them to no optimizer of the model"
         )
     largest = max((float(np.max(np.abs(g))) for _, g, _ in found if g.size), default=0.0)
-    moved: dict[str, Any] = {}
-    if left_out is None and any(_is_tiny(a, b, largest) for _, a, b in found):
+    perturbed_gradients: dict[str, Any] = {}
+    if left_out is None and any(_can_be_rounding(a, b, largest) for _, a, b in found):
         # Run both models, so that adapters that count calls draw the same random numbers afterwards.
-        again, _ = (_move_gradients(adapter, model, batch, tolerance) for model in (plain, sharded))
-        moved = dict(zip(other_gradients, again.values(), strict=True))
+        again, _ = (
+            _compute_perturbed_gradients(adapter, model, batch, tolerance) for model in (unsharded, sharded)
+        )
+        perturbed_gradients = dict(zip(other_gradients, again.values(), strict=True))
     for number, (path, gradient, actual) in enumerate(found):
         row = _compare_arrays("gradient", path, gradient, actual, tolerance, largest_scale=largest)
         yield row if row.agrees else replace(row, factor=_find_factor(gradient, actual, tolerance))
         if left_out is None:
-            tiny = moved.get(path) if _is_tiny(gradient, actual, largest) else None
-            rounding[path] = _find_rounding_elements(gradient, actual, tiny)
+            tiny = perturbed_gradients.get(path) if _can_be_rounding(gradient, actual, largest) else None
+            rounding[path] = _mask_rounding_elements(gradient, actual, tiny)
         else:
             rounding[path] = left_out[number]
     for step in range(1, steps + 1):
-        logs, other_logs = adapter.train_step(plain, batch), adapter.train_step(sharded, other_batch)
+        logs, other_logs = adapter.train_step(unsharded, batch), adapter.train_step(sharded, other_batch)
         if "loss" in logs and "loss" in other_logs:
             losses.append((logs["loss"], other_logs["loss"]))
         yield from compare_logs(f"step {step}", logs, other_logs, tolerance)
-        yield from compare_variables(adapter, f"step {step}", plain, sharded, tolerance, rounding)
+        yield from compare_variables(adapter, f"step {step}", unsharded, sharded, tolerance, rounding)
 
 
 def compare_logs(
     stage: str, expected: Mapping[str, float], actual: Mapping[str, float], tolerance: float
 ) -> Iterator[ParityRow]:
-    """Yield a row for each number that two steps logged. A number in only one log differs."""
+    """Yield a row for each number that two steps logged. A number that is in only one log counts as different."""
     if expected.keys() != actual.keys() and len(expected) == len(actual):
         # Loss names contain layer numbers that grow with each build, so pair them in numeric order.
-        named = zip(sorted(actual, key=_split_numbers), sorted(expected, key=_split_numbers), strict=True)
+        named = zip(
+            sorted(actual, key=_make_name_sort_key), sorted(expected, key=_make_name_sort_key), strict=True
+        )
         expected = {name: expected[other] for name, other in named}
     for name in dict.fromkeys([*expected, *actual]):
         if name in expected and name in actual:
@@ -440,84 +451,88 @@ def compare_logs(
             yield ParityRow(stage, name, float("nan"), tolerance)
 
 
-def _split_numbers(name: str) -> tuple[str, list[int]]:
-    """Split a name into words and numbers as a sort key, because Keras omits the first number."""
+def _make_name_sort_key(name: str) -> tuple[str, list[int]]:
+    """Return the words and the numbers of a name. Keras omits the first number, so `dense` sorts before `dense_1`."""
     return re.sub(r"_?\d+", "", name), [int(number) for number in re.findall(r"\d+", name)]
 
 
 def compare_variables(
     adapter: Training,
     stage: str,
-    plain: object,
+    unsharded: object,
     sharded: object,
     tolerance: float,
     rounding: Mapping[str, npt.NDArray[np.bool_]] | None = None,
 ) -> Iterator[ParityRow]:
     """Yield a row for each variable of two models, under its path in the sharded model."""
     # Pair variables by order, because the unsharded model numbers its unnamed layers differently.
-    ours, theirs = adapter.variables(sharded), adapter.variables(plain)
+    ours, theirs = adapter.variables(sharded), adapter.variables(unsharded)
     if len(ours) != len(theirs):
         raise ParityError(
             "the two builds created different variables",
-            facts={"plain": f"{len(theirs)} variables", "sharded": f"{len(ours)} variables"},
+            facts={"unsharded": f"{len(theirs)} variables", "sharded": f"{len(ours)} variables"},
             why="make_model() did not create the same model twice",
-            fix="let it depend only on the seed",
+            fix="let make_model() depend only on the random seed",
         )
-    for (path, variable), plain_variable in zip(ours.items(), theirs.values(), strict=True):
-        expected, actual = adapter.read(plain_variable), adapter.read(variable)
-        left_out = _find_rounding(path, expected.shape, rounding or {})
+    for (path, variable), unsharded_variable in zip(ours.items(), theirs.values(), strict=True):
+        expected, actual = adapter.read(unsharded_variable), adapter.read(variable)
+        left_out = _find_rounding_mask(path, expected.shape, rounding or {})
         if left_out is not None and expected.shape == actual.shape:
             actual = cast("NumpyArray", np.where(left_out, expected, actual))
         count = 0 if left_out is None else int(left_out.sum())
         yield _compare_arrays(stage, path, expected, actual, tolerance, left_out=count)
 
 
-def _find_rounding(
+def _find_rounding_mask(
     path: str, shape: tuple[int, ...], rounding: Mapping[str, npt.NDArray[np.bool_]]
 ) -> npt.NDArray[np.bool_] | None:
-    """Return the mask of elements with only rounding as gradient, for a variable or slot, or `None`."""
+    """Return a mask of the elements of a weight or slot with only rounding error as gradient, or None."""
     found = rounding.get(path)
     if found is None:
         found = next((m for weight, m in rounding.items() if path.startswith(f"optimizer.{weight}.")), None)
     return found if found is not None and found.shape == shape and found.any() else None
 
 
-def _is_tiny(expected: NumpyArray, actual: NumpyArray, largest: float) -> bool:
-    """Return whether rounding of the model's largest gradient could explain a whole gradient."""
+def _can_be_rounding(expected: NumpyArray, actual: NumpyArray, largest: float) -> bool:
+    """Return whether a gradient is so small that all of it may be rounding error of the model's largest one."""
     size = max(float(np.max(np.abs(each), initial=0.0)) for each in (expected, actual))
     return 0 < size < 10 * _EPSILON * largest
 
 
-def _move_gradients(adapter: Training, model: Any, batch: object, tolerance: float) -> Mapping[str, Any]:
-    """Compute the gradients after moving the model's values by one rounding."""
+def _compute_perturbed_gradients(
+    adapter: Training, model: Any, batch: object, tolerance: float
+) -> Mapping[str, Any]:
+    """Return the gradients after changing the model's values by one rounding error, and restore the values."""
     # A forward pass may update variables such as moving averages, so restore all of them.
     before = {path: adapter.read(variable).copy() for path, variable in adapter.variables(model).items()}
     signs = np.random.default_rng(0)
-    move_variables(adapter, model, signs, tolerance)
+    perturb_variables(adapter, model, signs, tolerance)
     try:
-        return adapter.gradients(model, move_arrays(batch, signs, tolerance))[1]
+        return adapter.gradients(model, perturb_arrays(batch, signs, tolerance))[1]
     finally:
         for path, variable in adapter.variables(model).items():
             if path in before and not np.array_equal(adapter.read(variable), before[path], equal_nan=True):
                 adapter.write(variable, before[path])
 
 
-def _find_rounding_elements(
-    expected: NumpyArray, actual: NumpyArray, moved: NumpyArray | None
+def _mask_rounding_elements(
+    expected: NumpyArray, actual: NumpyArray, perturbed: NumpyArray | None
 ) -> npt.NDArray[np.bool_]:
-    """Return the mask of nonzero gradient elements that rounding could explain.
+    """Return the mask of gradient elements that may be only rounding error.
 
-    Where no element is larger than ten times what one rounding of the model's numbers changes, all of the gradient is
-    rounding, the zeros too: it may be in equal bits on both sides now, and in others a step later.
+    If no element is larger than ten times the effect of one rounding error in the model's numbers, the whole gradient
+    is rounding error. Then zeros count, too, because a value may round to zero in one step and not in the next.
 
     Args:
-        expected: The gradient of the plain model.
-        actual: That of the other model.
-        moved: That of the plain model, its numbers moved by one rounding; `None`: the gradient is larger than
-            rounding.
+        expected: The gradient of the unsharded model.
+        actual: The gradient of the other model.
+        perturbed: The gradient of the unsharded model after its numbers were changed by one rounding error; `None`: the
+            gradient is larger than rounding.
     """
     a, b = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
-    noise = 0.0 if moved is None else float(np.max(np.abs(a - np.asarray(moved, np.float64)), initial=0.0))
+    noise = 0.0
+    if perturbed is not None:
+        noise = float(np.max(np.abs(a - np.asarray(perturbed, np.float64)), initial=0.0))
     if max(np.max(np.abs(a), initial=0.0), np.max(np.abs(b), initial=0.0)) < 10 * noise:
         return np.ones(a.shape, np.bool_)
     rounding = max(noise, np.max(np.abs(a - b), initial=0.0), _EPSILON * np.max(np.abs(a), initial=0.0))
@@ -534,7 +549,7 @@ def _compare_arrays(
     left_out: int = 0,
     largest_scale: float = 1.0,
 ) -> ParityRow:
-    """Compare two arrays: the largest absolute difference, divided by the largest expected value."""
+    """Return a row with the largest absolute difference of two arrays, divided by the largest expected value."""
     row = ParityRow(stage, name, 0.0, tolerance, left_out)
     if expected.shape != actual.shape:
         return replace(row, error=float("nan"))
@@ -550,7 +565,7 @@ def _compare_arrays(
 
 
 def _find_factor(expected: NumpyArray, actual: NumpyArray, tolerance: float) -> float | None:
-    """Return the factor between two arrays if they are proportional, otherwise `None`."""
+    """Return the factor between two arrays if they are proportional, otherwise None."""
     if expected.shape != actual.shape or not np.any(expected):
         return None
     a, b = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
@@ -561,7 +576,7 @@ def _find_factor(expected: NumpyArray, actual: NumpyArray, tolerance: float) -> 
     return factor if np.max(np.abs(a * factor - b)) <= 10 * tolerance * np.max(np.abs(b)) else None
 
 
-def _flatten(outputs: object) -> list[NumpyArray]:
+def _flatten_outputs(outputs: object) -> list[NumpyArray]:
     """Return the arrays in nested mappings and sequences, in order."""
     parts: list[Any]
     if isinstance(outputs, Mapping):
@@ -570,31 +585,31 @@ def _flatten(outputs: object) -> list[NumpyArray]:
         parts = list(cast("list[Any]", outputs))
     else:
         return [np.asarray(outputs)]
-    return [array for part in parts for array in _flatten(part)]
+    return [array for part in parts for array in _flatten_outputs(part)]
 
 
 def _explain_difference(row: ParityRow, mesh: Mesh | None) -> str:
     if row.stage == "weights":
-        return "initial values must be equal bit for bit; one of them comes from another seed or another initializer"
+        return "initial values must be equal bit for bit, but the models used different seeds or initializers"
     if _is_likely_rounding(row):
         return (
-            "sums over a mesh round in another order, and some models magnify that, as those that normalize by few "
-            "values do; or an operation is slightly wrong"
+            "sums over a mesh add numbers in another order, and some models magnify the rounding, such as those that "
+            "normalize by few values; or an operation is slightly wrong"
         )
     if row.stage == "forward":
         return "the weights were equal and the outputs are not: some operation is wrong under its layouts"
-    if mesh is not None and row.factor is not None and (dims := _find_dims(mesh, row.factor)):
+    if mesh is not None and row.factor is not None and (dims := _find_dims_of_factor(mesh, row.factor)):
         return (
-            f"the outputs were equal and each element of this gradient is {row.factor:.3g} times the plain one, the "
-            f"size of the mesh in {dims}: a sum adds up the copies that its devices hold"
+            f"the outputs were equal and each element of this gradient is {row.factor:.3g} times the unsharded one, "
+            f"the size of the mesh in {dims}: a sum over the mesh adds equal copies of the devices"
         )
     if row.stage in ("gradient", "loss"):
         return "the outputs were equal and the gradients are not: a reduction over the mesh is missing or doubled"
     return "gradients were equal and the step is not: the optimizer's state or its order of updates differs"
 
 
-def _find_dims(mesh: Mesh, factor: float) -> str:
-    """Return the fewest mesh dims with a product equal to a factor or its inverse, or an empty text."""
+def _find_dims_of_factor(mesh: Mesh, factor: float) -> str:
+    """Return the fewest mesh dims with a product of sizes equal to a factor or its inverse, or an empty string."""
     names = [name for name in mesh.dim_names if mesh.dim_size(name) > 1]
     for number in range(1, len(names) + 1):
         for some in combinations(names, number):

@@ -1,7 +1,7 @@
-"""Compare the replicas of a model between devices and processes, bit by bit.
+"""Compare the replicas of a model between devices and processes bit for bit.
 
-Devices that hold the same piece of a variable must hold the same values. A program that averages gradients by hand, or
-seeds its processes differently, has replicas that drift apart, and trains on without an error.
+Devices that store the same shard of a variable must store the same values. In a program that averages gradients by
+hand, or seeds its processes differently, replicas may drift apart without an error.
 """
 
 from __future__ import annotations
@@ -18,101 +18,109 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import VariableSpec
 from layoutmap.engines import Engine
-from layoutmap.engines.agreement import label_processes
-from layoutmap.engines.protocol import Unplaced
+from layoutmap.engines.agreement import make_process_facts
+from layoutmap.engines.protocol import PlacementWithoutLayout
 from layoutmap.plan.problems import Problem
-from layoutmap.scope.process_group import Group
+from layoutmap.scope.process_group import MeshProcesses
 
 _NO_SHARD = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
-class StoredVariable:
-    """A variable with its array and layout in this process.
+class PlacedVariable:
+    """Store a variable with its array and its layout in this process.
 
     Args:
         variable: The variable.
-        array: Its array.
-        place: The layout of the array, or the placement of an array without one.
-        layout: The layout on the plan's mesh; `None`: it has none, and its values are not compared.
+        array: The array of the variable.
+        placement: The layout of the array, or a description of where an array without a layout is.
+        layout: The layout on the plan's mesh; `None`: there is none, so the values are not compared.
     """
 
     variable: VariableSpec
     array: Any
-    place: Layout | Unplaced
+    placement: Layout | PlacementWithoutLayout
     layout: Layout | None
 
     @property
-    def text(self) -> str:
+    def comparison_text(self) -> str:
         """The dtype, shape, and layout as text, which processes compare."""
-        how = f"{self.place} on {self.place.mesh}" if isinstance(self.place, Layout) else self.place.what
+        placement = self.placement
+        how = f"{placement} on {placement.mesh}" if isinstance(placement, Layout) else placement.what
         return f"{self.variable.dtype}{list(self.variable.shape)} {how}"
 
 
-def find_differences(held: Sequence[StoredVariable], engine: Engine, mesh: Mesh) -> list[Problem]:
+def find_replica_differences(
+    variables: Sequence[PlacedVariable], engine: Engine, mesh: Mesh
+) -> list[Problem]:
     """Return a problem for each variable that differs between devices or processes. All processes must call this."""
 
     @cache
-    def name_shards(layout: Layout) -> Mapping[str, str]:
+    def name_device_shards(layout: Layout) -> Mapping[str, str]:
         """Return the name of each device's shard, or an empty mapping for replicated layouts."""
         dims = {dim for axis in range(layout.rank) for dim in layout.list_mesh_dims(axis)}
         if not dims:
             return {}
         return {
             name: ", ".join(
-                f"{dim}={place}"
-                for dim, place in zip(layout.mesh.dim_names, layout.mesh.coords(i), strict=True)
+                f"{dim}={coordinate}"
+                for dim, coordinate in zip(layout.mesh.dim_names, layout.mesh.coords(i), strict=True)
                 if dim in dims
             )
-            for i, name in enumerate(engine.bind(layout.mesh).devices or ())
+            for i, name in enumerate(engine.bind_mesh(layout.mesh).devices or ())
         }
 
-    own = {each.variable.path: (each.text, [*_list_shards(each, engine, name_shards)]) for each in held}
-    group = Group(engine, mesh if any(pieces for _, pieces in own.values()) else None)
-    told: list[Mapping[str, Any]] = [own]
-    if group.has_others:
-        told = [json.loads(text) for text in group.texts(json.dumps(own))]
+    local = dict[str, tuple[str, list[tuple[str, str, int]]]]()
+    for each in variables:
+        shards = [*_iterate_shard_checksums(each, engine, name_device_shards)]
+        local[each.variable.path] = each.comparison_text, shards
+    group = MeshProcesses(engine, mesh if any(shards for _, shards in local.values()) else None)
+    by_process: list[Mapping[str, Any]] = [local]
+    if group.has_other_processes:
+        by_process = [json.loads(text) for text in group.gather_text(json.dumps(local))]
     found: list[Problem] = []
-    for path in dict.fromkeys(path for each in told for path in each):
-        texts = [each.get(path, (_NO_SHARD, []))[0] for each in told]
+    for path in dict.fromkeys(path for each in by_process for path in each):
+        texts = [each.get(path, (_NO_SHARD, []))[0] for each in by_process]
         if len(set(texts)) > 1:
-            what = f"{path}: the processes hold it in different ways"
-            why = "each holds its part of one model, so all must make the same one"
-            fix = "make it in each process by the same code, with the same map, sizes and element types"
+            what = f"{path}: its shape, dtype, or layout differs between processes"
+            why = "each process stores a part of the same model, so all must create it equally"
+            fix = "create it in each process by the same code, with the same layout map, sizes, and dtypes"
             found.append(
-                Problem("differs", "error", path, what, _format_facts(label_processes(texts)), why, fix)
+                Problem("differs", "error", path, what, _format_facts(make_process_facts(texts)), why, fix)
             )
-        found += _find_drift(path, [piece for each in told for piece in each.get(path, ("", []))[1]])
+        shards = [shard for each in by_process for shard in each.get(path, ("", []))[1]]
+        found += _iterate_drifted_replicas(path, shards)
     return found
 
 
-def _list_shards(
-    held: StoredVariable, engine: Engine, pieces_of: Callable[[Layout], Mapping[str, str]]
+def _iterate_shard_checksums(
+    placed: PlacedVariable, engine: Engine, name_device_shards: Callable[[Layout], Mapping[str, str]]
 ) -> Iterator[tuple[str, str, int]]:
     """Yield the shards on this process's devices: the device, the shard's name, and a checksum."""
-    layout = held.layout
+    layout = placed.layout
     if layout is None:
         return
-    pieces = pieces_of(layout)
-    for device, values in engine.iterate_by_device(held.array):
-        # An unsharded array may be on a device that belongs to no mesh.
-        yield device, pieces[device] if pieces else "", compute_checksum(values)
+    shard_names = name_device_shards(layout)
+    for device, values in engine.iterate_device_values(placed.array):
+        # An unsharded array may be on a device outside the mesh, which has no shard name.
+        yield device, shard_names[device] if shard_names else "", compute_checksum(values)
 
 
-def _find_drift(path: str, pieces: Sequence[Sequence[Any]]) -> Iterator[Problem]:
-    by_piece: dict[str, dict[int, list[str]]] = {}
-    for device, piece, bits in pieces:
-        by_piece.setdefault(piece, {}).setdefault(bits, []).append(device)
-    wrong = {piece: by_bits for piece, by_bits in by_piece.items() if len(by_bits) > 1}
+def _iterate_drifted_replicas(path: str, shards: Sequence[Sequence[Any]]) -> Iterator[Problem]:
+    """Yield a problem if devices with the same shard of a variable have other values, as checksums show."""
+    by_shard: dict[str, dict[int, list[str]]] = {}
+    for device, shard, checksum in shards:
+        by_shard.setdefault(shard, {}).setdefault(checksum, []).append(device)
+    wrong = {shard: by_checksum for shard, by_checksum in by_shard.items() if len(by_checksum) > 1}
     if wrong:
-        piece, by_bits = next(iter(wrong.items()))
-        facts = {"piece": piece or "all of it"} | {
-            f"checksum {bits:08x}": join_names(devices) for bits, devices in by_bits.items()
+        shard, by_checksum = next(iter(wrong.items()))
+        facts = {"shard": shard or "all of it"} | {
+            f"checksum {checksum:08x}": join_names(devices) for checksum, devices in by_checksum.items()
         }
         if len(wrong) > 1:
-            facts["pieces that differ"] = f"{len(wrong)} of {len(by_piece)}"
-        why = "devices that hold the same piece must hold the same values: what was computed from them differs since"
-        fix = "load a checkpoint, and have all processes take the same steps: the same gradients, seeds and data order"
+            facts["shards that differ"] = f"{len(wrong)} of {len(by_shard)}"
+        why = "devices that store the same shard must store the same values, or their results differ"
+        fix = "load a checkpoint, and let all processes take the same steps: the same gradients, seeds, and data order"
         yield Problem(
             "drifted",
             "error",

@@ -1,4 +1,4 @@
-"""Move the numbers of a model by one rounding, to measure how rounding changes its results."""
+"""Change the numbers of a model by one rounding error each, to measure how rounding changes its results."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from layoutmap.core.blocks import NumpyArray
 
 _COARSE_STEPS = {"float16": 2**-10, "bfloat16": 2**-7}
 _ROUNDINGS_OF_TOLERANCE = 1e-5 / 2**-23
-"""The default tolerance in roundings of float32. Lower precision gets a larger tolerance."""
+"""The default tolerance, divided by the rounding error of float32."""
 
 
-def move_variables(adapter: Training, model: Any, signs: np.random.Generator, tolerance: float) -> None:
-    """Move each floating-point variable of a model by one rounding.
+def perturb_variables(adapter: Training, model: Any, signs: np.random.Generator, tolerance: float) -> None:
+    """Change each floating-point variable of a model by one rounding error per element.
 
     Args:
-        adapter: Knows the model's library.
+        adapter: Adapter of the model.
         model: The model, which is changed.
-        signs: Each element is moved up or down by a draw of it.
-        tolerance: The largest relative difference that counts as equal; one rounding is an 84th of it.
+        signs: Generator that draws whether an element grows or shrinks.
+        tolerance: The largest relative difference that counts as equal. One rounding error is at least an 84th of it.
     """
     for variable in adapter.variables(model).values():
         value = adapter.read(variable)
-        moved = move_arrays(value, signs, tolerance)
-        if moved is not value:
-            adapter.write(variable, moved)
+        perturbed = perturb_arrays(value, signs, tolerance)
+        if perturbed is not value:
+            adapter.write(variable, perturbed)
 
 
-def move_arrays(values: Any, signs: np.random.Generator, tolerance: float) -> Any:
-    """Return nested values with each element of a floating-point numpy array moved by one rounding.
+def perturb_arrays(values: Any, signs: np.random.Generator, tolerance: float) -> Any:
+    """Return nested values with each element of floating-point arrays changed by one rounding error at random.
 
     Args:
         values: Arrays, and mappings, lists and tuples of them. Other values are returned unchanged.
-        signs: See `move_variables`.
-        tolerance: See `move_variables`.
+        signs: See `perturb_variables`.
+        tolerance: See `perturb_variables`.
     """
     if isinstance(values, Mapping):
         items = cast("Mapping[Any, Any]", values).items()
-        return {name: move_arrays(value, signs, tolerance) for name, value in items}
+        return {name: perturb_arrays(value, signs, tolerance) for name, value in items}
     if type(values) in (list, tuple):
-        return type(values)(move_arrays(value, signs, tolerance) for value in values)
+        return type(values)(perturb_arrays(value, signs, tolerance) for value in values)
     if not isinstance(values, np.ndarray):
         return values
     array = cast("NumpyArray", values)

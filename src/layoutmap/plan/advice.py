@@ -1,4 +1,4 @@
-"""Describe a change of a plan that needs less memory per device, with the counted bytes."""
+"""Describe a change of a plan that reduces the memory per device, with the counted bytes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from layoutmap.core.text_table import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change with which each device needs less memory.
+    """A change of a plan with which each device needs less memory.
 
     Args:
-        what: What to change, in words.
+        what: The change in words.
         python: The change in Python: arguments of `lm.plan` and of the layout map.
         command: The change on the command line: options, then lines for a rules file; empty: not possible.
-        needed_bytes: Bytes per device with the change.
-        step: The duration of a training step with it, as text; empty: not counted.
+        needed_bytes: The memory that each device needs with the change.
+        step: The duration of a training step with the change, as text; empty: not counted.
     """
 
     what: str
@@ -25,19 +25,19 @@ class Advice:
     needed_bytes: int
     step: str = ""
 
-    def headline(self, available_bytes: int) -> str:
-        """Return the needed memory and the change in one line."""
+    def format_headline(self, available_bytes: int) -> str:
+        """Return the needed memory, whether it fits, the duration of a step, and the change, in one line."""
         fits = "fits" if self.needed_bytes <= available_bytes else "not enough"
         return f"{', '.join(filter(None, (format_bytes(self.needed_bytes), fits, self.step)))}: {self.what}"
 
-    def text(self, available_bytes: int, *, as_command: bool = False, refused: str = "") -> str:
-        """Return the headline, with the code or the options to type below it.
+    def format_text(self, available_bytes: int, *, as_command: bool = False, refused: str = "") -> str:
+        """Return the headline, and on lines below it the Python code or the command-line options to type.
 
         Args:
             available_bytes: The memory of a device.
-            as_command: Whether to say it for the command line, where it can be said there.
-            refused: An option that the command does not take for this model.
+            as_command: Whether to write the change for the command line, if it can be expressed there.
+            refused: An option that the command does not accept for this model.
         """
         can = self.command and not (refused and refused in self.command)
         typed = self.python if not as_command else self.command if can else f"in Python: {self.python}"
-        return "\n  ".join([self.headline(available_bytes), *typed.splitlines()])
+        return "\n  ".join([self.format_headline(available_bytes), *typed.splitlines()])

@@ -1,7 +1,7 @@
 """Define the cost of a training step as plans use it, and import the package that counts it.
 
-`layoutmap.cost` lies above plans and scopes, so that both can be understood without it. It is imported where a plan has
-a cost, or one is asked for, and nowhere else.
+`layoutmap.cost` is a package above plans and scopes, so that both can be understood without it. It is imported only if
+a plan has a cost, or a cost is requested.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from layoutmap.plan.advice import Advice
 
 
 class PeakTensors(Protocol):
-    """Tensors of one kind and shape that a device stores at the peak of a step."""
+    """Tensors of one kind, path, and shape that a device stores when a step needs most memory."""
 
     @property
     def kind(self) -> str: ...  # noqa: D102
@@ -30,11 +30,11 @@ class PeakTensors(Protocol):
 
 
 class PlanCost(Protocol):
-    """Define the cost of a training step on a machine, as plans use it."""
+    """The part of the interface of `layoutmap.cost.cost.Cost`, the cost of a step on a machine, that plans use."""
 
     @property
     def line(self) -> str:
-        """The cost in one line."""
+        """A summary of the cost in one line."""
         ...
 
     @property
@@ -44,27 +44,27 @@ class PlanCost(Protocol):
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes on a device at the peak of a step."""
+        """The memory in bytes that a device needs at the peak of a step."""
         ...
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of a device in bytes."""
+        """The memory in bytes that a device of the machine has."""
         ...
 
     @property
     def held(self) -> Sequence[PeakTensors]:
-        """Tensors on a device at the peak, without the variables and the batch."""
+        """The tensors on a device at the peak of a step, without the variables and the batch."""
         ...
 
     @property
     def tried(self) -> tuple[Advice, ...]:
-        """Other ways to train the model, counted if the step does not fit into memory."""
+        """Changes of the plan that reduce the memory, which are counted if the step does not fit into memory."""
         ...
 
     @property
     def untried(self) -> tuple[str, ...]:
-        """Names of alternatives that were not counted for lack of time."""
+        """The names of changes of the plan that were not counted, because counting takes too long."""
         ...
 
     @property
@@ -79,38 +79,38 @@ class PlanCost(Protocol):
 
     @property
     def verified(self) -> Any:
-        """Figures of XLA's compiler, a `layoutmap.cost.verified.Verified`, or None if XLA compiled nothing."""
+        """The numbers that XLA's compiler gives, a `layoutmap.cost.verified.Verified`, or None if it was not run."""
         ...
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits into a device's memory."""
+        """Whether the peak of a step fits into the memory of a device."""
         ...
 
     @property
     def step_seconds(self) -> float:
-        """Seconds per step if weight collectives overlap with computation."""
+        """The duration of a step in seconds if the collectives of weights overlap with computation."""
         ...
 
     @property
     def serial_seconds(self) -> float:
-        """Seconds per step without overlap."""
+        """The duration of a step in seconds if no collective overlaps with computation."""
         ...
 
     def on_memory(self, num_bytes: int) -> Self:
-        """Return this cost for devices with another memory size."""
+        """Return this cost on a machine with another memory size of its devices."""
         ...
 
     def mark_weight_collectives(self, paths: frozenset[str]) -> Self:
-        """Return this cost with collectives of weights separated from those of activations."""
+        """Return this cost with the collectives of the weights at these paths told apart from those of activations."""
         ...
 
     def describe_collectives(self, paths: Iterable[str]) -> list[str]:
-        """Describe each collective that some variables or layers cause."""
+        """Return a line of text for each collective that the variables or layers at these paths cause."""
         ...
 
     def to_text(self, width: int | None = None) -> str:
-        """Return the text that `print` shows."""
+        """Return the text that `print` shows, with lines of at most `width` characters."""
         ...
 
     def to_html(self) -> str:
@@ -119,5 +119,5 @@ class PlanCost(Protocol):
 
 
 def load_cost_package() -> Any:
-    """Import the module of `layoutmap.cost` that lower packages use, only when a cost is needed."""
+    """Return the module `layoutmap.cost.entry` with the functions for lower packages, imported on the first call."""
     return import_module("layoutmap.cost.entry")

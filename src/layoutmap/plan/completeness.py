@@ -1,8 +1,7 @@
 """Check whether a plan contains all variables of the model.
 
-A layer makes its weights when it is first called. A plan without them is no evidence: nothing of it does not fit, and
-no weight in it is sent. So what a plan lacks is a problem of its own kind, which files of plans keep as well: see
-docs/decisions/0120.
+Many layers create their weights at their first call. A plan without these weights would wrongly show that the model
+fits. So missing weights are a problem of their own kind, which the JSON of a plan contains, too (decisions/0120).
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from layoutmap.plan.problems import Problem
 from layoutmap.plan.table import PlanTable
 
 NOT_BUILT = "not built"
-"""The kind of the problem for layers that have no weights yet."""
+"""The kind of the problem that layers have no weights yet."""
 
 
 def make_unbuilt_problem(model: str, layers: Sequence[str], *, called: bool) -> Problem:
     """Return the problem for layers that had no weights when the plan was made.
 
     Args:
-        model: What the model is called; empty: that is not known.
-        layers: The layers' names; none: the model has no weight at all.
-        called: Whether the model was called with symbols of its inputs.
+        model: The name of the model; empty: unknown.
+        layers: The names of the layers; empty: the model has no weights at all.
+        called: Whether the model was called with symbolic inputs.
     """
     count = f"{format_count(len(layers), 'layer')} {'has' if len(layers) == 1 else 'have'}"
     what = f"{count} no weights yet: {join_names(layers)}" if layers else "it has no weights"
@@ -37,15 +36,15 @@ def make_unbuilt_problem(model: str, layers: Sequence[str], *, called: bool) -> 
     return Problem("not built", "warning", model, f"{model}: {what}" if model else what, why=why, fix=fix)
 
 
-def find_missing_weights(plan: PlanTable) -> Problem | None:
-    """Return the problem for a plan that lacks variables, or None if the plan is complete.
+def find_unbuilt_problem(plan: PlanTable) -> Problem | None:
+    """Return the problem that the plan lacks weights of unbuilt layers, or None if it is complete.
 
-    A plan without weights lacks something, whatever else it says: as a gate it would let all pass.
+    A plan without any weight is always incomplete, because a check of it in CI would pass for every model.
     """
-    said = next((problem for problem in plan.problems if problem.kind == NOT_BUILT), None)
-    return said if said or has_weights(plan) else make_unbuilt_problem("", (), called=False)
+    recorded = next((problem for problem in plan.problems if problem.kind == NOT_BUILT), None)
+    return recorded if recorded or has_weights(plan) else make_unbuilt_problem("", (), called=False)
 
 
 def has_weights(plan: PlanTable) -> bool:
-    """Return whether the plan has a variable of a layer, not only those of optimizers, losses, and RNGs."""
+    """Return whether the plan has a weight or state of a layer, not only variables of optimizers and metrics."""
     return any(a.variable.kind in (Kind.WEIGHT, Kind.STATE) for a in plan.assignments)

@@ -12,7 +12,7 @@ from layoutmap.core.paths import merge_paths, split_at_numbers
 from layoutmap.core.text_table import format_bytes, format_html_table, format_table
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, format_variable_names
 from layoutmap.plan.carried_cost import load_cost_package
-from layoutmap.plan.completeness import find_missing_weights
+from layoutmap.plan.completeness import find_unbuilt_problem
 from layoutmap.plan.table import PlanTable
 
 COST_COLUMNS = ("of a step", "before", "after")
@@ -23,13 +23,13 @@ class Change:
     """One difference between two plans.
 
     Args:
-        path: The variable or layer; `""` for the mesh. Where the plans are of several models, a variable's
-            stands before it: `teacher: d1.kernel`.
+        path: The path of the variable or layer; `""` for the mesh. If the plans have several models, the name of the
+            model precedes the path of a variable: `teacher: d1.kernel`.
         what: The kind of difference: `"added"`, `"removed"`, `"shape"`, `"dtype"`, `"kind"`, `"memory"`, `"layout"`,
-            `"mesh"`, or `"output"`: the layout of a layer's output.
+            `"mesh"`, `"output"` (the layout of a layer's output), or `"held"` (the place of an array without a layout).
         before: The value in the first plan; empty if it lacks the variable or layer.
         after: The value in the second plan; empty if it lacks the variable or layer.
-        weight: Of an optimizer's slot that changes as its weight does: the weight's path. Empty for all else.
+        weight: The path of the weight, if an optimizer's slot changes in the same way as its weight; else empty.
     """
 
     path: str
@@ -46,15 +46,15 @@ class Change:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlanDiff:
-    """Differences of two plans. It is true if there are any.
+    """Differences of two plans. Its truth value is whether there are any.
 
-    Which rule gave a layout, and what devices a mesh names, are no differences; nor is what a step costs, which follows
-    from the layouts, but it is shown.
+    Rules and device names are not compared. The cost of a step is shown, but is no difference, because it follows from
+    the layouts.
 
     Args:
         before: The first plan.
-        after: The second.
-        changes: Every difference: of the mesh, then of variables, then of layers' outputs.
+        after: The second plan.
+        changes: The differences of the mesh, then of variables, then of layer outputs and of arrays without a layout.
     """
 
     before: PlanTable
@@ -68,36 +68,36 @@ class PlanDiff:
         return len(self.changes)
 
     def __repr__(self) -> str:
-        return f"<PlanDiff: {self._line}>"
+        return f"<PlanDiff: {self._summary}>"
 
     def to_text(self, width: int | None = None) -> str:
         """Return the text that `print` shows. For `width`, see `Plan.to_text`."""
-        rows = [tuple(map(escape_text, row)) for row in self._cells]
+        rows = [tuple(map(escape_text, row)) for row in self._rows]
         widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
         lines = [f"{path:<{widths[0]}}  {what:<{widths[1]}}  {how}" for path, what, how in rows]
         costs = format_table(COST_COLUMNS, self.costs, COST_COLUMNS[1:], width=width) if self.costs else []
-        parts = (lines, costs, [self._line])
+        parts = (lines, costs, [self._summary])
         return "\n\n".join("\n".join(part) for part in parts if part)
 
     __str__ = to_text
 
     def _repr_html_(self) -> str:
         costs = format_html_table("A step", COST_COLUMNS, self.costs) if self.costs else ""
-        return format_html_table(f"Plan: {self._line}", ("variable", "changed", "how"), self._cells) + costs
+        return format_html_table(f"Plan: {self._summary}", ("variable", "changed", "how"), self._rows) + costs
 
     @property
     def costs(self) -> list[tuple[str, str, str]]:
-        """Figures of a step before and after, if they differ and both plans have a cost."""
+        """Rows of a name and a value before and after, for the values of a step's cost that differ."""
         before, after = self.before.cost, self.after.cost
         if before is None or after is None:
             return []
-        figures = load_cost_package().list_figures
+        figures = load_cost_package().format_figures
         old, new = figures(before), figures(after)
         rows = [(what, old.get(what, "-"), new.get(what, "-")) for what in dict.fromkeys((*old, *new))]
         return [row for row in rows if row[1] != row[2]]
 
     @property
-    def _line(self) -> str:
+    def _summary(self) -> str:
         sizes = f"; per device {format_bytes(self.before.device_bytes)} -> {format_bytes(self.after.device_bytes)}"
         if self.before.host_bytes or self.after.host_bytes:
             host = (format_bytes(plan.host_bytes) for plan in (self.before, self.after))
@@ -105,33 +105,33 @@ class PlanDiff:
         lacking = [
             f"; the plan {name} is incomplete: {missing.what}"
             for name, plan in (("before", self.before), ("after", self.after))
-            if (missing := find_missing_weights(plan))
+            if (missing := find_unbuilt_problem(plan))
         ]
         known = " among the variables that are known" if lacking else ""
         return (format_count(len(self), "change") + sizes if self else "no change" + known) + "".join(lacking)
 
     @property
-    def _cells(self) -> list[tuple[str, str, str]]:
-        """Cells of a row for each change: path, kind of change, and both values."""
-        return [(each.path or "the mesh", each.what, each.text) for _, each in self.grouped_changes]
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """The cells of a row for each merged change: path, kind of change, and both values."""
+        return [(change.path or "the mesh", change.what, change.text) for _, change in self.grouped_changes]
 
     @property
     def grouped_changes(self) -> list[tuple[int, Change]]:
-        """Changes merged for repeated blocks and slots, each with the number of changes that it represents."""
+        """The changes, with equal changes of repeated blocks and slots merged, each after the number of merged ones."""
         groups: dict[object, list[Change]] = {}
-        for each in self.changes:
-            slot = each.path.rpartition(f"{each.weight}.")[2] if each.weight else ""
+        for change in self.changes:
+            slot = change.path.rpartition(f"{change.weight}.")[2] if change.weight else ""
             key = (
-                (slot, each.what)
+                (slot, change.what)
                 if slot
-                else (split_at_numbers(each.path), each.what, each.before, each.after)
+                else (split_at_numbers(change.path), change.what, change.before, change.after)
             )
-            groups.setdefault(key, []).append(each)
-        return [(len(group), _merge_changes(group)) for group in groups.values()]
+            groups.setdefault(key, []).append(change)
+        return [(len(group), _merge_change_group(group)) for group in groups.values()]
 
 
-def _merge_changes(group: list[Change]) -> Change:
-    """Merge a group of equal changes into one."""
+def _merge_change_group(group: list[Change]) -> Change:
+    """Return one change that stands for a group of changes, with a merged path."""
     first = group[0]
     if first.weight:
         slot = first.path.rpartition(f"{first.weight}.")[2]
@@ -142,18 +142,18 @@ def _merge_changes(group: list[Change]) -> Change:
 
 
 def diff_plans(before: PlanTable, after: PlanTable) -> PlanDiff:
-    """Compare two plans."""
+    """Return the differences between two plans."""
     changes: list[Change] = []
     if before.mesh.mesh_dims != after.mesh.mesh_dims:
         changes.append(Change("", "mesh", str(before.mesh), str(after.mesh)))
-    changes += _mark_slot_changes([*_diff_variables(_index_assignments(before), _index_assignments(after))])
+    changes += _mark_slot_changes([*_diff_variables(_index_by_key(before), _index_by_key(after))])
     changes += _diff_outputs(before.activations, after.activations)
     changes += _diff_unplaced_arrays(before, after)
     return PlanDiff(before, after, tuple(changes))
 
 
-def _index_assignments(plan: PlanTable) -> dict[tuple[str, str], Assignment]:
-    """Return the assignments of a plan by the key of their variable."""
+def _index_by_key(plan: PlanTable) -> dict[tuple[str, str], Assignment]:
+    """Return the assignments of a plan by the model and path of their variable."""
     return {a.variable.key: a for a in plan.assignments}
 
 
@@ -186,7 +186,7 @@ def _diff_variables(
 
 
 def _mark_slot_changes(changes: list[tuple[VariableSpec, Change]]) -> Iterator[Change]:
-    """Yield the changes, and set `weight` for a slot that changes in the same way as its weight."""
+    """Yield the changes. Those of slots that change in the same way as their weight have `weight` set."""
     of_weights = {(v.model, v.path, c.what, c.before, c.after) for v, c in changes}
     for v, c in changes:
         follows = v.kind is Kind.SLOT and (v.model, v.parent, c.what, c.before, c.after) in of_weights
@@ -194,13 +194,13 @@ def _mark_slot_changes(changes: list[tuple[VariableSpec, Change]]) -> Iterator[C
 
 
 def _format_assignment(assignment: Assignment) -> str:
-    """Format a variable's dtype, shape, and layout."""
+    """Return a variable's dtype, shape, and layout as text."""
     variable = assignment.variable
     return f"{variable.dtype}{list(variable.shape)} {assignment.layout}"
 
 
 def _diff_outputs(before: Iterable[Match], after: Iterable[Match]) -> Iterator[Change]:
-    """Yield the changes of layers' outputs."""
+    """Yield the changes of the layouts of layer outputs."""
     old, new = ({match.path: str(match.layout) for match in matches} for matches in (before, after))
     for path in dict.fromkeys((*old, *new)):
         if old.get(path) != new.get(path):
@@ -208,7 +208,7 @@ def _diff_outputs(before: Iterable[Match], after: Iterable[Match]) -> Iterator[C
 
 
 def _diff_unplaced_arrays(before: PlanTable, after: PlanTable) -> Iterator[Change]:
-    """Yield changes of arrays that have no layout in a plan, such as those on one device."""
+    """Yield the changes of arrays that have no layout on the mesh of a plan, such as arrays on one device."""
     old, new = (
         {
             p.subject: dict(p.facts).get("layout", p.what.removeprefix(f"{p.subject}: "))

@@ -9,13 +9,14 @@
      "activations": [],
      "problems": []}
 
-Each variable has a line of its own, so that a version control system shows what moved. What is as usual is left out:
-the kind of a weight, aliases that there are none of. Where a variable's layout is not the one that its rule asks for,
-since an axis does not divide, that one is there as `asked`. Which of a mesh's devices are this process's is not written
-down. A plan with the cost of a step has it as `cost` (see `json_cost`). The verdict is for who reads the file: it
-follows from the rest, and is worked out anew when the file is read. Files of versions 1 and 2 have no verdict; in
-those of version 2 each plan has a cost. `memory` is the host memory of a variable, and `rule_memory` the memory that
-its rule names.
+Each variable has a line of its own, so that a version control system shows the changed variables. Fields with their
+default value are left out, such as the kind of a weight. If a variable does not have the layout of its rule, because an
+axis does not divide evenly, `asked` is the layout of the rule. `memory` is the host memory of a variable, and
+`rule_memory` the memory that its rule names. The file does not say which devices of the mesh are this process's.
+
+The cost of a step is in `cost` (see `layoutmap.cost.json`). The verdict is written for readers of the file only,
+because it follows from the other fields. Files of versions 1 and 2 have no verdict. In files of version 2 each plan has
+a cost.
 
 Writer and reader are in one file, so that a field is added to both or to none.
 """
@@ -46,11 +47,11 @@ from layoutmap.plan.json_fields import (
     Number,
     PlanObject,
     PlanRow,
-    convert,
-    convert_values,
-    load_json,
+    convert_json,
+    convert_json_values,
+    load_json_without_repeated_keys,
     make_file_error,
-    make_type_error,
+    make_json_type_error,
 )
 from layoutmap.plan.problems import Problem, Severity
 from layoutmap.plan.table import PlanTable
@@ -75,12 +76,12 @@ def plan_to_json(plan: PlanTable) -> str:
     if plan.mesh.explicit_dims:
         mesh["explicit_dims"] = plan.mesh.explicit_dims
     lists: dict[str, Iterable[Any]] = {
-        "variables": map(_convert_variable, plan.assignments),
-        "activations": map(_convert_match, plan.activations),
-        "problems": map(_convert_problem, plan.problems),
+        "variables": map(_convert_variable_to_json, plan.assignments),
+        "activations": map(_convert_match_to_json, plan.activations),
+        "problems": map(_convert_problem_to_json, plan.problems),
     }
     head = [f'"format": {_dump_json(FORMAT)}, "version": {VERSION}']
-    head += [f'"verdict": {_dump_json(_convert_verdict(plan))}', f'"mesh": {_dump_json(mesh)}']
+    head += [f'"verdict": {_dump_json(_convert_verdict_to_json(plan))}', f'"mesh": {_dump_json(mesh)}']
     if plan.device_memory is not None:
         head.append(f'"device_memory": {plan.device_memory}')
     if plan.strict:
@@ -93,25 +94,26 @@ def plan_to_json(plan: PlanTable) -> str:
         lists["collectives"], cost = load_cost_package().make_json_fields(plan.cost)
         head.append(f'"cost": {_dump_json(cost)}')
     parts = head + [
-        f'"{name}": {_format_list([_dump_json(each) for each in items])}' for name, items in lists.items()
+        f'"{name}": {_format_json_list([_dump_json(each) for each in items])}'
+        for name, items in lists.items()
     ]
     return "{" + ",\n ".join(parts) + "}\n"
 
 
 def plan_from_json(text: str) -> PlanTable:
-    """Read a plan.
+    """Return the plan from its JSON text.
 
     Raises:
-        PlanError: The text is no plan, or of a newer version; says where.
+        PlanError: The text is no plan, or is of a newer version. The error names the position in the document.
     """
-    data = load_json(text)
+    data = load_json_without_repeated_keys(text)
     if not isinstance(data, dict) or cast("dict[str, Any]", data).get("format") != FORMAT:
-        raise make_file_error("it is not a plan", f'it does not say "format": "{FORMAT}"')
+        raise make_file_error("the file is not a plan", f'it does not have "format": "{FORMAT}"')
     version = cast("dict[str, Any]", data).get("version")
     if type(version) is not int or version not in range(1, VERSION + 1):
         why = f"this layoutmap reads versions 1 to {VERSION}"
         raise make_file_error(f"version {shorten_repr(version)}", why, "write it again with this layoutmap")
-    top = convert(cast("Any", data), _Plan)
+    top = convert_json(cast("Any", data), _PlanJson)
     mesh = _read_mesh(top.mesh)
     plan = PlanTable(
         mesh,
@@ -136,7 +138,7 @@ def plan_from_json(text: str) -> PlanTable:
     for i, variable in enumerate(a.variable for a in plan.assignments):
         first = at.setdefault((variable.model, variable.path), i)
         if first != i:
-            why = f"variables[{first}] is the same one, and each is counted once"
+            why = f"variables[{first}] has the same path, and a plan has each variable once"
             raise make_file_error(
                 f"variables[{i}]: {variable.path!r} appears twice", why, "delete one of the two"
             )
@@ -146,9 +148,9 @@ def plan_from_json(text: str) -> PlanTable:
 def compute_fingerprint(plan: PlanTable) -> str:
     """Return a short hash that is equal for plans with the same variables and layouts.
 
-    It changes with the sizes of the mesh's dims, with a variable's path, shape, dtype or layout, and with the layout of
-    a layer's output. Devices' names, the order of the variables, what kind they are, and which rule gave a layout have
-    no part in it: two plans on one mesh have the same one exactly if their `diff` has no change but of kinds.
+    It depends on the sizes of the mesh dims, on the path, shape, dtype, and layout of each variable, and on the layouts
+    of layer outputs. It does not depend on device names, on the order and kinds of variables, and on rules. So the
+    fingerprints of two plans on one mesh are equal exactly if their `diff` has only changes of kinds.
     """
     variables = [
         (
@@ -157,11 +159,11 @@ def compute_fingerprint(plan: PlanTable) -> str:
             a.variable.shape,
             a.variable.dtype,
             *([a.layout.host_memory] if a.layout.host_memory else []),
-            _convert_specs(a.layout),
+            _list_specs(a.layout),
         )
         for a in plan.assignments
     ]
-    outputs = [(m.path, _convert_specs(m.layout)) for m in plan.activations if m.layout is not None]
+    outputs = [(m.path, _list_specs(m.layout)) for m in plan.activations if m.layout is not None]
     text = _dump_json(
         [
             list(_get_dim_sizes(plan.mesh).items()),
@@ -173,7 +175,7 @@ def compute_fingerprint(plan: PlanTable) -> str:
 
 
 def _make_sort_key(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Make a sort key for rows, because specs can be None, text, or tuples, which Python cannot order."""
+    """Return a sort key for a row, because its specs can be None, text, or tuples, which Python cannot order."""
     return *row[:-1], _dump_json(row[-1])
 
 
@@ -181,12 +183,12 @@ def _make_sort_key(row: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _dump_json(value: Any) -> str:
-    """Format a value as one line of JSON, with unpaired surrogates escaped."""
+    """Return a value as one line of JSON, with unpaired surrogates escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return _HALF_A_PAIR.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
-def _format_list(items: Sequence[str]) -> str:
+def _format_json_list(items: Sequence[str]) -> str:
     """Return a JSON list with one item per line."""
     return "[" + ",".join(f"\n  {each}" for each in items) + ("\n ]" if items else "]")
 
@@ -196,12 +198,12 @@ def _get_dim_sizes(mesh: Mesh) -> dict[str, int]:
     return dict(zip(mesh.dim_names, mesh.shape, strict=True))
 
 
-def _convert_specs(layout: Layout) -> list[Any]:
-    """Return a layout as a list of specs, with None for an unsharded axis."""
+def _list_specs(layout: Layout) -> list[Any]:
+    """Return the specs of a layout as a list for JSON, with None for an unsharded axis."""
     return list(replace_unsharded(layout.sharding_specs))
 
 
-def _convert_variable(assignment: Assignment) -> dict[str, Any]:
+def _convert_variable_to_json(assignment: Assignment) -> dict[str, Any]:
     """Return the JSON fields of a variable, without those that have their default value."""
     variable = assignment.variable
     usual = VariableSpec(variable.path, variable.shape, variable.dtype)
@@ -215,9 +217,9 @@ def _convert_variable(assignment: Assignment) -> dict[str, Any]:
             written["head_size"] = variable.use.head_size
     if assignment.layout.host_memory:
         written["memory"] = assignment.layout.host_memory
-    written["layout"] = _convert_specs(assignment.layout)
+    written["layout"] = _list_specs(assignment.layout)
     if assignment.match is not None:
-        match = _convert_match(assignment.match)
+        match = _convert_match_to_json(assignment.match)
         if match.get("layout", written["layout"]) != written["layout"]:
             written["asked"] = match["layout"]
         written |= {name: value for name, value in match.items() if name not in written}
@@ -228,11 +230,12 @@ def _convert_variable(assignment: Assignment) -> dict[str, Any]:
     return written
 
 
-def _convert_match(match: Match) -> dict[str, Any]:
+def _convert_match_to_json(match: Match) -> dict[str, Any]:
+    """Return the JSON fields of the rules that match a path, without those that have their default value."""
     written: dict[str, Any] = {"path": match.path, "rule": None}
     if match.rule is not None:
         written |= {
-            "layout": _convert_specs(match.rule.layout),
+            "layout": _list_specs(match.rule.layout),
             "rule": [match.rule.number, match.rule.pattern],
         }
         if match.rule.uneven != _ERROR:
@@ -241,7 +244,7 @@ def _convert_match(match: Match) -> dict[str, Any]:
             written["rule_memory"] = match.rule.layout.memory
     if match.others:
         written["others"] = [
-            [r.number, r.pattern, _convert_specs(r.layout), *_convert_settings(r)] for r in match.others
+            [r.number, r.pattern, _list_specs(r.layout), *_list_rule_settings(r)] for r in match.others
         ]
     if match.near_misses:
         written["near_misses"] = match.near_misses
@@ -250,21 +253,21 @@ def _convert_match(match: Match) -> dict[str, Any]:
     return written
 
 
-def _convert_settings(rule: Rule) -> list[Any]:
-    """Return the `uneven` setting and the memory of a rule, without defaults at the end."""
+def _list_rule_settings(rule: Rule) -> list[Any]:
+    """Return the `uneven` setting and the memory of a rule as a list, without default values at its end."""
     if rule.layout.memory:
         return [rule.uneven, rule.layout.memory]
     return [rule.uneven] if rule.uneven != _ERROR else []
 
 
-def _convert_verdict(plan: PlanTable) -> dict[str, Any]:
+def _convert_verdict_to_json(plan: PlanTable) -> dict[str, Any]:
     """Return the JSON fields of the verdict on a plan."""
     verdict = judge_plan(plan)
     fields = dataclasses.asdict(verdict)
     return {"passes": verdict.passes, "says": verdict.headline} | fields
 
 
-def _convert_problem(problem: Problem) -> dict[str, Any]:
+def _convert_problem_to_json(problem: Problem) -> dict[str, Any]:
     """Return the JSON fields of a problem. Empty fields are left out."""
     written = dataclasses.asdict(problem)
     return {name: value for name, value in written.items() if value or name in ("subject", "what")}
@@ -278,7 +281,7 @@ _Shape = tuple[Number, ...]
 _Memory = Literal["device", "pinned_host", "unpinned_host"]
 
 
-class _Rule(PlanRow):
+class _RuleJson(PlanRow):
     number: Count
     pattern: str
     layout: _Specs
@@ -286,22 +289,22 @@ class _Rule(PlanRow):
     memory: _Memory | None = None
 
 
-class _Match(PlanObject):
+class _MatchJson(PlanObject):
     path: str
     rule: tuple[Count, str] | msgspec.UnsetType | None = msgspec.UNSET
     asked: _Specs | None = None
     uneven: UnevenSetting = _ERROR
     rule_memory: _Memory | None = None
-    others: tuple[_Rule, ...] = ()
+    others: tuple[_RuleJson, ...] = ()
     near_misses: tuple[str, ...] = ()
     otherwise: str = _OTHERWISE
 
 
-class _Activation(_Match):
+class _ActivationJson(_MatchJson):
     layout: _Specs | None = None
 
 
-class _Variable(_Match, kw_only=True):
+class _VariableJson(_MatchJson, kw_only=True):
     shape: _Shape
     dtype: str
     layout: _Specs
@@ -319,7 +322,7 @@ class _Variable(_Match, kw_only=True):
     padded: bool = False
 
 
-class _Problem(PlanObject, kw_only=True):
+class _ProblemJson(PlanObject, kw_only=True):
     kind: str = ""
     severity: Severity
     subject: str
@@ -330,20 +333,20 @@ class _Problem(PlanObject, kw_only=True):
     model: str = ""
 
 
-class _Mesh(PlanObject):
+class _MeshJson(PlanObject):
     dims: dict[str, Any]
     name: str = ""
     devices: tuple[str, ...] | None = None
     explicit_dims: tuple[str, ...] = ()
 
 
-class _Plan(PlanObject):
+class _PlanJson(PlanObject):
     format: str
     version: int
-    mesh: _Mesh
-    variables: tuple[_Variable, ...]
-    problems: tuple[_Problem, ...]
-    activations: tuple[_Activation, ...]
+    mesh: _MeshJson
+    variables: tuple[_VariableJson, ...]
+    problems: tuple[_ProblemJson, ...]
+    activations: tuple[_ActivationJson, ...]
     free_activations: bool = False
     device_memory: Number | None = None
     strict: bool = False
@@ -353,94 +356,96 @@ class _Plan(PlanObject):
     collectives: list[Any] | None = None
 
 
-def _read_mesh(item: _Mesh) -> Mesh:
-    dims = convert_values(item.dims, Number, "mesh.dims")
+def _read_mesh(fields: _MeshJson) -> Mesh:
+    dims = convert_json_values(fields.dims, Number, "mesh.dims")
     try:
-        types = dict.fromkeys(item.explicit_dims, "explicit")
-        return Mesh(item.devices, dims, item.name, axis_types=types)
+        types = dict.fromkeys(fields.explicit_dims, "explicit")
+        return Mesh(fields.devices, dims, fields.name, axis_types=types)
     except LayoutMapError as error:
         raise make_file_error(f"mesh: {error.what}", error.why, error.fix) from error
 
 
-def _read_layout(specs: _Specs, place: str, mesh: Mesh, memory: str | None = None) -> Layout:
+def _read_layout(specs: _Specs, where: str, mesh: Mesh, memory: str | None = None) -> Layout:
     try:
         return Layout(specs, mesh, memory=memory)
     except LayoutMapError as error:
-        raise make_file_error(f"{place}: {error.what}", error.why, error.fix) from error
+        raise make_file_error(f"{where}: {error.what}", error.why, error.fix) from error
 
 
-def _check_variable(item: _Variable, place: str) -> None:
+def _check_variable(fields: _VariableJson, where: str) -> None:
     for name in ("shape", "parent_shape"):
-        if math.prod(n for n in getattr(item, name) or () if n) > MAX_COUNT:
-            raise make_type_error(f"{place}.{name}", getattr(item, name), "a shape: it has too many elements")
+        if math.prod(n for n in getattr(fields, name) or () if n) > MAX_COUNT:
+            raise make_json_type_error(
+                f"{where}.{name}", getattr(fields, name), "a shape: it has too many elements"
+            )
     try:
-        if not _DTYPE.fullmatch(item.dtype):
+        if not _DTYPE.fullmatch(fields.dtype):
             raise TypeError
-        get_itemsize(item.dtype)
+        get_itemsize(fields.dtype)
     except (TypeError, ValueError):
-        raise make_type_error(f"{place}.dtype", item.dtype, "a dtype") from None
-    for i, role in enumerate(item.use or ()):
+        raise make_json_type_error(f"{where}.dtype", fields.dtype, "a dtype") from None
+    for i, role in enumerate(fields.use or ()):
         if not _ROLE.fullmatch(role):
             fix = 'use "in.0", "out.0", "rows" or ""'
-            raise make_file_error(f"{place}.use[{i}] is not an axis role", f"it is {shorten_repr(role)}", fix)
+            raise make_file_error(f"{where}.use[{i}] is not an axis role", f"it is {shorten_repr(role)}", fix)
     for name in ("use", "axes"):
-        each = getattr(item, name)
-        if each is not None and len(each) != len(item.shape):
-            why = f"it is for {len(each)} axes, and the shape has {len(item.shape)}"
-            raise make_file_error(f"{place}.{name} does not fit the shape", why)
-    if item.use is None and item.head_size is not None:
+        values = getattr(fields, name)
+        if values is not None and len(values) != len(fields.shape):
+            why = f"it has entries for {len(values)} axes, and the shape has {len(fields.shape)}"
+            raise make_file_error(f"{where}.{name} does not fit the shape", why)
+    if fields.use is None and fields.head_size is not None:
         raise make_file_error(
-            f"{place}: 'head_size' is not known", "only a variable with a use has one", "delete it"
+            f"{where}: 'head_size' is not known", "only a variable with a use has one", "delete it"
         )
 
 
-def _read_variable(item: _Variable, place: str, mesh: Mesh) -> Assignment:
-    _check_variable(item, place)
-    use = None if item.use is None else Use(item.use, item.head_size)
+def _read_variable(fields: _VariableJson, where: str, mesh: Mesh) -> Assignment:
+    _check_variable(fields, where)
+    use = None if fields.use is None else Use(fields.use, fields.head_size)
     variable = VariableSpec(
-        item.path,
-        item.shape,
-        item.dtype,
-        item.kind,
-        item.aliases,
-        item.parent,
-        item.axes,
-        item.parent_shape,
-        item.model,
+        fields.path,
+        fields.shape,
+        fields.dtype,
+        fields.kind,
+        fields.aliases,
+        fields.parent,
+        fields.axes,
+        fields.parent_shape,
+        fields.model,
         use,
-        item.trainable,
-        memory=item.memory,
+        fields.trainable,
+        memory=fields.memory,
     )
-    layout = _read_layout(item.layout, f"{place}.layout", mesh, item.memory or None)
+    layout = _read_layout(fields.layout, f"{where}.layout", mesh, fields.memory or None)
     match = None
-    if item.rule is not msgspec.UNSET:
-        match = _read_match(item, place, mesh, layout)
+    if fields.rule is not msgspec.UNSET:
+        match = _read_match(fields, where, mesh, layout)
     elif (
-        item.asked
-        or item.others
-        or item.near_misses
-        or (item.uneven, item.otherwise, item.rule_memory) != (_ERROR, _OTHERWISE, None)
+        fields.asked
+        or fields.others
+        or fields.near_misses
+        or (fields.uneven, fields.otherwise, fields.rule_memory) != (_ERROR, _OTHERWISE, None)
     ):
-        raise make_file_error(f"{place} has no 'rule'", "its other fields describe a rule")
-    return Assignment(variable, layout, match, item.global_init, item.padded)
+        raise make_file_error(f"{where} has no 'rule'", "its other fields describe a rule")
+    return Assignment(variable, layout, match, fields.global_init, fields.padded)
 
 
-def _read_activation(item: _Activation, place: str, mesh: Mesh) -> Match:
-    if item.rule is msgspec.UNSET:
-        raise make_file_error(f"{place} has no 'rule'", "every plan has one")
-    layout = None if item.layout is None else _read_layout(item.layout, f"{place}.layout", mesh)
-    return _read_match(item, place, mesh, layout)
+def _read_activation(fields: _ActivationJson, where: str, mesh: Mesh) -> Match:
+    if fields.rule is msgspec.UNSET:
+        raise make_file_error(f"{where} has no 'rule'", "every plan has one")
+    layout = None if fields.layout is None else _read_layout(fields.layout, f"{where}.layout", mesh)
+    return _read_match(fields, where, mesh, layout)
 
 
-def _read_match(item: _Match, place: str, mesh: Mesh, layout: Layout | None) -> Match:
+def _read_match(fields: _MatchJson, where: str, mesh: Mesh, layout: Layout | None) -> Match:
     rule = None
-    if isinstance(item.rule, tuple):
-        asked = layout if item.asked is None else _read_layout(item.asked, f"{place}.asked", mesh)
+    if isinstance(fields.rule, tuple):
+        asked = layout if fields.asked is None else _read_layout(fields.asked, f"{where}.asked", mesh)
         if asked is None:
-            raise make_file_error(f"{place} has no 'layout'", "every plan has one")
-        rule = Rule(*item.rule, asked.replace_memory(item.rule_memory), item.uneven)
+            raise make_file_error(f"{where} has no 'layout'", "every plan has one")
+        rule = Rule(*fields.rule, asked.replace_memory(fields.rule_memory), fields.uneven)
     others = tuple(
-        Rule(r.number, r.pattern, _read_layout(r.layout, f"{place}.others[{i}][2]", mesh, r.memory), r.uneven)
-        for i, r in enumerate(item.others)
+        Rule(r.number, r.pattern, _read_layout(r.layout, f"{where}.others[{i}][2]", mesh, r.memory), r.uneven)
+        for i, r in enumerate(fields.others)
     )
-    return Match(item.path, rule, others, item.near_misses, item.otherwise)
+    return Match(fields.path, rule, others, fields.near_misses, fields.otherwise)

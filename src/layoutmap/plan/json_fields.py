@@ -1,4 +1,4 @@
-"""Convert a plan's JSON to objects, and raise an error with the position of a missing, wrong, or unknown part."""
+"""Convert a plan's JSON to objects, and raise an error with the position of a missing, wrong, or unknown field."""
 
 from __future__ import annotations
 
@@ -32,67 +32,67 @@ _WANTED = (  # patterns in messages of msgspec, each with the expected value to 
 )
 
 
-# A msgspec struct also checks the fields, so that plans with unknown fields are refused (decisions/0190).
+# msgspec also checks names and types of fields, so no code for that is needed (decisions/0190).
 class PlanObject(msgspec.Struct, forbid_unknown_fields=True):
-    """An object in a plan's JSON."""
+    """Base class of the structs for objects in a plan's JSON. Unknown fields are refused."""
 
 
 class PlanRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A list in a plan's JSON with a type for each position."""
+    """Base class of the structs that are lists in a plan's JSON, with a type for each position."""
 
 
 def make_file_error(what: str, why: str, fix: str = "write it with plan.to_json()") -> PlanError:
-    """Return the error for an invalid plan file."""
+    """Return, but do not raise, the error for an invalid plan file."""
     return PlanError(f"plan file: {what}", why=why, fix=fix)
 
 
-def make_type_error(place: str, value: Any, wanted: str) -> PlanError:
-    """Return the error for a value of the wrong type in a plan file."""
-    return make_file_error(f"{place} is not {wanted}", f"it is {shorten_repr(value)}")
+def make_json_type_error(where: str, value: Any, expected: str) -> PlanError:
+    """Return, but do not raise, the error for a value of the wrong type at a position in a plan file."""
+    return make_file_error(f"{where} is not {expected}", f"it is {shorten_repr(value)}")
 
 
-def load_json(text: str) -> Any:
-    """Parse JSON, and raise if an object has a key twice."""
-    twice: list[tuple[dict[str, Any], str]] = []
+def load_json_without_repeated_keys(text: str) -> Any:
+    """Return the data of a JSON text, and raise if it is not JSON or an object has a key twice."""
+    repeated_keys: list[tuple[dict[str, Any], str]] = []
 
-    def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def make_dict_and_note_repeated_key(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             keys = [key for key, _ in pairs]
-            twice.append((found, next(key for key in keys if keys.count(key) > 1)))
+            repeated_keys.append((found, next(key for key in keys if keys.count(key) > 1)))
         return found
 
     try:
-        data = json.loads(text, object_pairs_hook=make_object)
-        places = [(_find_place(data, found, "plan"), key) for found, key in twice]
+        data = json.loads(text, object_pairs_hook=make_dict_and_note_repeated_key)
+        places = [(_find_json_path(data, found, "plan"), key) for found, key in repeated_keys]
     except (ValueError, TypeError) as error:
-        raise make_file_error("it is not JSON", str(error)) from error
+        raise make_file_error("the file is not JSON", str(error)) from error
     except RecursionError:
-        raise make_file_error("it is not the JSON of a plan", "it is nested too deeply") from None
-    for place, key in places:
-        if place:
-            why = "which of the two values is meant is not known"
-            raise make_file_error(f"{place}: key {key!r} appears twice", why, "delete one of the two")
+        raise make_file_error("the file is not the JSON of a plan", "it is nested too deeply") from None
+    for where, key in places:
+        if where:
+            why = "one key has one value"
+            raise make_file_error(f"{where}: key {key!r} appears twice", why, "delete one of the two")
     return data
 
 
-def convert(data: Any, kind: type[T], place: str = "") -> T:
-    """Convert a part of a plan's JSON to a type.
+def convert_json(data: Any, target_type: type[T], where: str = "") -> T:
+    """Return a part of a plan's JSON as an object of a type.
 
     Args:
         data: The part.
-        kind: Its type.
-        place: Its place in the document.
+        target_type: The type.
+        where: The position of the part in the document, such as `cost.machine`; empty: it is the document.
 
     Raises:
         PlanError: A value in it has another type.
     """
     try:
-        return msgspec.convert(data, kind)
-    except UnicodeEncodeError as error:  # msgspec encodes keys and misplaced texts in its messages
+        return msgspec.convert(data, target_type)
+    except UnicodeEncodeError as error:  # msgspec encodes keys and texts for its messages, which can fail
         found = shorten_repr(error.object)
         raise make_file_error(
-            f"{place or 'plan'}: {found} is not text",
+            f"{where or 'plan'}: {found} is not text",
             "it has an unpaired surrogate, which no encoding can write",
         ) from error
     except msgspec.ValidationError as error:
@@ -100,19 +100,20 @@ def convert(data: Any, kind: type[T], place: str = "") -> T:
         what, path = (match[1], match[2] or "") if match else (str(error), "")
         for name, number in _STEP.findall(path):
             data = data[name or int(number)]
-        at = (place + path).removeprefix(".") or "plan"
-        raise _make_error(what, at, data) from error
+        at = (where + path).removeprefix(".") or "plan"
+        raise _make_conversion_error(what, at, data) from error
 
 
-def convert_values(data: dict[str, Any], kind: Any, place: str) -> dict[str, Any]:
-    """Convert the values of an object with arbitrary keys. Errors name the key, which msgspec omits."""
-    return {name: convert(value, kind, f"{place}.{name}") for name, value in data.items()}
+def convert_json_values(data: dict[str, Any], target_type: Any, where: str) -> dict[str, Any]:
+    """Return an object with arbitrary keys and its values as a type. Errors name the key, which msgspec omits."""
+    return {name: convert_json(value, target_type, f"{where}.{name}") for name, value in data.items()}
 
 
-def _make_error(what: str, place: str, value: Any) -> PlanError:
+def _make_conversion_error(what: str, where: str, value: Any) -> PlanError:
+    """Return the plan error for a message of msgspec about the value at a position."""
     field = re.search("field `(.*)`", what)
     if field and "missing" in what:
-        return make_file_error(f"{place} has no {field[1]!r}", "every plan has one")
+        return make_file_error(f"{where} has no {field[1]!r}", "every plan has one")
     if field:
         kinds = PlanObject.__subclasses__()
         kinds += [each for kind in kinds for each in kind.__subclasses__()]
@@ -120,25 +121,25 @@ def _make_error(what: str, place: str, value: Any) -> PlanError:
         near = difflib.get_close_matches(field[1], sorted(known - {field[1]}), 1)
         fix = f"did you mean {near[0]!r}?" if near else "delete it, or use the layoutmap that wrote it"
         return make_file_error(
-            f"{place}: {shorten_repr(field[1])} is not known", "a plan has no such key", fix
+            f"{where}: {shorten_repr(field[1])} is not known", "a plan has no such key", fix
         )
     if what.startswith("Invalid enum value"):
-        return make_file_error(f"{place} is not known", f"it is {shorten_repr(value)}")
-    for pattern, wanted in _WANTED:
+        return make_file_error(f"{where} is not known", f"it is {shorten_repr(value)}")
+    for pattern, expected in _WANTED:
         if found := re.search(pattern, what.partition(", got")[0]):
-            return make_type_error(place, value, found.expand(wanted))
-    return make_file_error(f"{place}: {what}", f"it is {shorten_repr(value)}")
+            return make_json_type_error(where, value, found.expand(expected))
+    return make_file_error(f"{where}: {what}", f"it is {shorten_repr(value)}")
 
 
-def _find_place(data: Any, wanted: Any, place: str) -> str:
-    """Return the position of an object in a document, or `""` if it is not found."""
-    if data is wanted:
-        return place
-    inside = "" if place == "plan" else place
+def _find_json_path(data: Any, expected: Any, where: str) -> str:
+    """Return the position of an object in a document as text, or `""` if the document does not contain it."""
+    if data is expected:
+        return where
+    inside = "" if where == "plan" else where
     parts: list[tuple[Any, str]] = []
     if isinstance(data, dict):
         named = cast("dict[str, Any]", data).items()
         parts = [(each, f"{inside}.{name}".removeprefix(".")) for name, each in named]
     elif isinstance(data, list):
         parts = [(each, f"{inside}[{i}]") for i, each in enumerate(cast("list[Any]", data))]
-    return next((found for each, at in parts if (found := _find_place(each, wanted, at))), "")
+    return next((found for each, at in parts if (found := _find_json_path(each, expected, at))), "")

@@ -10,14 +10,14 @@ from layoutmap.plan.table import PlanTable
 
 
 def collect_keras_layouts(plan: PlanTable) -> dict[str, Layout]:
-    """Return the layouts of all variables except slots, by Keras's `variable.path`.
+    """Return the layouts of all variables except slots, by their name in Keras, which is `variable.path`.
 
     Raises:
         PlanError: The plan has errors, or Keras's layout map cannot express some of it.
     """
     plan.check()
     if plan.activations:
-        raise _make_unsupported_error(
+        raise _make_inexpressible_error(
             f"the layouts of {len(plan.activations)} outputs of layers",
             join_names([match.path for match in plan.activations]),
             "Keras identifies a layer by the names of its callers, but a plan by its object path",
@@ -28,36 +28,36 @@ def collect_keras_layouts(plan: PlanTable) -> dict[str, Layout]:
         name, layout = assignment.variable.name.removeprefix(KERAS), assignment.layout
         if assignment.variable.kind is Kind.SLOT:
             if assignment.variable.axes is None or layout.is_fully_replicated():
-                continue  # Keras replicates these by default
-            raise _make_unsupported_error(
+                continue  # Keras gives these their weight's layout or replicates them, so they need no entry
+            raise _make_inexpressible_error(
                 f"the layout {layout} of an optimizer's slot",
                 path,
                 "Keras gives a slot its weight's layout if the shapes are equal, and replicates other slots",
                 "plan the model without its optimizer",
             )
         if not name:
-            raise _make_unsupported_error(
+            raise _make_inexpressible_error(
                 "a variable that has no name in Keras",
                 path,
                 "the plan is not for a Keras model, or was read from a file, which stores no Keras names",
                 "make the plan in this program: lm.plan(make_model, layout_map).to_keras()",
             )
         if layout.host_memory:
-            raise _make_unsupported_error(
+            raise _make_inexpressible_error(
                 f"the layout {layout}",
                 path,
                 "a keras.distribution.TensorLayout has no memory setting",
                 "train with layout_map.scope(), which supports it, or leave memory out",
             )
         if any(isinstance(spec, tuple) for spec in layout.sharding_specs):
-            raise _make_unsupported_error(
+            raise _make_inexpressible_error(
                 f"the layout {layout}",
                 path,
                 "a keras.distribution.TensorLayout has one mesh dim per axis, but this axis is sharded over several",
                 "shard it over one of them, or train with layout_map.scope(), which supports it",
             )
         if found.setdefault(name, layout) != layout:
-            raise _make_unsupported_error(
+            raise _make_inexpressible_error(
                 f"two layouts for the name {name}: {found[name]} and {layout}",
                 path,
                 "Keras looks up layouts by name, and several variables of this model share this name",
@@ -66,8 +66,8 @@ def collect_keras_layouts(plan: PlanTable) -> dict[str, Layout]:
     return found
 
 
-def _make_unsupported_error(what: str, where: str, why: str, fix: str) -> PlanError:
-    """Return the error for a part of a plan that Keras's layout map cannot express."""
+def _make_inexpressible_error(what: str, where: str, why: str, fix: str) -> PlanError:
+    """Return, but do not raise, the error for a part of a plan that Keras's layout map cannot express."""
     return PlanError(
         f"to_keras: {what} cannot be expressed in Keras's layout map",
         facts={"where": where},

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from layoutmap.core.paths import merge_paths, split_at_numbers
 from layoutmap.core.text_table import format_bytes, format_table
 from layoutmap.core.variables import Assignment, Kind
-from layoutmap.plan.lint import make_suggestions
+from layoutmap.plan.lint import make_layout_suggestions
 from layoutmap.plan.table import PlanTable
 
 _MOST_ROWS = 10
@@ -19,10 +19,10 @@ class ShardableVariable:
     """A replicated variable that could be sharded, with the axis and the mesh dim.
 
     Args:
-        assignment: The variable as it is planned.
+        assignment: The variable with its planned layout.
         axis: The axis that could be sharded.
-        dim: The mesh dim that divides it.
-        saved_bytes: Bytes that each device would save.
+        dim: The mesh dim that divides the axis.
+        saved_bytes: The memory that each device would save.
     """
 
     assignment: Assignment
@@ -38,8 +38,8 @@ class ShardableRow:
     Args:
         path: Their merged paths.
         axis: The axis that could be sharded.
-        dim: The mesh dim that divides it.
-        saved_bytes: Bytes that each device would save if all of them were.
+        dim: The mesh dim that divides the axis.
+        saved_bytes: The memory that each device would save if all of them were sharded.
         assignments: The variables.
     """
 
@@ -52,18 +52,18 @@ class ShardableRow:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Memory:
-    """Count bytes per device by purpose, and list the variables that could take less.
+    """Bytes of variables per device by purpose, and the replicated variables that could be sharded.
 
     Gradients have the layouts of their weights. Activations are not counted.
 
     Args:
         weights: Trained weights.
         gradients: A gradient for each of them.
-        slots: The optimizer's slots, as far as they are in the plan.
+        slots: The optimizer's slots that are in the plan.
         state: All other variables: moving statistics, frozen weights, random states, metrics.
-        host: All of these in host memory, for each device. They are in none of the others.
-        could_be_sharded: Variables that are replicated and need not be, those that would save most first. Each is
-            sharded as its layer computes best with: see `layoutmap.plan.lint.suggest`.
+        host: Variables in host memory, for each device. They are not counted in the other fields.
+        could_be_sharded: Replicated variables that could be sharded, the largest saving first, with the layouts that
+            `layoutmap.plan.lint.suggest` suggests.
     """
 
     weights: int
@@ -75,12 +75,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The sum of all but `host`."""
+        """The bytes of all purposes in device memory."""
         return self.weights + self.gradients + self.slots + self.state
 
     @property
     def rows(self) -> list[ShardableRow]:
-        """Replicated variables that could be sharded, with repeated blocks merged, largest saving first."""
+        """The replicated variables that could be sharded, with repeated blocks in one row, largest saving first."""
         groups: dict[object, list[ShardableVariable]] = {}
         for each in self.could_be_sharded:
             v = each.assignment.variable
@@ -102,7 +102,7 @@ class Memory:
         cells = [
             (row.path, format_bytes(row.saved_bytes), f"axis {row.axis} over {row.dim}") for row in self.rows
         ]
-        lines = [self._line]
+        lines = [self._summary]
         if cells:
             head = ("replicated", "saves", "if sharded")
             lines += ["", *format_table(head, cells[:_MOST_ROWS], {"saves"}, width=width)]
@@ -113,7 +113,7 @@ class Memory:
     __str__ = to_text
 
     @property
-    def _line(self) -> str:
+    def _summary(self) -> str:
         parts = {name: getattr(self, name) for name in ("weights", "gradients", "slots", "state")}
         listed = ", ".join(
             f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts.items() if num_bytes
@@ -122,27 +122,27 @@ class Memory:
         return f"per device: {listed or 'nothing'}; {format_bytes(self.total)} in total{host}"
 
     def __repr__(self) -> str:
-        return f"<Memory: {self._line}>"
+        return f"<Memory: {self._summary}>"
 
 
 def count_memory(plan: PlanTable) -> Memory:
-    """Count the bytes by kind, without variables that do not fit their layouts."""
+    """Return the bytes of a plan's variables per device by purpose. Variables that do not fit are left out."""
     fitting = [a for a in plan.assignments if a.fits]
     weights = sum(a.device_bytes for a in fitting if a.variable.is_trained)
     gradients = sum(a.shard_bytes for a in fitting if a.variable.is_trained)
     slots = sum(a.device_bytes for a in fitting if a.variable.kind is Kind.SLOT)
-    could = sorted(_find_shardable_variables(plan, fitting), key=lambda each: -each.saved_bytes)
+    could = sorted(_iterate_shardable(plan, fitting), key=lambda each: -each.saved_bytes)
     return Memory(
         weights, gradients, slots, plan.device_bytes - weights - slots, plan.host_bytes, tuple(could)
     )
 
 
-def _find_shardable_variables(plan: PlanTable, fitting: list[Assignment]) -> Iterator[ShardableVariable]:
-    """Yield each replicated variable that could be sharded over a mesh dim."""
-    suggestions = make_suggestions(plan)
-    for a in fitting:
+def _iterate_shardable(plan: PlanTable, assignments: list[Assignment]) -> Iterator[ShardableVariable]:
+    """Yield each of these variables that is replicated and could be sharded over a mesh dim."""
+    suggestions = make_layout_suggestions(plan)
+    for a in assignments:
         # A derived variable is sharded along with its parent, so it needs no row.
-        if a.variable.follows or not a.layout.is_fully_replicated():
+        if a.variable.is_derived or not a.layout.is_fully_replicated():
             continue
         layout = suggestions.suggest_layout(a)
         if layout is not None:

@@ -8,8 +8,8 @@ from typing import Literal
 
 from layoutmap.core.errors import format_message
 from layoutmap.core.escaping import escape_text
-from layoutmap.core.old_names import OldName
-from layoutmap.core.paths import format_path_pattern, merge_paths, split_at_numbers
+from layoutmap.core.old_names import DeprecatedAlias
+from layoutmap.core.paths import format_path_regex_source, merge_paths, split_at_numbers
 
 Severity = Literal["error", "warning", "note"]
 RULE_KINDS = ("unused rule", "shadowed rule")
@@ -17,7 +17,7 @@ RULE_KINDS = ("unused rule", "shadowed rule")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Problem in a plan: an error, or a layout that may not be intended.
+    """Problem in a plan: an error, a layout that may not be intended, or a note.
 
     Args:
         kind: What sort of problem: `"rank"`, `"uneven"`, `"no rule"`, `"unused rule"`, `"shadowed rule"`
@@ -27,9 +27,9 @@ class Problem:
             is inspected `"no layout"`, `"another mesh"`, `"plain"`, `"moved"`, `"differs"` or `"drifted"`; of rules
             that begin with `keras:` `"contradiction"` or `"layer output"`. What lint finds has kinds of its own; see
             `layoutmap.plan.lint`.
-        severity: `"error"`: the model cannot be made so. `"warning"`: it can, and `strict` makes it an error. `"note"`:
-            worth knowing, never an error.
-        subject: The path or the pattern concerned.
+        severity: `"error"`: the model cannot be built. `"warning"`: it can, but `strict` makes it an error. `"note"`:
+            information that is never an error.
+        subject: The path or pattern with the problem.
         what: The headline.
         facts: The values that show it.
         why: The reason.
@@ -46,29 +46,29 @@ class Problem:
     fix: str = ""
     model: str = ""
 
-    def name_model(self, model: str) -> Problem:
-        """Add the model's name to the headline. `""` changes nothing."""
+    def add_model_name(self, model: str) -> Problem:
+        """Return the problem with the model's name before the headline. For `""` it is returned unchanged."""
         return replace(self, what=f"{model}: {self.what}", model=model) if model else self
 
-    of_model = OldName("name_model")
+    of_model = DeprecatedAlias("add_model_name")
 
     def __str__(self) -> str:
         return format_message(escape_text(self.what), dict(self.facts), self.why, self.fix)
 
 
-def group_problems(problems: Sequence[Problem]) -> list[Problem]:
-    """Merge the problems of repeated blocks: `blocks.{0..31}.kernel: ...`."""
-    return [merged for merged, _ in merge_problems(problems)]
+def merge_problems(problems: Sequence[Problem]) -> list[Problem]:
+    """Return the problems with equal problems of repeated blocks merged into one: `blocks.{0..31}.kernel: ...`."""
+    return [merged for merged, _ in group_problems(problems)]
 
 
-def merge_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Problem, ...]]]:
-    """Merge the problems of repeated blocks, and return each with its original problems.
+def group_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Problem, ...]]]:
+    """Return merged problems of repeated blocks, each with the problems that it stands for.
 
-    Those of rules stay apart: a pattern made of two would be one that nobody has written.
+    Problems of rules are not merged, because their subjects are patterns, and a merged pattern is no rule of the map.
     """
     groups: dict[object, list[Problem]] = {}
     for p in problems:
-        # Merge problems that differ only in the block number. The fix contains a pattern, so do not compare it.
+        # The fix contains a pattern with the block number, so problems of repeated blocks differ in it: leave it out.
         subject = p.subject if p.kind in RULE_KINDS else split_at_numbers(p.subject)
         key = (p.kind, p.severity, p.model, subject, p.facts, p.why)
         groups.setdefault(key, []).append(p)
@@ -79,7 +79,7 @@ def merge_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
             continue
         subjects = [first.subject, *(p.subject for p in rest)]
         new = merge_paths(subjects)
-        fix = first.fix.replace(format_path_pattern(subjects[:1]), format_path_pattern(subjects))
+        fix = first.fix.replace(format_path_regex_source(subjects[:1]), format_path_regex_source(subjects))
         head = f"{first.model}: " if first.model else ""
         what = head + first.what.removeprefix(head).replace(first.subject, new, 1)
         merged.append((replace(first, subject=new, what=what, fix=fix), (first, *rest)))
@@ -87,6 +87,6 @@ def merge_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
 
 
 def sort_problems(problems: Sequence[Problem]) -> tuple[Problem, ...]:
-    """Sort the problems: errors first, and unused rules before the variables that they may be meant for."""
+    """Return the problems sorted: errors, warnings, notes, and variables without a rule last among the warnings."""
     order = {"error": 0, "warning": 1, "note": 2}
     return tuple(sorted(problems, key=lambda p: (order[p.severity], p.kind == "no rule")))

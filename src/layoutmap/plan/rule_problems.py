@@ -9,64 +9,64 @@ from dataclasses import replace
 from layoutmap.core.errors import format_count, join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
-from layoutmap.core.paths import format_path_pattern, split_at_numbers
+from layoutmap.core.paths import format_path_regex_source, split_at_numbers
 from layoutmap.core.variables import Assignment
-from layoutmap.plan.lint import make_suggestions
+from layoutmap.plan.lint import make_layout_suggestions
 from layoutmap.plan.lint.changes import ChangeWriter
-from layoutmap.plan.problems import Problem, merge_problems
+from layoutmap.plan.problems import Problem, group_problems
 from layoutmap.plan.slots import NO_RULES, SLOTS
 from layoutmap.plan.table import PlanTable
 from layoutmap.rules.index import RuleIndex
 from layoutmap.rules.keras_rules import is_keras_rule
-from layoutmap.rules.near_misses import Candidates
+from layoutmap.rules.near_misses import NearMissSearch
 from layoutmap.rules.rules import Rules
 
 MAX_COMPARISONS = 20_000
 """The limit of comparisons in each search for near misses, which takes about a second."""
 
 
-def find_idle_activation_rules(rules: Rules, matches: Sequence[Match]) -> Iterator[Problem]:
-    """Yield a problem for each activation rule that applies to no layer's output."""
-    won = dict.fromkeys(range(1, len(rules) + 1), 0)
-    beaten: dict[int, tuple[Rule, str]] = {}
+def find_unused_activation_rule_problems(rules: Rules, matches: Sequence[Match]) -> Iterator[Problem]:
+    """Yield a problem for each activation rule that determines the layout of no layer's output."""
+    num_wins = dict.fromkeys(range(1, len(rules) + 1), 0)
+    losses: dict[int, tuple[Rule, str]] = {}
     for match in matches:
         if match.rule:
-            won[match.rule.number] += 1
+            num_wins[match.rule.number] += 1
             for other in match.others:
-                beaten.setdefault(other.number, (match.rule, match.path))
-    yield from find_idle_rules(rules, won, beaten, [match.path for match in matches], "layer")
+                losses.setdefault(other.number, (match.rule, match.path))
+    yield from find_unused_rule_problems(rules, num_wins, losses, [match.path for match in matches], "layer")
 
 
-def find_idle_rules(
+def find_unused_rule_problems(
     rules: Rules,
-    won: Mapping[int, int],
-    beaten: Mapping[int, tuple[Rule, str]],
+    num_wins: Mapping[int, int],
+    losses: Mapping[int, tuple[Rule, str]],
     paths: Sequence[str],
-    of: str,
+    owner_kind: str,
 ) -> Iterator[Problem]:
     """Yield a problem for each rule that determines no layout.
 
     Args:
         rules: The rules.
-        won: Number of paths that each rule matches first, by the rule's number.
-        beaten: For each rule that lost, by its number: the rule that won, and the path.
+        num_wins: The number of paths for which each rule is the first match, by the number of the rule.
+        losses: For each rule that matched a path after another rule, by its number: that other rule, and the path.
         paths: All paths.
-        of: What has the paths: `"variable"` or `"layer"`.
+        owner_kind: What has the paths: `"variable"` or `"layer"`.
     """
-    candidates: dict[bool, tuple[int, Candidates]] = {}
-    idle = [rule for rule in rules.rules if not won[rule.number]]
-    inside = _find_unanchored(
-        {r.pattern for r in idle if r.number not in beaten and not is_keras_rule(r.pattern)}, paths
+    candidates: dict[bool, tuple[int, NearMissSearch]] = {}
+    idle = [rule for rule in rules.rules if not num_wins[rule.number]]
+    inside = _find_patterns_matching_inside(
+        {r.pattern for r in idle if r.number not in losses and not is_keras_rule(r.pattern)}, paths
     )
     for rule in idle:
         name = rules.format_name(rule)
-        if rule.number in beaten:
-            winner, path = beaten[rule.number]
+        if rule.number in losses:
+            winner, path = losses[rule.number]
             yield Problem(
                 "shadowed rule",
                 "warning",
                 rule.pattern,
-                f"{name}: never used, since earlier rules match all its {of}s",
+                f"{name}: never used, since earlier rules match all its {owner_kind}s",
                 (("first lost", f"{path} to {winner}"),),
                 "the first rule that matches wins",
                 f"put it before rule {winner.number}, or delete it",
@@ -75,73 +75,74 @@ def find_idle_rules(
         named = is_keras_rule(rule.pattern)
         if named not in candidates:
             tried = [path for path in paths if is_keras_rule(path) == named]
-            candidates[named] = len(tried), Candidates(tried, MAX_COMPARISONS)
+            candidates[named] = len(tried), NearMissSearch(tried, MAX_COMPARISONS)
         count, candidate_paths = candidates[named]
-        if of == "variable" and SLOTS.match(rule.pattern):
+        if owner_kind == "variable" and SLOTS.match(rule.pattern):
             yield Problem("unused rule", "warning", rule.pattern, f"{name}: {NO_RULES[0]}", (), *NO_RULES[1:])
             continue
         near = candidate_paths.find_nearest(rule.pattern)
+        intended = _find_intended_paths(rule.pattern, near[0], paths) if near else ()
         yield Problem(
             "unused rule",
             "warning",
             rule.pattern,
-            f"{name}: matches no {of}",
+            f"{name}: matches no {owner_kind}",
             (("near misses", ", ".join(near)),),
-            f"such a rule matches whole names, and none of Keras's {format_count(count, 'name')}"
+            f"a keras: rule matches whole names, and none of Keras's {format_count(count, 'name')}"
             if named
             else "rules match from the start of a path, and none of the model's "
             f"{format_count(count, 'path')} starts like this",
             f'to match anywhere in a path: r".*{rule.pattern}"'
             if rule.pattern in inside
-            else f"did you mean {format_path_pattern(_find_meant(rule.pattern, near[0], paths))}? else delete it"
+            else f"did you mean {format_path_regex_source(intended)}? else delete it"
             if near
             else "fix it, or delete it",
         )
 
 
-def _find_meant(pattern: str, nearest: str, paths: Sequence[str]) -> Sequence[str]:
-    """Return the nearest path, or its group of repeated blocks if the pattern has no number."""
+def _find_intended_paths(pattern: str, nearest: str, paths: Sequence[str]) -> Sequence[str]:
+    """Return the nearest path of a mistyped pattern, and if the pattern has no number, its path in all blocks."""
     if re.search(r"\d", pattern.replace(r"\d", "")):
         return [nearest]
     parts = split_at_numbers(nearest)
     return [path for path in paths if split_at_numbers(path) == parts]
 
 
-def _find_unanchored(patterns: Iterable[str], paths: Sequence[str]) -> set[str]:
-    """Return the patterns that match inside a path, not only from its start."""
+def _find_patterns_matching_inside(patterns: Iterable[str], paths: Sequence[str]) -> set[str]:
+    """Return the patterns that match a part of a path, which need not be at its start."""
     listed, found = list(patterns), set[str]()
-    index = RuleIndex(map(re.compile, listed), anywhere=True)
+    index = RuleIndex(map(re.compile, listed), matches_anywhere=True)
     for path in paths if listed else ():
-        found.update(listed[number] for number in index.find_matches(path))
+        found.update(listed[number] for number in index.iterate_matching_positions(path))
     return found
 
 
-def correct_typos(problems: Sequence[Problem], unused: Mapping[str, Problem]) -> Iterator[Problem]:
-    """Yield the problems. If an unused rule almost matches a variable without a rule, change the fix.
+def suggest_typo_corrections(problems: Sequence[Problem], unused: Mapping[str, Problem]) -> Iterator[Problem]:
+    """Yield the problems. If an unused rule almost matches a variable without a rule, the fix is to correct that rule.
 
-    Adding a rule would end the warning and keep the typo, so the fix is to correct the unused one.
+    The fix to add a rule would leave the mistyped rule in the map.
     """
     for problem in problems:
         near = dict(problem.facts).get("near misses", "").split(", ") if problem.kind == "no rule" else ()
         block = split_at_numbers(problem.subject)
-        # Assign each unused rule to its nearest variable only, so that no two fixes change the same rule.
-        meant = [unused[pattern] for pattern in near if pattern in unused]
-        meant = [rule for rule in meant if split_at_numbers(_get_nearest_path(rule)) == block]
-        if meant:
-            name = meant[0].what.partition(": matches no")[0]
+        # Two fixes must not change the same rule, so correct each unused rule only for its nearest variable.
+        mistyped = [unused[pattern] for pattern in near if pattern in unused]
+        mistyped = [rule for rule in mistyped if split_at_numbers(_get_nearest_path(rule)) == block]
+        if mistyped:
+            name = mistyped[0].what.partition(": matches no")[0]
             problem = replace(
-                problem, fix=f"correct {name} to {format_path_pattern([problem.subject])}, or add a rule"
+                problem, fix=f"correct {name} to {format_path_regex_source([problem.subject])}, or add a rule"
             )
         yield problem
 
 
 def _get_nearest_path(rule: Problem) -> str:
-    """Return the path that an unused rule almost matches."""
+    """Return the path that an unused rule almost matches, from the facts of its problem."""
     return dict(rule.facts)["near misses"].partition(", ")[0]
 
 
-def suggest_rules(plan: PlanTable) -> Iterator[Problem]:
-    """Yield the problems of a plan, with a rule in the fix of a variable without one, or with one of another rank."""
+def add_suggested_rules_to_fixes(plan: PlanTable) -> Iterator[Problem]:
+    """Yield the problems of a plan. The fixes for variables without a rule of their rank get the rule to write."""
     by_path = {(a.variable.model, a.variable.path): a for a in plan.assignments}
     models = {a.variable.model for a in plan.assignments}
     wanted: dict[int, Assignment] = {}
@@ -157,39 +158,39 @@ def suggest_rules(plan: PlanTable) -> Iterator[Problem]:
     if not wanted:
         yield from plan.problems
         return
-    layouts = _choose_layouts(plan, wanted.values())
+    layouts = _suggest_layouts(plan, wanted.values())
     writer = ChangeWriter(plan, [(a, layouts[a.variable.key]) for a in wanted.values()])
     fixes: dict[int, str] = {}
-    for _, group in merge_problems([p for p in plan.problems if id(p) in wanted]):
+    for _, group in group_problems([p for p in plan.problems if id(p) in wanted]):
         changes = [(wanted[id(p)], layouts[wanted[id(p)].variable.key]) for p in group]
-        fixes |= dict.fromkeys(map(id, group), "; ".join(writer.list_changes(changes)))
+        fixes |= dict.fromkeys(map(id, group), "; ".join(writer.iterate_change_texts(changes)))
     for p in plan.problems:
         yield replace(p, fix=fixes[id(p)]) if id(p) in fixes else p
 
 
-def _choose_layouts(plan: PlanTable, members: Iterable[Assignment]) -> dict[tuple[str, str], Layout]:
-    """Return the layouts that are suggested for some variables, which are taken for replicated ones."""
+def _suggest_layouts(plan: PlanTable, members: Iterable[Assignment]) -> dict[tuple[str, str], Layout]:
+    """Return the suggested layouts of some variables by key. Variables that do not fit count as replicated."""
     replicated = {
         id(a): a if a.fits else replace(a, layout=Layout.replicated(plan.mesh, len(a.variable.shape)))
         for a in plan.assignments
     }
-    suggestions = make_suggestions(replace(plan, assignments=tuple(replicated.values())))
+    suggestions = make_layout_suggestions(replace(plan, assignments=tuple(replicated.values())))
     found: dict[tuple[str, str], Layout] = {}
     for a in members:
         new = replicated[id(a)]
-        # Vectors are small, so shard them only like their kernel.
+        # Vectors are small, so suggest a sharded layout only for a bias of a kernel, whose axis has a role.
         is_small = len(a.variable.shape) == 1 and not a.variable.use
         found[a.variable.key] = (None if is_small else suggestions.suggest_layout(new)) or new.layout
     return found
 
 
-def find_layer_outputs(rules: Rules, paths: Sequence[str]) -> Iterator[Problem]:
-    """Yield a note for each Keras rule that Keras also applies to layer outputs."""
-    above = {
+def find_output_rule_problems(rules: Rules, paths: Sequence[str]) -> Iterator[Problem]:
+    """Yield a note for each `keras:` rule that Keras would also apply to layer outputs, but this library does not."""
+    layers = {
         path[:at] for path in paths if is_keras_rule(path) for at, sign in enumerate(path) if sign == "/"
     }
     outputs: dict[Rule, list[str]] = {}
-    for layer in sorted(above):
+    for layer in sorted(layers):
         for rule in rules.matching_rules(f"{layer}/output"):
             outputs.setdefault(rule, []).append(f"{layer}/output")
     for rule, names in outputs.items():
@@ -200,5 +201,5 @@ def find_layer_outputs(rules: Rules, paths: Sequence[str]) -> Iterator[Problem]:
             f"{rules.format_name(rule)}: in Keras it also lays out outputs of layers; in this map it does not",
             (("outputs", join_names(names)),),
             "Keras looks up the output of a layer in the map of its variables, as the layer's path and /output",
-            "if that is meant, add a rule for the layer's path: layout_map.activations[...]",
+            "to lay out the outputs, too, add a rule for the layer's path: layout_map.activations[...]",
         )

@@ -1,4 +1,4 @@
-"""Find problems of optimizer slots without a weight, and describe slots that ZeRO shards."""
+"""Find problems of optimizer slots that do not follow a weight, and describe slots that ZeRO shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layoutmap.plan.problems import Problem
 
 _MAX_UNREPORTED = 1024  # replicated slots with more elements are reported
 SLOTS = re.compile(r"optimizer(\\?\.|$)")
-"""Matches rule patterns for slots, which start with `optimizer.`, but not a layer `optimizer_net`."""
+"""Regex for the patterns of rules that are meant for slots: they start with `optimizer.`, unlike `optimizer_net`."""
 NO_RULES = (
     "rules do not apply to an optimizer's slots",
     "each slot has the layout of its weight",
@@ -21,14 +21,14 @@ NO_RULES = (
 
 
 def is_sharded_by_zero(variable: VariableSpec) -> bool:
-    """Return whether `zero_dim` applies to a variable: a slot of a weight, or a large slot."""
-    return variable.kind is Kind.SLOT and (variable.follows or math.prod(variable.shape) > _MAX_UNREPORTED)
+    """Return whether `zero_dim` applies to a variable, because it is a slot of a weight or another large slot."""
+    return variable.kind is Kind.SLOT and (variable.is_derived or math.prod(variable.shape) > _MAX_UNREPORTED)
 
 
 def find_slot_problems(variable: VariableSpec) -> Iterator[Problem]:
-    """Yield a problem for a slot with several elements that shares no axis with a weight."""
+    """Yield a problem if a variable is a slot with several elements, and none of its axes is one of a weight."""
     num_elements = math.prod(variable.shape)
-    follows = variable.follows and (variable.axes is None or any(variable.axes))
+    follows = variable.is_derived and (variable.axes is None or any(variable.axes))
     if variable.kind is not Kind.SLOT or num_elements < 2 or follows:
         return
     why = f"it belongs to {variable.parent}, which has no axis of such a size"
@@ -36,15 +36,15 @@ def find_slot_problems(variable: VariableSpec) -> Iterator[Problem]:
         "loose slot",
         "warning" if num_elements > _MAX_UNREPORTED else "note",
         variable.path,
-        f"{variable.path}: it has no axis of a weight, so it does not follow the layout of one",
+        f"{variable.path}: none of its axes is one of a weight, so it does not get the layout of a weight",
         (("shape", str(variable.shape)), ("bytes", f"{variable.global_bytes:,}")),
-        why if variable.follows else "its path contains no weight's path",
+        why if variable.is_derived else "its path contains no weight's path",
         "keep what belongs to a weight under the weight's path in the state; or zero_dim= shards it, too",
     )
 
 
 def make_zero_note(assignments: Sequence[Assignment], dim: str) -> Problem:
-    """Return a note with the number of slots that `zero_dim` shards more than their weights."""
+    """Return a note with the number of slots that `zero_dim` shards over a mesh dim, and the other slots."""
     slots = [a for a in assignments if is_sharded_by_zero(a.variable)]
     rest = [
         a.variable.path

@@ -1,7 +1,7 @@
 """Suggest the first rules for a model: those of a preset, or rules from the roles of its weights (decisions/0258).
 
-`Suggestions` of `plan.lint.suggest` chooses each layout, as it does for the plan's advice. A rule has the reason for
-its layout.
+`LayoutSuggestions` of `plan.lint.suggest` chooses each layout, as it does for the plan's advice. Each rule has the
+reason for its layout.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import replace
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import split_at_numbers
-from layoutmap.core.specs import BatchDim, list_batch_dims, spec_from_dims
+from layoutmap.core.specs import BatchDim, list_batch_dims, make_spec
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.lint import list_named_batch_dims
-from layoutmap.plan.lint.suggest import Suggestions
-from layoutmap.plan.lint.weights import Linted, Weight, is_attention_output
-from layoutmap.plan.planner import make_table
+from layoutmap.plan.lint.suggest import LayoutSuggestions
+from layoutmap.plan.lint.weights import LintedPlan, Weight, is_attention_output
+from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
 from layoutmap.rules import presets
-from layoutmap.rules.merged_rules import find_full_pattern_parts, merge_patterns
+from layoutmap.rules.merged_rules import find_whole_path_pattern_parts, merge_patterns
 from layoutmap.rules.rule_set import RuleSet
 
 _MIN_SHARE = 0.001  # groups with a smaller share of all weights get no rule
@@ -30,41 +30,42 @@ Group = Sequence[Assignment]
 
 
 def suggest_rules(plan: PlanTable, batch_dim: BatchDim | None = None) -> RuleSet:
-    """Suggest rules for the variables of a plan.
+    """Return suggested rules for the variables of a plan: those of a fitting preset, or rules from the axis roles.
 
     Args:
-        plan: The plan. Its own layouts have no effect.
+        plan: The plan. Its layouts have no effect.
         batch_dim: The mesh dim over which batches are sharded; `None`: all dims with a usual name for that.
     """
-    plan = make_table([a.variable for a in plan.assignments], RuleSet(plan.mesh), complete=False)
+    plan = make_plan_table([a.variable for a in plan.assignments], RuleSet(plan.mesh), complete=False)
     batch_dims = list_batch_dims(batch_dim) or list_named_batch_dims(plan.mesh)
     dims = [dim.name for dim in plan.mesh.mesh_dims if dim.size > 1]
     if not dims:
         return RuleSet(plan.mesh, rest="replicated")
-    # Use a batch dim for weights only if the mesh has no other dim.
+    # A dim of the batch cannot serve tensor parallelism, so use it for weights only if the mesh has no other dim.
     dim = max(dims, key=lambda dim: (dim not in batch_dims, plan.mesh.dim_size(dim)))
     preset = presets.find_matching_preset([group[0].variable.path for group in _group_weights(plan)])
     return (preset and _adapt_preset(plan, preset, dim, batch_dims)) or _write_rules(
-        _choose_layouts(plan, batch_dims), dim, batch_dims
+        _assign_suggested_layouts(plan, batch_dims), dim, batch_dims
     )
 
 
 def _group_weights(plan: PlanTable) -> list[Group]:
-    """Group the weights of one shape with paths that differ only in numbers."""
-    return _group_by(plan, lambda v: (split_at_numbers(v.path), v.rule_shape))
+    """Return the weights and states in groups of one shape with paths that differ only in numbers."""
+    return _group_ruled_variables(plan, lambda v: (split_at_numbers(v.path), v.rule_shape))
 
 
-def _group_by(plan: PlanTable, key: Callable[[VariableSpec], object]) -> list[Group]:
-    """Group the weights and states to which rules apply by equal keys."""
+def _group_ruled_variables(plan: PlanTable, key: Callable[[VariableSpec], object]) -> list[Group]:
+    """Return the weights and states that may need rules in groups of equal keys, without derived ones and scalars."""
     found: dict[object, list[Assignment]] = {}
     for a in plan.assignments:
-        if a.variable.kind in (Kind.WEIGHT, Kind.STATE) and not a.variable.follows and a.variable.rule_shape:
-            found.setdefault(key(a.variable), []).append(a)
+        v = a.variable
+        if v.kind in (Kind.WEIGHT, Kind.STATE) and not v.is_derived and v.rule_shape:
+            found.setdefault(key(v), []).append(a)
     return list(found.values())
 
 
 def _adapt_preset(plan: PlanTable, name: str, dim: str, batch_dims: tuple[str, ...]) -> RuleSet | None:
-    """Return the rules of a preset that match a weight, or None if the preset does not fit."""
+    """Return the rules of a preset that determine a layout, or None if they do not fit even if axes are shrunk."""
     over = (None, dim) if dim in batch_dims else (dim, None)
     fields = presets.read_preset(name, plan.mesh, *over)
     uneven, variables = dict(fields.uneven_rules), [a.variable for a in plan.assignments]
@@ -72,14 +73,14 @@ def _adapt_preset(plan: PlanTable, name: str, dim: str, batch_dims: tuple[str, .
         rules = RuleSet(plan.mesh, activations=fields.activations, rest="replicated")
         for pattern, specs in fields.rules.items():
             rules.add(pattern, specs, uneven=uneven.get(pattern))
-        table = make_table(variables, rules, complete=False)
+        table = make_plan_table(variables, rules, complete=False)
         won = {a.match.rule.pattern: a for a in table.assignments if a.match and a.match.rule}
         if all(a.fits for a in table.assignments):
-            writer = _Reasons(table, dim, batch_dims)
+            writer = _ReasonWriter(table, dim, batch_dims)
             used = RuleSet(plan.mesh, activations=fields.activations, rest="replicated")
             for pattern, specs in fields.rules.items():
                 if pattern in won:
-                    reason = f"{writer.describe(won[pattern])} (preset {name})"
+                    reason = f"{writer.write_reason(won[pattern])} (preset {name})"
                     used.add(pattern, specs, uneven=uneven.get(pattern), reason=reason)
             return used
         uneven |= {
@@ -90,17 +91,17 @@ def _adapt_preset(plan: PlanTable, name: str, dim: str, batch_dims: tuple[str, .
     return None
 
 
-def _choose_layouts(plan: PlanTable, batch_dims: tuple[str, ...]) -> PlanTable:
+def _assign_suggested_layouts(plan: PlanTable, batch_dims: tuple[str, ...]) -> PlanTable:
     """Return the plan with the suggested layout for each weight.
 
-    A suggestion depends on the weights of its block, so of each block one weight at a time is sharded.
+    A suggestion depends on the other weights of the block, so only one weight of each block is changed at a time.
     """
     while True:
-        suggestions = Suggestions(Linted(plan, spec_from_dims(batch_dims) if batch_dims else None))
+        suggestions = LayoutSuggestions(LintedPlan(plan, make_spec(batch_dims) if batch_dims else None))
         layouts, changed_blocks = dict[int, Layout](), set[str]()
         for group in _group_weights(plan):
             blocks = {a.variable.path.rpartition(".")[0].rpartition(".")[0] for a in group}
-            if blocks & changed_blocks or _is_small(group, plan):
+            if blocks & changed_blocks or _is_small_group(group, plan):
                 continue
             found = {
                 id(a): layout
@@ -115,8 +116,8 @@ def _choose_layouts(plan: PlanTable, batch_dims: tuple[str, ...]) -> PlanTable:
         plan = replace(plan, assignments=tuple(changed))
 
 
-def _is_small(group: Group, plan: PlanTable) -> bool:
-    """Return whether a group has too few bytes to be sharded, and no kernel to follow."""
+def _is_small_group(group: Group, plan: PlanTable) -> bool:
+    """Return whether a group is too small to be sharded: vectors of unknown roles, or few bytes of the model."""
     if _is_bias(group[0].variable):
         return group[0].variable.use is None
     total = sum(a.variable.global_bytes for a in plan.assignments)
@@ -124,69 +125,73 @@ def _is_small(group: Group, plan: PlanTable) -> bool:
 
 
 def _is_bias(variable: VariableSpec) -> bool:
-    """Return whether a variable is a vector, or is added to the output of its kernel."""
+    """Return whether a variable is a vector, or has no summed axis, as a bias with several axes."""
     use = variable.use
     sums = use is None or any(role.startswith(("in", "rows")) for role in use.roles)
     return len(variable.shape) == 1 or not sums
 
 
 def _write_rules(plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> RuleSet:
-    """Write rules that give the layouts of a plan, one for each role and group of blocks."""
-    reasons = _Reasons(plan, dim, batch_dims)
+    """Return rules that give the layouts of a plan, one rule for each layout and reason, with merged patterns."""
+    reasons = _ReasonWriter(plan, dim, batch_dims)
     owners = {
         path: a.variable.path for a in plan.assignments for path in (a.variable.path, *a.variable.aliases)
     }
     rows: dict[tuple[bool, Layout, str], list[tuple[str, ...]]] = {}
-    for group in _group_by(plan, lambda v: split_at_numbers(v.path)):
+    for group in _group_ruled_variables(plan, lambda v: split_at_numbers(v.path)):
         counts = Counter(a.layout for a in group)
         layout, count = counts.most_common(1)[0]
         usual = layout if 2 * count > len(group) else None
         for layout in counts:
             members = [a for a in group if a.layout == layout]
             is_small = layout.is_fully_replicated() and (
-                _is_bias(members[0].variable) or _is_small(members, plan)
+                _is_bias(members[0].variable) or _is_small_group(members, plan)
             )
             if is_small and usual in (None, layout):
                 continue
-            # The pattern of the usual layout also matches the exceptions, so their rules come first.
+            # The pattern for the usual layout may match variables with other layouts, so their rules come first.
             parts = _find_pattern_parts(members, group if layout == usual else members, owners)
-            rows.setdefault((layout == usual, layout, reasons.describe(members[0])), []).append(parts)
+            rows.setdefault((layout == usual, layout, reasons.write_reason(members[0])), []).append(parts)
     merged = [(key, pattern) for key, patterns in rows.items() for pattern in merge_patterns(patterns)]
     paths = [a.variable.path for a in plan.assignments]
-    made = RuleSet(plan.mesh, rest="replicated")
+    rule_set = RuleSet(plan.mesh, rest="replicated")
     for (_, layout, reason), pattern in sorted(
         merged, key=lambda row: (row[0][0], next(n for n, path in enumerate(paths) if re.match(row[1], path)))
     ):
-        made.add(pattern, layout, reason=reason)
-    return made
+        rule_set.add(pattern, layout, reason=reason)
+    return rule_set
 
 
 def _find_pattern_parts(members: Group, group: Group, owners: Mapping[str, str]) -> tuple[str, ...]:
-    """Find a pattern that matches some variables of a group and no variable outside the group."""
+    """Return the parts of a pattern that matches some variables of a group and no variable outside of it."""
     of_group = {a.variable.path for a in group}
     unwanted = [path for path, owner in owners.items() if owner not in of_group]
-    return find_full_pattern_parts(_list_like_paths(members), _list_like_paths(group), unwanted)
+    return find_whole_path_pattern_parts(_list_similar_paths(members), _list_similar_paths(group), unwanted)
 
 
-def _list_like_paths(members: Group) -> list[str]:
-    """Return the paths of a group, and those of its tied weights that differ from these only in numbers."""
-    # A pattern for other weights of the group may match such a path.
+def _list_similar_paths(members: Group) -> list[str]:
+    """Return the paths and aliases of variables that differ from the first path only in numbers."""
+    # A pattern for the paths may match such an alias, so the aliases count as paths.
     paths = [path for a in members for path in (a.variable.path, *a.variable.aliases)]
     return [path for path in paths if split_at_numbers(path) == split_at_numbers(paths[0])]
 
 
-class _Reasons:
-    """Write the reason for each suggested layout."""
+class _ReasonWriter:
+    """Writer of the reasons for the suggested layouts of a plan."""
 
     def __init__(self, plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> None:
-        self._linted = Linted(plan, spec_from_dims(batch_dims) if batch_dims else None)
+        self._linted = LintedPlan(plan, make_spec(batch_dims) if batch_dims else None)
         self._weights = {id(w.assignment): w for w in self._linted.weights}
-        self._parts = {id(w) for block in self._linted.blocks for w in self._linted.parts(block).values()}
+        self._parts = {
+            id(w)
+            for block in self._linted.blocks
+            for w in self._linted.find_attention_kernels(block).values()
+        }
         self._dim = dim
         self._batch_dims = batch_dims
 
-    def describe(self, a: Assignment) -> str:
-        """Return the role of a weight and the effect of its layout."""
+    def write_reason(self, a: Assignment) -> str:
+        """Return the reason for the layout of a weight: its role in the layer, and the effect of the layout."""
         w, shape = self._weights.get(id(a)), a.variable.shape
         axis = next((n for n in range(len(shape)) if a.layout.num_shards(n) > 1), None)
         if axis is None:
@@ -200,9 +205,9 @@ class _Reasons:
         role = w.use.roles[axis].partition(".")[0]
         if role == "rows":
             return f"vocabulary: each device along {over} has some of the {shape[axis]} rows"
-        if w.axes("rows"):
-            return "vocabulary: sharded by features" + self._describe_uneven(shape, w.axes("rows"))
-        if not w.axes("in"):
+        if w.list_axes("rows"):
+            return "vocabulary: sharded by features" + self._describe_uneven(shape, w.list_axes("rows"))
+        if not w.list_axes("in"):
             return "bias: sharded as the output of its kernel"
         if id(w) in self._parts:
             return "heads: each device computes whole heads"
@@ -227,15 +232,15 @@ class _Reasons:
         axes = range(len(shape))
         if len(shape) == 1:
             return "replicated: a vector is small"
-        if w is not None and w.axes("in") and w.axes("out"):
+        if w is not None and w.list_axes("in") and w.list_axes("out"):
             is_row = any(
                 not maker.layout.is_fully_replicated() for maker in self._linted.kernels_before.get(id(w), ())
             )
-            axes = w.axes("in" if is_row else "out")[:1]
+            axes = w.list_axes("in" if is_row else "out")[:1]
         return "replicated" + (self._describe_uneven(shape, axes, w) or ", as the inputs of its layer are")
 
     def _describe_uneven(self, shape: Sequence[int], axes: Sequence[int], w: Weight | None = None) -> str:
-        """Describe the sizes that the mesh dim does not divide."""
+        """Return text about sizes of axes, or numbers of heads, that the mesh dim does not divide, or ""."""
         unit = (
             w.use.head_size or 1 if w is not None and (id(w) in self._parts or is_attention_output(w)) else 1
         )

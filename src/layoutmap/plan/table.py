@@ -1,6 +1,6 @@
 """Store a plan: the layout of each variable with its reason, the problems, and the bytes.
 
-`layoutmap.plan.planner` makes it. What users see is `layoutmap.Plan`, a face of it in `layoutmap.scope.plan`.
+`layoutmap.plan.planner` makes it. `layoutmap.Plan`, which users see, is a subclass in `layoutmap.scope.plan`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, Self
 from layoutmap.core.errors import PlanError, join_names
 from layoutmap.core.match import Match
 from layoutmap.core.mesh import Mesh, MeshDimension
-from layoutmap.core.old_names import OldName
+from layoutmap.core.old_names import DeprecatedAlias
 from layoutmap.core.paths import replace_numbers
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.carried_cost import PlanCost
-from layoutmap.plan.problems import Problem, group_problems, sort_problems
+from layoutmap.plan.problems import Problem, merge_problems, sort_problems
 from layoutmap.rules.near_misses import find_nearest
 
 _MAX_FULL_PROBLEMS = 10
@@ -41,14 +41,14 @@ class PlanTable(Mapping[str, Assignment]):
 
     @cached_property
     def _assignments_by_key(self) -> dict[str, Assignment]:
-        """Assignments by the keys of the mapping."""
+        """The assignments by the keys of the mapping: the path, after the model's name if several models have it."""
         counts = Counter(a.variable.path for a in self.assignments)
         found: dict[str, Assignment] = {}
         for a in self.assignments:
             v = a.variable
             key = name = v.path if counts[v.path] == 1 else f"{v.model}: {v.path}"
             number = 1
-            while key in found:  # two models have the same name
+            while key in found:  # two models may have the same name, so add a number
                 number += 1
                 key = f"{name} ({number})"
             found[key] = a
@@ -56,14 +56,14 @@ class PlanTable(Mapping[str, Assignment]):
 
     @cached_property
     def _keys_by_path(self) -> dict[str, list[str]]:
-        """The keys of the variables with a path. A variable's path takes precedence over another's alias."""
-        own: dict[str, list[str]] = {}
+        """The keys of the variables with a path. A path takes precedence over an equal alias of another variable."""
+        by_path: dict[str, list[str]] = {}
         aliases: dict[str, list[str]] = {}
         for key, a in self._assignments_by_key.items():
-            own.setdefault(a.variable.path, []).append(key)
+            by_path.setdefault(a.variable.path, []).append(key)
             for path in dict.fromkeys(a.variable.aliases):
                 aliases.setdefault(path, []).append(key)
-        return {**aliases, **own}
+        return {**aliases, **by_path}
 
     # Several models may share a path, so a plan iterates over unique keys (decisions/0038).
     def __iter__(self) -> Iterator[str]:
@@ -147,7 +147,7 @@ class PlanTable(Mapping[str, Assignment]):
         return replace(self, problems=sort_problems([*self.problems, *problems]))
 
     def add_cost(self, cost: PlanCost) -> Self:
-        """Return the plan with the cost of a training step."""
+        """Return the plan with the cost of a training step, in which collectives of the plan's weights are marked."""
         paths = {
             replace_numbers(path) for a in self.assignments for path in (a.variable.path, *a.variable.aliases)
         }
@@ -157,11 +157,11 @@ class PlanTable(Mapping[str, Assignment]):
         """Return the plan with the limits for its `verdict`: the device memory, and whether warnings count as errors.
 
         Args:
-            device_memory: The memory of a device in bytes, in place of the machine's; `None`: as the plan has it.
+            device_memory: The memory of a device in bytes, instead of that of the machine; `None`: unchanged.
             strict: Whether warnings count as errors.
 
         Raises:
-            PlanError: There is no such memory.
+            PlanError: `device_memory` is below 1.
         """
         if device_memory is None:
             return replace(self, strict=strict)
@@ -175,10 +175,10 @@ class PlanTable(Mapping[str, Assignment]):
             return replace(self, device_memory=device_memory, strict=strict)
         return replace(self, cost=self.cost.on_memory(device_memory), strict=strict)
 
-    with_problem = OldName("add_problem")
-    with_problems = OldName("add_problems")
-    with_cost = OldName("add_cost")
-    judged = OldName("set_limits")
+    with_problem = DeprecatedAlias("add_problem")
+    with_problems = DeprecatedAlias("add_problems")
+    with_cost = DeprecatedAlias("add_cost")
+    judged = DeprecatedAlias("set_limits")
 
     def check(self, *, strict: bool = False) -> Self:
         """Raise one error with all errors of the plan, or return the plan if it has none.
@@ -192,7 +192,7 @@ class PlanTable(Mapping[str, Assignment]):
         found = self.errors + (self.warnings if strict else ())
         if not found:
             return self
-        grouped = group_problems(found)
+        grouped = merge_problems(found)
         rest = any(p.kind == "no rule" for p in found) * 'set layout_map.rest = "replicated" if that is meant'
         if len(grouped) == 1:
             (only,) = grouped

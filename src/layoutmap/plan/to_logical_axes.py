@@ -11,7 +11,7 @@ from layoutmap.core.variables import make_unique_names
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.torch_styles import list_ruled_variables, make_unsupported_error
 from layoutmap.rules.logical_axes import resolve_logical_axes
-from layoutmap.rules.partition_specs import flatten_tree, read_spec
+from layoutmap.rules.partition_specs import flatten_tree_by_path, read_partition_spec
 
 _CALL = "to_logical_axis_rules"
 
@@ -21,11 +21,11 @@ Rules = list[tuple[str, str | Dims | None]]
 
 
 def make_logical_rules(plan: PlanTable, axes: Any) -> tuple[dict[str, Names], Rules]:
-    """Return axis names for each variable by path, and rules that give these names the plan's layouts.
+    """Return the axis names of each variable by path, and the rules with which they give the layouts of a plan.
 
     Args:
         plan: The plan.
-        axes: The names that the model's own code has; `None`: they are made.
+        axes: The axis names in the code of the model; `None`: new names.
 
     Raises:
         PlanError: No order of rules gives all of the layouts; names a variable that differs.
@@ -35,44 +35,48 @@ def make_logical_rules(plan: PlanTable, axes: Any) -> tuple[dict[str, Names], Ru
     if axes is None:
         names, rules = _name_axes(layouts)
     else:
-        names = _read_names(axes, layouts)
+        names = _read_axis_names(axes, layouts)
         rules = _order_rules(names, layouts)
     shapes = {a.variable.path: a.variable.shape for a in plan.assignments}
-    given, _ = resolve_logical_axes(rules, names, shapes, "linen", _CALL)
+    resolved, _ = resolve_logical_axes(rules, names, shapes, "linen", _CALL)
     for path in names:
-        if Layout(given[path], plan.mesh) != layouts[path]:
+        if Layout(resolved[path], plan.mesh) != layouts[path]:
             raise _make_conflict_error(
                 path,
                 names,
                 layouts[path],
-                f"the rules of the others give it {Layout(given[path], plan.mesh)}",
+                f"the rules that the other variables need give it {Layout(resolved[path], plan.mesh)}",
             )
     return names, rules
 
 
-def _list_dims(layout: Layout) -> list[Dims]:
+def _list_axis_dims(layout: Layout) -> list[Dims]:
     return [tuple(layout.list_mesh_dims(axis)) for axis in range(layout.rank)]
 
 
 def _name_axes(layouts: Mapping[str, Layout]) -> tuple[dict[str, Names], Rules]:
-    """Name each combination of mesh dims, and return the axis names and rules. Unsharded axes get no name."""
-    used = [*dict.fromkeys(dims for layout in layouts.values() for dims in _list_dims(layout) if dims)]
+    """Return axis names by path, and rules for them: one name for each combination of mesh dims, none if unsharded."""
+    used = [*dict.fromkeys(dims for layout in layouts.values() for dims in _list_axis_dims(layout) if dims)]
     name_of = dict(zip(used, make_unique_names([f"over_{'_'.join(dims)}" for dims in used]), strict=True))
     names = {
-        path: tuple(name_of.get(dims) for dims in _list_dims(layout)) for path, layout in layouts.items()
+        path: tuple(name_of.get(dims) for dims in _list_axis_dims(layout)) for path, layout in layouts.items()
     }
-    return names, [(name, _simplify_dims(dims)) for dims, name in name_of.items()]
+    return names, [(name, _convert_dims_for_rule(dims)) for dims, name in name_of.items()]
 
 
-def _simplify_dims(dims: Dims) -> str | Dims | None:
+def _convert_dims_for_rule(dims: Dims) -> str | Dims | None:
     return (dims[0] if len(dims) == 1 else dims) if dims else None
 
 
-def _read_names(axes: Any, layouts: Mapping[str, Layout]) -> dict[str, Names]:
-    given = {path: read_spec(names, f"{_CALL}: {path}") for path, names in flatten_tree(axes, _CALL).items()}
+def _read_axis_names(axes: Any, layouts: Mapping[str, Layout]) -> dict[str, Names]:
+    """Return the user's axis names by path, one for each axis of a variable, and None for axes without a name."""
+    names_by_path = {
+        path: read_partition_spec(names, f"{_CALL}: {path}")
+        for path, names in flatten_tree_by_path(axes, _CALL).items()
+    }
     found: dict[str, Names] = {}
     for path, layout in layouts.items():
-        names = given.get(path, ())
+        names = names_by_path.get(path, ())
         if len(names) > layout.rank or not all(name is None or isinstance(name, str) for name in names):
             what = f"axes named {names}"
             raise make_unsupported_error(
@@ -83,10 +87,10 @@ def _read_names(axes: Any, layouts: Mapping[str, Layout]) -> dict[str, Names]:
 
 
 def _order_rules(names: Mapping[str, Names], layouts: Mapping[str, Layout]) -> Rules:
-    """Order the rules so that each name gets its dims only on axes that the layouts shard over them."""
+    """Return rules in an order in which each name gets its mesh dims only on the axes that the layouts shard."""
     dims: dict[str, Dims] = {}
     for path, layout in layouts.items():
-        for name, found in zip(names[path], _list_dims(layout), strict=True):
+        for name, found in zip(names[path], _list_axis_dims(layout), strict=True):
             if name is None and found:
                 raise _make_conflict_error(path, names, layout, "an axis without a name is unsharded there")
             if name is not None and found and dims.setdefault(name, found) != found:
@@ -97,7 +101,7 @@ def _order_rules(names: Mapping[str, Names], layouts: Mapping[str, Layout]) -> R
         name: set() for each in names.values() for name in each if name is not None
     }
     for path, layout in layouts.items():
-        parts = dict(zip(names[path], _list_dims(layout), strict=True))
+        parts = dict(zip(names[path], _list_axis_dims(layout), strict=True))
         for name, found in parts.items():
             if name is None or found or name not in dims:
                 continue
@@ -111,7 +115,7 @@ def _order_rules(names: Mapping[str, Names], layouts: Mapping[str, Layout]) -> R
     while free := [name for name in before if name not in ordered and before[name] <= {*ordered}]:
         ordered += free
     return [
-        (name, _simplify_dims(dims.get(name, ())))
+        (name, _convert_dims_for_rule(dims.get(name, ())))
         for name in [*ordered, *(n for n in before if n not in ordered)]
     ]
 

@@ -56,10 +56,10 @@ _SHARED = """\
 
 
 def write_parallelize_code(plan: PlanTable) -> str:
-    """Write a program with a function `parallelize(model, mesh)`.
+    """Return Python source with a function `parallelize(model, mesh)` that shards a model as the plan says.
 
     Raises:
-        PlanError: Something has no form in torch's calls.
+        PlanError: A layout cannot be expressed by torch's functions.
     """
     modules = group_by_module(plan, _CALL)
     styled = find_styled_modules(plan, modules, _CALL)
@@ -97,19 +97,19 @@ def _format_style(styled: StyledModule) -> str:
 def _collect_placements(
     modules: Mapping[str, ModuleVariables], styled: Mapping[str, StyledModule]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the placements that no style expresses, by module, and the tensors shared by several modules."""
+    """Return by module the source of placements without a style, and for other paths of a tensor its first path."""
     rest: dict[str, str] = {}
     shared: dict[str, str] = {}
-    for module, held in modules.items():
+    for module, variables in modules.items():
         placements: list[str] = []
-        for name, a in held.items():
-            own, path = a.variable.path, f"{module}.{name}".lstrip(".")
+        for name, a in variables.items():
+            first_path, path = a.variable.path, f"{module}.{name}".lstrip(".")
             if not list_sharding_dims(a.layout):
                 continue
-            if path != own:
-                shared[path] = own
+            if path != first_path:
+                shared[path] = first_path
             if module not in styled:
-                placements.append(f'"{name}": [{", ".join(_list_placements(own, a.layout))}]')
+                placements.append(f'"{name}": [{", ".join(_list_placements(first_path, a.layout))}]')
         if placements:
             rest[module] = f"{{{', '.join(placements)}}}"
     return rest, shared
@@ -133,7 +133,7 @@ def _list_placements(path: str, layout: Layout) -> Iterator[str]:
 
 
 def _format_entries(values: Mapping[str, str]) -> Iterator[str]:
-    """Yield the entries of a dict as code. Entries that differ in one number become a loop."""
+    """Yield the entries of a dict as Python source. Paths with equal values that differ in one number become a loop."""
     groups: dict[tuple[str, str], list[str]] = {}
     for path, value in values.items():
         groups.setdefault((_FIRST.sub("{i}", path, count=1), value), []).append(path)
@@ -142,12 +142,12 @@ def _format_entries(values: Mapping[str, str]) -> Iterator[str]:
             yield f'"{paths[0]}": {value}'
         else:
             numbers = [int(found[0]) for each in paths if (found := _FIRST.search(each))]
-            yield f'**{{f"{path}": {value} for i in {_format_range(numbers)}}}'
+            yield f'**{{f"{path}": {value} for i in {_format_numbers_as_python(numbers)}}}'
 
 
 _FIRST = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-def _format_range(numbers: Iterable[int]) -> str:
+def _format_numbers_as_python(numbers: Iterable[int]) -> str:
     numbers = [*numbers]
     return f"range({len(numbers)})" if numbers == [*range(len(numbers))] else str(tuple(numbers))

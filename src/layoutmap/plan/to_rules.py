@@ -10,19 +10,19 @@ from layoutmap.core.errors import RuleError, join_names
 from layoutmap.core.paths import split_at_numbers
 from layoutmap.core.specs import Specs, replace_unsharded
 from layoutmap.core.variables import Assignment, Kind
-from layoutmap.plan.planner import make_table
+from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
-from layoutmap.rules.merged_rules import make_group_rules
+from layoutmap.rules.merged_rules import make_rules_for_groups
 from layoutmap.rules.rule_set import RuleSet
 
 _RULED = (Kind.WEIGHT, Kind.STATE, Kind.RNG)
 
 
 def derive_rules(plan: PlanTable) -> RuleSet:
-    """Derive rules that reproduce a plan's layouts. The result is checked by planning with it.
+    """Return few rules that reproduce the layouts of a plan, checked by a new plan with them.
 
     Raises:
-        RuleError: No rules give them.
+        RuleError: No rules give these layouts.
 
     Example:
         >>> from layoutmap.core.layout import Layout
@@ -40,49 +40,51 @@ def derive_rules(plan: PlanTable) -> RuleSet:
     groups: dict[tuple[object, Specs], list[str]] = {}
     ruled = [a for a in plan.assignments if a.variable.kind in _RULED]
     for a in ruled:
-        if not a.variable.follows:
-            groups.setdefault((split_at_numbers(a.variable.path), _get_specs(a)), []).append(a.variable.path)
+        if not a.variable.is_derived:
+            groups.setdefault((split_at_numbers(a.variable.path), _list_specs(a)), []).append(a.variable.path)
     owners = {path: a.variable.path for a in ruled for path in (a.variable.path, *a.variable.aliases)}
-    rules = make_group_rules({tuple(paths): specs for (_, specs), paths in groups.items()}, owners)
-    # Derived variables inherit from their parent, so only those that differ need a rule.
-    own = {a.variable.path: _get_specs(a) for a in _find_mismatches(plan, rules)}
-    rules = {f"{re.escape(path)}$": specs for path, specs in own.items()} | rules
-    if wrong := [a.variable.path for a in _find_mismatches(plan, rules)]:
+    rules = make_rules_for_groups({tuple(paths): specs for (_, specs), paths in groups.items()}, owners)
+    # Derived variables get the layout of their parent, so only those with another layout need a rule.
+    exceptions = {a.variable.path: _list_specs(a) for a in _iterate_mismatches(plan, rules)}
+    rules = {f"{re.escape(path)}$": specs for path, specs in exceptions.items()} | rules
+    if wrong := [a.variable.path for a in _iterate_mismatches(plan, rules)]:
         raise RuleError(
             f"{join_names(wrong)}: no rules give {'it its layout' if len(wrong) == 1 else 'them their layouts'}",
             facts={"layout": str(plan[wrong[0]].layout)},
             why="it is derived from another variable, as for a quantized kernel, and inherits that variable's rule",
             fix="exclude it from the plan, and set its layout by hand",
         )
-    return _make_map(plan, rules)
+    return _make_rule_set(plan, rules)
 
 
-class _Memory(NamedTuple):
-    """A host memory kind, appended to the specs so that rules cover specs and memory together."""
+class _MemorySpec(NamedTuple):
+    """A kind of host memory as a last item of specs, so that variables of one rule have equal specs and memory."""
 
     kind: str
 
 
-def _get_specs(assignment: Assignment) -> Specs:
-    specs, memory = replace_unsharded(assignment.layout.sharding_specs), assignment.layout.host_memory
-    return (*specs, _Memory(memory)) if memory else specs
+def _list_specs(assignment: Assignment) -> Specs:
+    specs, memory = (replace_unsharded(assignment.layout.sharding_specs), assignment.layout.host_memory)
+    return (*specs, _MemorySpec(memory)) if memory else specs
 
 
-def _make_map(plan: PlanTable, rules: dict[str, Specs]) -> RuleSet:
+def _make_rule_set(plan: PlanTable, rules: dict[str, Specs]) -> RuleSet:
     uneven = "pad" if any(a.is_padded for a in plan.assignments) else "error"
-    made = RuleSet(plan.mesh, uneven=uneven, rest="replicated")
+    rule_set = RuleSet(plan.mesh, uneven=uneven, rest="replicated")
     for pattern, specs in rules.items():
         *axes, last = specs or (None,)
-        if isinstance(last, _Memory):
-            made.add(pattern, axes, memory=last.kind)
+        if isinstance(last, _MemorySpec):
+            rule_set.add(pattern, axes, memory=last.kind)
         else:
-            made.add(pattern, specs)
-    return made
+            rule_set.add(pattern, specs)
+    return rule_set
 
 
-def _find_mismatches(plan: PlanTable, rules: dict[str, Specs]) -> Iterator[Assignment]:
-    """Yield the variables to which the rules would give a layout that differs from the plan."""
-    planned = make_table([a.variable for a in plan.assignments], _make_map(plan, rules), complete=False)
+def _iterate_mismatches(plan: PlanTable, rules: dict[str, Specs]) -> Iterator[Assignment]:
+    """Yield the variables of a plan to which these rules would give another layout."""
+    planned = make_plan_table(
+        [a.variable for a in plan.assignments], _make_rule_set(plan, rules), complete=False
+    )
     for a, found in zip(planned.assignments, plan.assignments, strict=True):
         if found.variable.kind in _RULED and a.layout != found.layout:
             yield found

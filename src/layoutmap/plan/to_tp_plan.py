@@ -31,10 +31,10 @@ _STYLES: dict[tuple[str, bool, bool, int | None], str] = {
 
 
 def make_tp_plan(plan: PlanTable) -> dict[str, str]:
-    """Return the style of each module, by path with a star for each number.
+    """Return a tensor parallel plan: the style of each module, by its path with a star for each number.
 
     Raises:
-        PlanError: transformers has no style for a module, or one entry would be for modules with different styles.
+        PlanError: transformers has no style for a module, or modules with different styles would share an entry.
     """
     modules = group_by_module(plan, _CALL)
     styled = find_styled_modules(plan, modules, _CALL)
@@ -42,8 +42,8 @@ def make_tp_plan(plan: PlanTable) -> dict[str, str]:
     found: dict[str, str] = {}
     of_entry: dict[str, str] = {}
     for path in [*dict.fromkeys([*modules, *styled])]:
-        name = _name_style(styled[path]) if path in styled else ""
-        entry = _make_entry(path)
+        name = _get_style_name(styled[path]) if path in styled else ""
+        entry = _make_plan_entry(path)
         other = of_entry.setdefault(entry, path)
         if found.setdefault(entry, name) != name:
             raise make_unsupported_error(
@@ -56,28 +56,29 @@ def make_tp_plan(plan: PlanTable) -> dict[str, str]:
     return {entry: name for entry, name in found.items() if name}
 
 
-def _make_entry(path: str) -> str:
-    """Convert a path to a pattern. Transformers replaces only the first of two adjacent numbers by a star."""
+def _make_plan_entry(path: str) -> str:
+    """Return a module's path with stars for numbers. Like transformers, of adjacent numbers replace only the first."""
     return re.sub(r"\.\d+(\.|$)", r".*\1", path)
 
 
 def _check_styles(modules: Mapping[str, ModuleVariables], styled: Mapping[str, StyledModule]) -> None:
+    """Raise if a sharded variable is in no module with a style, or if layouts are over several mesh dims."""
     dims: dict[str, tuple[str, Layout]] = {}
-    for path, held in modules.items():
-        for name, a in held.items():
-            own = a.variable.path
+    for path, variables in modules.items():
+        for name, a in variables.items():
+            first_path = a.variable.path
             for dim in list_sharding_dims(a.layout):
-                dims.setdefault(dim, (own, a.layout))
+                dims.setdefault(dim, (first_path, a.layout))
             if path in styled or not list_sharding_dims(a.layout):
                 continue
-            if own != f"{path}.{name}".lstrip("."):
-                what, why = f"{path}.{name}, which shares its tensor", "one of them alone would be laid out"
+            if first_path != f"{path}.{name}".lstrip("."):
+                what, why = (f"{path}.{name}, which shares its tensor", "an entry shards one of them")
                 raise make_unsupported_error(
-                    _CALL, own, what, why, "do not tie them, or add both entries by hand"
+                    _CALL, first_path, what, why, "do not tie them, or add both entries by hand"
                 )
             raise make_unsupported_error(
                 _CALL,
-                own,
+                first_path,
                 f"the layout {a.layout}",
                 "its styles are for linear layers and embeddings, sharded over one dim by columns or by rows",
                 "replicate it, or train with layout_map.scope(), which supports it",
@@ -93,7 +94,8 @@ def _check_styles(modules: Mapping[str, ModuleVariables], styled: Mapping[str, S
         )
 
 
-def _name_style(styled: StyledModule) -> str:
+def _get_style_name(styled: StyledModule) -> str:
+    """Return the name that transformers gives the style of a module, or raise if it has no such style."""
     name = _STYLES.get((styled.kind, styled.is_embedding, styled.is_paired, styled.output))
     if name is None:
         what = f"a module sharded by {'columns' if styled.kind == 'colwise' else 'rows'} with this output"

@@ -13,7 +13,7 @@ from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.table import PlanTable
 
 ModuleVariables = Mapping[str, Assignment]
-"""A module's own variables by name."""
+"""The variables of a module by name, without those of its submodules."""
 
 _LINEAR, _EMBEDDING = ("out.0", "in.0"), ("rows", "out.0")
 _SHARDED_AXES: dict[tuple[str, ...], dict[Literal["colwise", "rowwise"], dict[str, int | None]]] = {
@@ -30,9 +30,9 @@ class StyledModule:
         path: Its path.
         kind: The style; `"sequence"`: its weights are replicated, and it computes with shards of the sequence.
         dim: The mesh dim.
-        is_embedding: Whether it is a table of embeddings, else a linear layer or, with `"sequence"`, any.
-        is_paired: Whether a module beside it gives it shards of features or takes them.
-        output: The axis of its output that is sharded, `-1` for the last; `None`: the output is whole.
+        is_embedding: Whether it is an embedding table. Otherwise it is a linear layer or, with `"sequence"`, any layer.
+        is_paired: Whether a sibling module takes its sharded outputs, or produces its sharded inputs.
+        output: The sharded axis of its output, `-1` for the last; `None`: the output is replicated.
     """
 
     path: str
@@ -43,8 +43,8 @@ class StyledModule:
     output: int | None = None
 
 
-# An approximate export would train with wrong layouts, so raise for layouts without an exact form (decisions/0014).
-def list_ruled_variables(plan: PlanTable, call: str) -> list[Assignment]:
+# A program with approximate layouts would train differently, so raise for layouts without exact form (decisions/0014).
+def list_ruled_variables(plan: PlanTable, caller: str) -> list[Assignment]:
     """Return the variables to which another library's rules apply: all except slots and metrics.
 
     Raises:
@@ -55,12 +55,12 @@ def list_ruled_variables(plan: PlanTable, call: str) -> list[Assignment]:
         v = a.variable
         if a.layout.host_memory:
             why, fix = "rules there name no memory", "leave memory out of the rules"
-            raise make_unsupported_error(call, v.path, f"the layout {a.layout}", why, fix)
+            raise make_unsupported_error(caller, v.path, f"the layout {a.layout}", why, fix)
         if v.kind is Kind.SLOT and not a.layout.is_fully_replicated():
             parent = plan[v.parent].layout if v.parent and v.parent in plan else None
             if v.axes is not None or a.layout != parent:
                 raise make_unsupported_error(
-                    call,
+                    caller,
                     v.path,
                     f"the layout {a.layout} of an optimizer's slot",
                     "the other library gives a slot the layout of its weight",
@@ -69,23 +69,23 @@ def list_ruled_variables(plan: PlanTable, call: str) -> list[Assignment]:
     return [a for a in plan.assignments if a.variable.kind in (Kind.WEIGHT, Kind.STATE, Kind.RNG)]
 
 
-def make_unsupported_error(call: str, path: str, what: str, why: str, fix: str) -> PlanError:
-    """Return the error for a part of a plan that another library cannot express."""
-    return PlanError(f"{call}: {path}: {what} cannot be expressed", why=why, fix=fix)
+def make_unsupported_error(caller: str, path: str, what: str, why: str, fix: str) -> PlanError:
+    """Return, but do not raise, the error for a part of a plan that another library cannot express."""
+    return PlanError(f"{caller}: {path}: {what} cannot be expressed", why=why, fix=fix)
 
 
-def group_by_module(plan: PlanTable, call: str) -> dict[str, dict[str, Assignment]]:
-    """Group the variables of a torch plan by module and name. A shared variable is in each of its modules.
+def group_by_module(plan: PlanTable, caller: str) -> dict[str, dict[str, Assignment]]:
+    """Return the variables of a torch plan by module and name. A shared variable is in each of its modules.
 
     Raises:
-        PlanError: It is a plan of another library, or see `list_ruled_variables`.
+        PlanError: The plan is not of a torch model, or see `list_ruled_variables`.
     """
     found: dict[str, dict[str, Assignment]] = {}
-    for a in list_ruled_variables(plan, call):
+    for a in list_ruled_variables(plan, caller):
         if a.variable.name.startswith(KERAS):
             what, why = "a variable of Keras", "its styles are for modules of torch"
             raise make_unsupported_error(
-                call, a.variable.path, what, why, "use to_keras or to_partition_specs"
+                caller, a.variable.path, what, why, "use to_keras or to_partition_specs"
             )
         for path in (a.variable.path, *a.variable.aliases):
             module, _, name = path.rpartition(".")
@@ -94,30 +94,30 @@ def group_by_module(plan: PlanTable, call: str) -> dict[str, dict[str, Assignmen
 
 
 def list_sharding_dims(layout: Layout) -> tuple[str, ...]:
-    """Return the mesh dims over which any axis is sharded."""
+    """Return the mesh dims over which the axes of a layout are sharded, in the order of the axes."""
     return tuple(dim for axis in range(layout.rank) for dim in layout.list_mesh_dims(axis))
 
 
 def find_styled_modules(
-    plan: PlanTable, modules: Mapping[str, ModuleVariables], call: str
+    plan: PlanTable, modules: Mapping[str, ModuleVariables], caller: str
 ) -> dict[str, StyledModule]:
     """Return, by path, the modules with the weights and output of a tensor parallel style.
 
-    A module that is sharded by columns gives its shards to one beside it that is sharded by rows, if there is any, as
-    in attention and in gated units; else its output is whole. Rules for outputs say otherwise.
+    A module that is sharded by columns has a sharded output if a sibling module is sharded by rows, as in attention and
+    gated units; otherwise its output is replicated. Activation rules override this.
 
     Raises:
-        PlanError: A rule for the output of a module is none that a style has.
+        PlanError: No style has the output layout of an activation rule.
     """
     outputs = {match.path: match.layout for match in plan.activations if match.layout is not None}
-    found = {path: styled for path, held in modules.items() if (styled := _find_style(path, held))}
+    found = {path: s for path, variables in modules.items() if (s := _make_styled_module(path, variables))}
     sides = {(path.rpartition(".")[0], s.dim, s.kind) for path, s in found.items() if not s.is_embedding}
     for path, styled in found.items():
         other = "rowwise" if styled.kind == "colwise" else "colwise"
         if not styled.is_embedding and (path.rpartition(".")[0], styled.dim, other) in sides:
             found[path] = replace(styled, is_paired=True, output=-1 if styled.kind == "colwise" else None)
     of_weights = {
-        dim for held in modules.values() for a in held.values() for dim in list_sharding_dims(a.layout)
+        dim for members in modules.values() for a in members.values() for dim in list_sharding_dims(a.layout)
     }
     for path, layout in outputs.items():
         axes = {
@@ -127,30 +127,30 @@ def find_styled_modules(
         if styled is not None and not axes:
             found[path] = replace(styled, output=None)
         elif axes:
-            found[path] = _set_output(path, styled, modules.get(path), axes, layout, call)
+            found[path] = _set_output_axis(path, styled, modules.get(path), axes, layout, caller)
     return found
 
 
-def _set_output(
+def _set_output_axis(
     path: str,
     styled: StyledModule | None,
-    held: ModuleVariables | None,
+    variables: ModuleVariables | None,
     axes: Mapping[int, set[str]],
     layout: Layout,
-    call: str,
+    caller: str,
 ) -> StyledModule:
-    """Set the sharded output axis of a styled module."""
+    """Return a styled module with the output axis that an activation rule shards, or raise if no style has it."""
     (axis, dims), *more = axes.items()
     if (
         styled is None
-        and held
-        and not any(list_sharding_dims(a.layout) for a in held.values())
+        and variables
+        and not any(list_sharding_dims(a.layout) for a in variables.values())
         and axis < layout.rank - 1
     ):
         styled = StyledModule(path, "sequence", next(iter(dims)))
     if styled is None or more or dims != {styled.dim}:
         raise make_unsupported_error(
-            call,
+            caller,
             path,
             f"the layout {layout} of its output",
             "only outputs of linear layers, embeddings, and norms can be sharded, over the dim of their weights",
@@ -159,9 +159,9 @@ def _set_output(
     return replace(styled, output=-1 if axis == layout.rank - 1 else axis)
 
 
-def _find_style(path: str, held: ModuleVariables) -> StyledModule | None:
-    weight = held.get("weight")
-    dims = {dim for a in held.values() for dim in list_sharding_dims(a.layout)}
+def _make_styled_module(path: str, variables: ModuleVariables) -> StyledModule | None:
+    weight = variables.get("weight")
+    dims = {dim for a in variables.values() for dim in list_sharding_dims(a.layout)}
     use = weight.variable.use if weight else None
     if (
         weight is None
@@ -169,9 +169,9 @@ def _find_style(path: str, held: ModuleVariables) -> StyledModule | None:
         or len(dims) != 1
         or weight.variable.path != f"{path}.weight".lstrip(".")
     ):
-        return None  # the plan does not record the role of a shared weight in its second module
+        return None  # the plan knows the axis roles of a shared weight only for its first module
     (dim,) = dims
-    axes = {name: _find_sharded_axis(a.layout) for name, a in held.items()}
+    axes = {name: _find_sharded_axis(a.layout) for name, a in variables.items()}
     for kind, expected in _SHARDED_AXES.get(use.roles, {}).items():
         if axes == {name: expected.get(name, -1) for name in axes}:
             return StyledModule(path, kind, dim, is_embedding=use.roles == _EMBEDDING)

@@ -8,11 +8,11 @@ from dataclasses import replace
 from layoutmap.core.errors import LayoutError
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
-from layoutmap.core.paths import format_path_pattern
+from layoutmap.core.paths import format_path_regex_source
 from layoutmap.core.specs import BatchDim, format_batch_dim, list_batch_dims
 from layoutmap.core.text_table import format_bytes
-from layoutmap.core.uneven import format_uneven, keep_largest_dims
-from layoutmap.core.unsupported import Unsupported
+from layoutmap.core.uneven import format_uneven_setting, keep_largest_dims
+from layoutmap.core.unsupported import UnsupportedFeature
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
 from layoutmap.plan.problems import Problem, Severity
 from layoutmap.plan.slots import find_slot_problems
@@ -20,8 +20,8 @@ from layoutmap.plan.slots import find_slot_problems
 _NEED_A_RULE = (Kind.WEIGHT, Kind.STATE, Kind.LATER)
 
 
-def find_contradiction(variable: VariableSpec, rules: Sequence[Rule]) -> Problem:
-    """Return the problem that several Keras rules match the name of one variable."""
+def make_contradiction_problem(variable: VariableSpec, rules: Sequence[Rule]) -> Problem:
+    """Return the error that several `keras:` rules match the name of one variable, which Keras refuses."""
     return Problem(
         "contradiction",
         "error",
@@ -33,10 +33,10 @@ def find_contradiction(variable: VariableSpec, rules: Sequence[Rule]) -> Problem
     )
 
 
-def find_tied_conflict(
+def make_tied_conflict_problem(
     variable: VariableSpec, rule: Rule, winners: Mapping[str, Rule], num_paths: int
 ) -> Problem:
-    """Return the problem that the paths of a tied variable match rules with different layouts.
+    """Return the warning that the paths of a tied variable match rules with different layouts.
 
     Args:
         variable: The variable.
@@ -55,32 +55,32 @@ def find_tied_conflict(
     )
 
 
-def find_variable_problems(assignment: Assignment, asked: Layout, why_not: str = "") -> Iterator[Problem]:
-    """Yield the problems of a variable: uneven axes, no matching rule, or an unsharded initial value.
+def find_variable_problems(assignment: Assignment, requested: Layout, why_not: str = "") -> Iterator[Problem]:
+    """Yield the problems of a variable: a wrong rank, uneven axes, no rule, or a first value made on one device.
 
     Args:
         assignment: The variable and its layout.
-        asked: The layout that its rule asks for.
+        requested: The layout of its rule.
         why_not: Why it cannot be padded; empty if it can.
     """
     variable, layout, match = assignment.variable, assignment.layout, assignment.match
-    is_its_parents = variable.follows and match is None and layout == asked
+    is_its_parents = variable.is_derived and match is None and layout == requested
     if layout.rank != len(variable.shape):
         if not is_its_parents:
             shape = variable.rule_shape if variable.is_packed else variable.shape
             error = layout.make_rank_error(shape, variable.path)
-            yield _describe_layout_error("rank", "error", error, assignment)
+            yield _make_problem_from_error("rank", "error", error, assignment)
         return
-    for axis in () if is_its_parents else asked.find_uneven_axes(variable.shape):
-        error = asked.make_uneven_error(variable.shape, axis, variable.path)
+    for axis in () if is_its_parents else requested.find_uneven_axes(variable.shape):
+        error = requested.make_uneven_error(variable.shape, axis, variable.path)
         if assignment.is_padded:
-            yield _describe_padding(error, assignment, axis)
-        elif layout == asked:
-            yield _describe_uneven_axis(error, assignment, axis, why_not)
+            yield _make_padding_note(error, assignment, axis)
+        elif layout == requested:
+            yield _make_uneven_problem(error, assignment, axis, why_not)
         else:
-            yield _describe_replacement(error, assignment, axis, why_not)
+            yield _make_replacement_note(error, assignment, axis, why_not)
     yield from find_slot_problems(variable)
-    if match is not None and not (match.rule or match.is_rest) and variable.kind in _NEED_A_RULE:
+    if match is not None and not (match.rule or match.has_rest_layout) and variable.kind in _NEED_A_RULE:
         near = ", ".join(match.near_misses)
         yield Problem(
             "no rule",
@@ -89,7 +89,7 @@ def find_variable_problems(assignment: Assignment, asked: Layout, why_not: str =
             f"{variable.path}: no rule matches, so it is replicated",
             (("shape", str(variable.shape)), ("near misses", near)),
             f"every device holds all {variable.global_bytes:,} bytes of it",
-            f"add a rule: layout_map[{format_path_pattern([variable.path])}] = {(None,) * len(variable.shape)}",
+            f"add a rule: layout_map[{format_path_regex_source([variable.path])}] = {(None,) * len(variable.shape)}",
         )
     if assignment.global_init:
         yield Problem(
@@ -103,10 +103,10 @@ def find_variable_problems(assignment: Assignment, asked: Layout, why_not: str =
         )
 
 
-def find_unsupported(
-    unsupported: Sequence[Unsupported], assignments: Sequence[Assignment]
+def find_unsupported_problems(
+    unsupported: Sequence[UnsupportedFeature], assignments: Sequence[Assignment]
 ) -> Iterator[Problem]:
-    """Yield a problem for each layer and variable that the backend cannot run in its layout."""
+    """Yield a problem for each layer and variable with which the backend cannot compute in the planned layouts."""
     sharded = {
         (a.variable.model, path, axis)
         for a in assignments
@@ -115,18 +115,19 @@ def find_unsupported(
         if count > 1
     }
     several = has_several_models([a.variable for a in assignments])
-    for each in unsupported:
-        if each.if_sharded is None or any(
-            (each.model, each.path, axis) in sharded for axis in each.if_sharded
+    for part in unsupported:
+        if part.if_sharded is None or any(
+            (part.model, part.path, axis) in sharded for axis in part.if_sharded
         ):
-            what = f"{each.path}: {each.what}"
-            problem = Problem("unsupported", each.severity, each.path, what, why=each.why, fix=each.fix)
-            yield problem.name_model(each.model if several else "")
+            what = f"{part.path}: {part.what}"
+            problem = Problem("unsupported", part.severity, part.path, what, why=part.why, fix=part.fix)
+            yield problem.add_model_name(part.model if several else "")
 
 
-def _describe_layout_error(
+def _make_problem_from_error(
     kind: str, severity: Severity, error: LayoutError, assignment: Assignment
 ) -> Problem:
+    """Return the problem of a variable with the parts of an error, and the rule after the layout in the facts."""
     facts = {name: str(value) for name, value in error.facts.items()}
     if assignment.match and assignment.match.rule:
         facts["layout"] += f"     {assignment.match.rule}"
@@ -134,9 +135,9 @@ def _describe_layout_error(
     return Problem(kind, severity, path, error.what, tuple(facts.items()), error.why, error.fix)
 
 
-def _describe_uneven_axis(error: LayoutError, assignment: Assignment, axis: int, why_not: str) -> Problem:
-    """Return the error for an axis that does not divide evenly."""
-    problem = _describe_layout_error("uneven", "error", error, assignment)
+def _make_uneven_problem(error: LayoutError, assignment: Assignment, axis: int, why_not: str) -> Problem:
+    """Return the problem that an axis does not divide evenly, with padding or shrinking as the fix."""
+    problem = _make_problem_from_error("uneven", "error", error, assignment)
     if why_not:
         pads = assignment.match and assignment.match.rule and assignment.match.rule.uneven != "error"
         why = f"{problem.why}, and {why_not}" if pads else problem.why
@@ -145,25 +146,25 @@ def _describe_uneven_axis(error: LayoutError, assignment: Assignment, axis: int,
     return replace(problem, fix=f'set uneven="pad", which costs {cost} per device, or uneven="shrink"')
 
 
-def _describe_padding(error: LayoutError, assignment: Assignment, axis: int) -> Problem:
-    """Return the note for a padded axis."""
+def _make_padding_note(error: LayoutError, assignment: Assignment, axis: int) -> Problem:
+    """Return the note that an axis is padded, with the memory that the padding costs."""
     size, padded = (shape[axis] for shape in (assignment.variable.shape, assignment.padded_shape))
     cost = format_bytes(assignment.padding_bytes)
-    problem = _describe_layout_error("uneven", "note", error, assignment)
+    problem = _make_problem_from_error("uneven", "note", error, assignment)
     what = f"{problem.subject}: axis {axis} is padded from {size} to {padded}, {cost} per device"
     return replace(problem, what=what, fix="")
 
 
-def _describe_replacement(error: LayoutError, assignment: Assignment, axis: int, why_not: str) -> Problem:
-    """Return the note for an uneven axis that is sharded over other dims instead."""
+def _make_replacement_note(error: LayoutError, assignment: Assignment, axis: int, why_not: str) -> Problem:
+    """Return the note that an uneven axis is sharded over fewer mesh dims than its rule says, or over none."""
     dims = assignment.layout.list_mesh_dims(axis)
     taken = f"sharded over {', '.join(dims)} only" if dims else "replicated"
-    problem = _describe_layout_error("uneven", "note", error, assignment)
+    problem = _make_problem_from_error("uneven", "note", error, assignment)
     rule = assignment.match.rule if assignment.match else None
     if assignment.variable.is_packed:
         reason = "it is sharded as its rule shards the weight that it replaces, as far as that divides it"
     elif rule is not None:
-        reason = f"rule {rule.number} has {format_uneven(rule.uneven)}"
+        reason = f"rule {rule.number} has {format_uneven_setting(rule.uneven)}"
         if not isinstance(rule.uneven, str):
             reason += f", and {why_not}"
     else:
@@ -176,8 +177,8 @@ def _describe_replacement(error: LayoutError, assignment: Assignment, axis: int,
     )
 
 
-def find_several_dims(match: Match, layout: Layout) -> Iterator[Problem]:
-    """Yield a problem for each axis over several dims, if the engine shards an axis over one only."""
+def find_several_dims_problems(match: Match, layout: Layout) -> Iterator[Problem]:
+    """Yield a warning for each axis of a layout over several mesh dims, for an engine that shards it over one only."""
     taken = keep_largest_dims(layout)
     for axis in range(layout.rank):
         if layout.num_shards(axis) > taken.num_shards(axis):
@@ -192,24 +193,25 @@ def find_several_dims(match: Match, layout: Layout) -> Iterator[Problem]:
             )
 
 
-def find_free_activations(
+def find_free_activation_problems(
     assignments: Sequence[Assignment], batch_dim: BatchDim | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem if weights are sharded along two axes or over the batch dim, without activation rules.
+    """Yield a warning if weights are sharded so that activations need rules, for a plan without activation rules.
 
     Args:
         assignments: The weights and their layouts.
-        batch_dim: The mesh dim over which batches are sharded; `None`: weights along two axes are looked for.
+        batch_dim: The mesh dim over which batches are sharded: look for weights that are sharded over it, too. `None`:
+            look for weights that are sharded along two axes.
     """
 
-    def is_open(layout: Layout) -> bool:
+    def needs_activation_rule(layout: Layout) -> bool:
         if batch_dim is None:
             return sum(count > 1 for count in layout.shard_counts) > 1
         dims = [dim for axis in range(layout.rank) for dim in layout.list_mesh_dims(axis)]
         shared = [dim for dim in list_batch_dims(batch_dim) if dim in dims]
         return layout.rank > 1 and any(layout.mesh.dim_size(dim) > 1 for dim in shared)
 
-    sharded = [a for a in assignments if a.variable.kind is Kind.WEIGHT and is_open(a.layout)]
+    sharded = [a for a in assignments if a.variable.kind is Kind.WEIGHT and needs_activation_rule(a.layout)]
     if sharded:
         first = sharded[0]
         how = f"over {format_batch_dim(batch_dim)}, as the batch is" if batch_dim else "along two axes"

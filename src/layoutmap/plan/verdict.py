@@ -1,6 +1,6 @@
 """Judge a plan in one place, for the page, the terminal, JSON, and the exit code.
 
-What it goes by is in the plan: see docs/decisions/0120.
+The verdict follows from the content of the plan alone (decisions/0120).
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from layoutmap.core.errors import align_rows, format_count
+from layoutmap.core.errors import format_aligned_rows, format_count
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.paths import replace_numbers
 from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.plan.advice import Advice
-from layoutmap.plan.completeness import NOT_BUILT, find_missing_weights
+from layoutmap.plan.completeness import NOT_BUILT, find_unbuilt_problem
 from layoutmap.plan.memory import count_memory
-from layoutmap.plan.planner import make_table
+from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.ways import Way, describe_change, read_way, try_count_bytes
+from layoutmap.plan.variants import PlanVariant, count_or_none, describe_change, read_plan_variant
 
 _MOST_ADVICE = 6
 _MOST_CAUSES = 10
@@ -28,13 +28,13 @@ _LEAST_SHARE = 0.01  # smallest saving to report, as a share of the needed memor
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A group of tensors that takes memory of a device at the moment that decides.
+    """A group of tensors on a device at the time when the device needs most memory.
 
     Args:
-        what: What it is, as in `"weights"` or `"gathered weights"`.
-        path: The weight or the layer that it is of, with `*` for the number of repeated blocks; empty: of several.
-        shape: Type and shape of one of its tensors on a device, as in `"bfloat16[512, 128]"`.
-        num_bytes: Bytes that each device holds of it, of all repeated blocks.
+        what: The kind of tensors, such as `"weights"` or `"gathered weights"`.
+        path: The path of their weight or layer, with `*` for the numbers of repeated blocks; empty: of several.
+        shape: The dtype and shape of one of the tensors on a device, such as `"bfloat16[512, 128]"`.
+        num_bytes: The memory that the tensors of all repeated blocks take on each device.
     """
 
     what: str
@@ -44,7 +44,7 @@ class Cause:
 
     @property
     def text(self) -> str:
-        """The group in words, without its bytes."""
+        """The kind, path, and shape of the tensors as text, without the bytes."""
         return " ".join(filter(None, (self.what, escape_text(self.path), self.shape)))
 
     def __str__(self) -> str:
@@ -56,17 +56,17 @@ class Verdict:
     """Whether a model can be built as planned, and whether it fits its devices.
 
     Args:
-        num_errors: Problems with which the model cannot be built.
-        num_warnings: Problems that `strict` counts as errors.
-        strict: Whether they count so.
-        missing: What the plan lacks of the model; empty: it is complete.
-        fits: Whether a device has the memory; `None`: that is not known.
-        needed_bytes: What a device holds, as far as it is planned.
-        available_bytes: The memory of a device; `None`: nobody has said.
-        moment: When it holds that.
-        because: What it holds then, the largest first.
-        advice: What would take less, counted, best first; empty where it fits.
-        untried: What was not counted, since it takes too long, in words.
+        num_errors: The number of problems with which the model cannot be built.
+        num_warnings: The number of problems that `strict` counts as errors.
+        strict: Whether warnings count as errors.
+        missing: The variables that the plan lacks, in words; empty: it is complete.
+        fits: Whether a device has enough memory; `None`: unknown.
+        needed_bytes: The memory that a device needs for the planned variables.
+        available_bytes: The memory of a device; `None`: unknown.
+        moment: The time at which a device needs `needed_bytes`.
+        because: The tensors on a device at that time, the largest first.
+        advice: Changes that need less memory, counted, the best first; empty if the model fits.
+        untried: Changes that were not counted, because that takes too long, in words.
     """
 
     num_errors: int
@@ -83,79 +83,79 @@ class Verdict:
 
     @property
     def passes(self) -> bool:
-        """Whether there is nothing for which the exit code is 1."""
+        """Whether the exit code of a command is 0: no errors, no warnings under `strict`, and not too little memory."""
         return not (self.num_errors or (self.strict and self.num_warnings) or self.fits is False)
 
     @property
-    def is_so_far(self) -> bool:
-        """Whether the bytes are those of a part of the model: with the rest, it needs more."""
+    def is_lower_bound(self) -> bool:
+        """Whether `needed_bytes` is too low, because variables with errors or missing variables are not counted."""
         return bool(self.num_errors or self.missing)
 
     @property
     def mood(self) -> Literal["well", "doubt", "bad"]:
-        """How a page shows it: `"bad"` exactly if it does not pass."""
+        """The color class of the verdict on a page. It is `"bad"` exactly if the verdict does not pass."""
         doubt = self.missing or self.num_warnings
         return "bad" if not self.passes else "doubt" if doubt else "well"
 
     @property
     def headline(self) -> str:
-        """The verdict in one line, the worst first."""
+        """The verdict in one line, with the worst finding first."""
         errors = f"cannot be built: {format_count(self.num_errors, 'error')}"
         warnings = (
             format_count(self.num_warnings, "warning") + self.strict * ", which strict counts as errors"
         )
-        known = [
+        texts = [
             (self.num_errors, errors),
             (self.missing, f"incomplete: {self.missing}"),
-            (self.fits is False, self._memory),
+            (self.fits is False, self._memory_summary),
             (self.num_warnings and self.strict, warnings),
             (self.mood == "well" and self.fits is None, "no problems"),
-            (self.fits is not False, self._memory),
+            (self.fits is not False, self._memory_summary),
             (self.num_warnings and not self.strict, warnings),
         ]
-        return "; ".join(text for is_so, text in known if is_so)
+        return "; ".join(text for is_shown, text in texts if is_shown)
 
     @property
-    def _memory(self) -> str:
-        there, so_far = self.available_bytes, self.is_so_far
-        if there is None:
+    def _memory_summary(self) -> str:
+        available_bytes, so_far = self.available_bytes, self.is_lower_bound
+        if available_bytes is None:
             return f"{format_bytes(self.needed_bytes)} per device{so_far * ' so far'}, {self.moment}"
-        sizes = f"{format_bytes(self.needed_bytes)} of {format_bytes(there)} per device"
+        sizes = f"{format_bytes(self.needed_bytes)} of {format_bytes(available_bytes)} per device"
         if self.fits and self.moment == "before activations":
-            return f"fits: {sizes}, and {format_bytes(there - self.needed_bytes)} are left for activations"
+            return f"fits: {sizes}, and {format_bytes(available_bytes - self.needed_bytes)} are left for activations"
         start = "does not fit: " if self.fits is False else "fits: " if self.fits else ""
         return f"{start}{sizes}{so_far * ' so far'}, {self.moment}"
 
-    def text(self, **typed: Any) -> str:
-        """Return the verdict with the causes and the advice below it."""
+    def format_text(self, **options: Any) -> str:
+        """Return the verdict, with the causes and advice if the model does not fit (see `Advice.format_text`)."""
         if self.fits is not False:
             return f"Verdict: {self.headline}"
-        there = self.available_bytes or 0
+        available_bytes = self.available_bytes or 0
         rows = [
             ("because of", "\n".join(format_causes(self.because))),
-            ("try", "\n".join(a.text(there, **typed) for a in self.advice)),
+            ("try", "\n".join(a.format_text(available_bytes, **options) for a in self.advice)),
             ("not tried", f"{', '.join(self.untried)}: counting that takes too long" if self.untried else ""),
         ]
-        return align_rows(f"Verdict: {self.headline}", [row for row in rows if row[1]])
+        return format_aligned_rows(f"Verdict: {self.headline}", [row for row in rows if row[1]])
 
     def __str__(self) -> str:
-        return self.text()
+        return self.format_text()
 
 
 def format_causes(causes: Sequence[Cause]) -> list[str]:
-    """Return one line per cause, with the bytes in a column before the text."""
+    """Return a line of text for each cause, with the bytes in a column before the text."""
     sizes = [format_bytes(cause.num_bytes) for cause in causes]
     width = max(map(len, sizes), default=0)
     return [f"{num_bytes:>{width}}  {cause.text}" for num_bytes, cause in zip(sizes, causes, strict=True)]
 
 
 def judge_plan(plan: PlanTable) -> Verdict:
-    """Judge a plan by a device's memory, if that is known, and by the plan's problems."""
-    memory, cost, missing = count_memory(plan), plan.cost, find_missing_weights(plan)
+    """Return the verdict on a plan from its problems and, if it is known, the memory of a device."""
+    memory, cost, missing = count_memory(plan), plan.cost, find_unbuilt_problem(plan)
     needed = cost.peak_bytes if cost else memory.total
-    there = cost.memory_bytes if cost else plan.device_memory
-    is_known = there is not None and (needed > there or not (plan.errors or missing))
-    fits = needed <= there if there is not None and is_known else None
+    available_bytes = cost.memory_bytes if cost else plan.device_memory
+    is_known = available_bytes is not None and (needed > available_bytes or not (plan.errors or missing))
+    fits = needed <= available_bytes if available_bytes is not None and is_known else None
     return Verdict(
         len(plan.errors),
         sum(problem.kind != NOT_BUILT for problem in plan.warnings),
@@ -163,21 +163,23 @@ def judge_plan(plan: PlanTable) -> Verdict:
         escape_text(missing.what) if missing else "",
         fits,
         needed,
-        there,
+        available_bytes,
         "at the peak of a step" if cost else "before activations",
         _collect_causes(plan, needed),
-        _choose_advice(plan, needed, there) if there is not None and fits is False else (),
+        _choose_advice(plan, needed, available_bytes)
+        if available_bytes is not None and fits is False
+        else (),
         cost.untried if cost and fits is False else (),
     )
 
 
 def _collect_causes(plan: PlanTable, peak: int) -> tuple[Cause, ...]:
-    """Return the groups of tensors on a device, largest first, repeated blocks merged, and the rest as one."""
-    held = plan.cost.held if plan.cost else ()
+    """Return the largest groups of tensors on a device, with repeated blocks merged, and last all others as one."""
+    tensors = plan.cost.held if plan.cost else ()
     found: dict[tuple[str, str, str], int] = {}
     for kind, path, shape, num_bytes in [
-        *_iterate_variables(plan),
-        *((h.kind, h.path, f"{h.dtype}{list(h.shape)}", h.num_bytes) for h in held),
+        *_iterate_variable_sizes(plan),
+        *((t.kind, t.path, f"{t.dtype}{list(t.shape)}", t.num_bytes) for t in tensors),
     ]:
         found[kind, path, shape] = found.get((kind, path, shape), 0) + num_bytes
     causes = [
@@ -186,14 +188,16 @@ def _collect_causes(plan: PlanTable, peak: int) -> tuple[Cause, ...]:
     causes.sort(key=lambda cause: -cause.num_bytes)
     rest = peak - sum(cause.num_bytes for cause in causes[:_MOST_CAUSES])
     name = (
-        "all else" if held or plan.cost is None else "activations, gradients, the batch and gathered weights"
+        "all else"
+        if tensors or plan.cost is None
+        else "activations, gradients, the batch and gathered weights"
     )
     others = [Cause(name, "", "", rest)] if rest > 0 and causes else []
     return (*causes[:_MOST_CAUSES], *others)
 
 
-def _iterate_variables(plan: PlanTable) -> Iterator[tuple[str, str, str, int]]:
-    """Yield the kind, path, shard shape, and bytes of each variable, and of gradients if no step is counted."""
+def _iterate_variable_sizes(plan: PlanTable) -> Iterator[tuple[str, str, str, int]]:
+    """Yield kind, path, shard shape, and bytes of each variable in device memory, and of gradients without a cost."""
     for a in plan.assignments:
         v = a.variable
         if not a.fits:
@@ -209,52 +213,58 @@ def _iterate_variables(plan: PlanTable) -> Iterator[tuple[str, str, str, int]]:
             yield "gradients", path, shape, a.shard_bytes
 
 
-def _choose_advice(plan: PlanTable, needed: int, there: int) -> tuple[Advice, ...]:
-    """Return the counted advice that saves memory, with the advice that fits first."""
-    tried = plan.cost.tried if plan.cost else _plan_alternatives(plan, needed, there)
-    helps = [each for each in tried if each.needed_bytes <= (1 - _LEAST_SHARE) * needed]
-    return tuple(sorted(helps, key=lambda each: each.needed_bytes > there)[:_MOST_ADVICE])
+def _choose_advice(plan: PlanTable, needed_bytes: int, available_bytes: int) -> tuple[Advice, ...]:
+    """Return the counted changes that save memory, those with which the model fits first."""
+    tried = plan.cost.tried if plan.cost else _count_alternatives(plan, needed_bytes, available_bytes)
+    helps = [each for each in tried if each.needed_bytes <= (1 - _LEAST_SHARE) * needed_bytes]
+    return tuple(sorted(helps, key=lambda each: each.needed_bytes > available_bytes)[:_MOST_ADVICE])
 
 
-def _plan_alternatives(plan: PlanTable, needed: int, there: int) -> tuple[Advice, ...]:
-    """Return advice for a plan without a step cost, by planning its variables again with other options."""
-    counts = _count_similar(plan)
-    before = read_way(plan)
+def _count_alternatives(plan: PlanTable, needed_bytes: int, available_bytes: int) -> tuple[Advice, ...]:
+    """Return advice for a plan without a step cost, from the counted bytes of variants of the plan."""
+    counts = _count_similar_variables(plan)
+    before = read_plan_variant(plan)
 
-    def count_bytes(way: Way) -> int:
-        variables = [replace(v, dtype=way.dtype) if way.dtype and _can_use_bfloat16(v) else v for v in counts]
-        table = make_table(variables, way.rules, complete=False).check()
+    def count_device_bytes(variant: PlanVariant) -> int:
+        variables = [
+            replace(v, dtype=variant.dtype) if variant.dtype and _can_use_bfloat16(v) else v for v in counts
+        ]
+        table = make_plan_table(variables, variant.rules, complete=False).check()
         found = zip(table.assignments, counts.values(), strict=True)
         return sum((a.device_bytes + a.shard_bytes * a.variable.is_trained) * number for a, number in found)
 
-    # The memory does not follow from the rules alone.
-    if try_count_bytes(lambda: count_bytes(before)) != needed:
+    # If the plan's own variant needs other memory, the rules alone do not determine it, so variants say nothing.
+    if count_or_none(lambda: count_device_bytes(before)) != needed_bytes:
         return ()
     dims = plan.mesh.dim_names
     sharded = [
-        way for dim in dims if plan.mesh.dim_size(dim) > 1 and (way := before.shard_weights(dim, plan))
+        variant
+        for dim in dims
+        if plan.mesh.dim_size(dim) > 1 and (variant := before.shard_weights(dim, plan))
     ]
     narrow = [replace(before, dtype="bfloat16")] * any(map(_can_use_bfloat16, counts))
-    found: list[tuple[int, Way]] = []
-    together = (way.doubled(dim) for way in sharded for dim in dims)
-    for ways in (sharded, [before.doubled(dim) for dim in dims], together, narrow):
-        if ways is together and any(n <= there for n, _ in found):
+    found: list[tuple[int, PlanVariant]] = []
+    together = (variant.double_devices(dim) for variant in sharded for dim in dims)
+    for variants in (sharded, [before.double_devices(dim) for dim in dims], together, narrow):
+        if variants is together and any(n <= available_bytes for n, _ in found):
             continue
-        # Keep the best of several options that differ only in the mesh dim.
+        # Variants that differ only in the mesh dim would be similar advice, so keep only the best of them.
         known = [
-            (n, way) for way in ways if (n := try_count_bytes(lambda way=way: count_bytes(way))) is not None
+            (n, variant)
+            for variant in variants
+            if (n := count_or_none(lambda variant=variant: count_device_bytes(variant))) is not None
         ]
         found += [min(known, key=lambda each: each[0])] if known else []
-    return tuple(Advice(*describe_change(before, way), needed_bytes=n) for n, way in found)
+    return tuple(Advice(*describe_change(before, variant), needed_bytes=n) for n, variant in found)
 
 
 def _can_use_bfloat16(v: VariableSpec) -> bool:
-    """Return whether a float32 variable would be bfloat16 in a model with bfloat16 layers."""
+    """Return whether a variable is in float32 and would be in bfloat16 if the layers of the model were."""
     return v.dtype == "float32" and (v.is_trained or (v.kind is Kind.SLOT and v.parent is not None))
 
 
-def _count_similar(plan: PlanTable) -> dict[VariableSpec, int]:
-    """Return one of each group of variables that are planned alike, with the size of the group."""
+def _count_similar_variables(plan: PlanTable) -> dict[VariableSpec, int]:
+    """Return one variable of each group of variables that differ only in numbers, with the size of the group."""
     first: dict[object, VariableSpec] = {}
     counts: dict[VariableSpec, int] = {}
     for a in plan.assignments:

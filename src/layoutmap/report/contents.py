@@ -10,14 +10,14 @@ from typing import Any
 from layoutmap.checkpoint.manifest import Manifest
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.checkpoint.specs import make_variable_specs
-from layoutmap.core.errors import align_rows, join_names
+from layoutmap.core.errors import format_aligned_rows, join_names
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.text_table import format_bytes, format_html_table, format_pre, format_table
+from layoutmap.core.text_table import format_bytes, format_html_pre, format_html_table, format_table
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.table import PlanTable
-from layoutmap.report.rows import Row, make_rows
+from layoutmap.report.rows import TableRow, make_rows
 from layoutmap.report.text import format_shape
 
 COLUMNS = ("variable", "times", "shape", "dtype", "kind", "layout", "bytes")
@@ -35,12 +35,12 @@ _MAX_METADATA = 400  # longer metadata is cut, in characters
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """The facts and variables of a checkpoint.
+class CheckpointContents:
+    """The facts and variables of a checkpoint that are shown, without values.
 
     Args:
         where: Its file or folder.
-        facts: Further facts to show, by name, in order.
+        facts: Texts such as the step and the metrics, by name, in the order in which they are shown.
         variables: Its variables, in order.
         table: The variables as a plan, with the layouts in which they were saved.
     """
@@ -51,18 +51,18 @@ class Contents:
     table: PlanTable
 
 
-def read_contents(source: Source, variables: Iterable[SavedVariable]) -> Contents:
-    """Read the variables and facts of a checkpoint, without values.
+def read_contents(source: Source, variables: Iterable[SavedVariable]) -> CheckpointContents:
+    """Return the variables and facts of a checkpoint. No values are read.
 
     Args:
-        source: A step of a checkpoint, or files that others have written.
-        variables: Those of its variables that are shown.
+        source: A step of a checkpoint, or files in the format of another library.
+        variables: The variables to show.
     """
     manifest: Manifest | None = getattr(source, "manifest", None)
     facts = (
         _list_foreign_facts(source)
         if manifest is None
-        else _list_facts(manifest, getattr(source, "steps", ()))
+        else _list_manifest_facts(manifest, getattr(source, "steps", ()))
     )
     shown = tuple(variables)
     dims: Mapping[str, int] = (manifest.facts.get("mesh") if manifest else None) or {}
@@ -73,11 +73,11 @@ def read_contents(source: Source, variables: Iterable[SavedVariable]) -> Content
         )
         for v, spec in zip(shown, make_variable_specs(shown), strict=True)
     )
-    return Contents(source.where, facts, shown, PlanTable(mesh, tuple(assignments)))
+    return CheckpointContents(source.where, facts, shown, PlanTable(mesh, tuple(assignments)))
 
 
-def format_contents_line(contents: Contents) -> str:
-    """Return a checkpoint's summary in one line."""
+def format_contents_summary(contents: CheckpointContents) -> str:
+    """Return the place, number of variables, and bytes of a checkpoint in one line."""
     count = len(contents.variables)
     return (
         f"{escape_text(contents.where)}: {count} variable{'' if count == 1 else 's'}, "
@@ -85,34 +85,34 @@ def format_contents_line(contents: Contents) -> str:
     )
 
 
-def format_text(contents: Contents, width: int | None = None) -> str:
-    """Format a checkpoint's facts, a table of its variables (largest first), and totals."""
+def format_contents_text(contents: CheckpointContents, width: int | None = None) -> str:
+    """Return a checkpoint as text: its facts, a table of its variables (largest first), and bytes by kind."""
     facts = [(name, escape_text(text)) for name, text in contents.facts.items()]
     return "\n".join(
         [
-            align_rows(f"Checkpoint {format_contents_line(contents)}", facts),
+            format_aligned_rows(f"Checkpoint {format_contents_summary(contents)}", facts),
             "",
-            *format_table(COLUMNS, _make_rows(contents), _RIGHT_ALIGNED, width=width, drop=_DROPPABLE),
+            *format_table(COLUMNS, _make_table_rows(contents), _RIGHT_ALIGNED, width=width, drop=_DROPPABLE),
             "",
-            _sum_by_kind(contents.table.assignments),
+            _format_bytes_by_kind(contents.table.assignments),
         ]
     )
 
 
-def format_html(contents: Contents) -> str:
+def format_contents_html(contents: CheckpointContents) -> str:
     """Return a checkpoint's facts and variables as HTML, without scripts."""
-    facts = align_rows("", [(name, escape_text(text)) for name, text in contents.facts.items()])
+    facts = format_aligned_rows("", [(name, escape_text(text)) for name, text in contents.facts.items()])
     return format_html_table(
-        f"Checkpoint {format_contents_line(contents)}", COLUMNS, _make_rows(contents)
-    ) + format_pre(f"{facts.lstrip()}\n{_sum_by_kind(contents.table.assignments)}")
+        f"Checkpoint {format_contents_summary(contents)}", COLUMNS, _make_table_rows(contents)
+    ) + format_html_pre(f"{facts.lstrip()}\n{_format_bytes_by_kind(contents.table.assignments)}")
 
 
-def format_json(contents: Contents, head: Mapping[str, Any]) -> str:
+def format_contents_json(contents: CheckpointContents, head: Mapping[str, Any]) -> str:
     """Return a checkpoint's facts and variables as JSON, one variable per line.
 
     Args:
         contents: The checkpoint.
-        head: What is known of it, by name.
+        head: Fields of the JSON object before `variables`, by name.
     """
     rows = [
         {"path": v.path, "shape": v.shape, "dtype": v.dtype, "kind": v.kind, "layout": v.layout}
@@ -124,7 +124,7 @@ def format_json(contents: Contents, head: Mapping[str, Any]) -> str:
     return "{" + ",\n ".join([*lines, f'"variables": [{variables}\n ]']) + "}\n"
 
 
-def _list_facts(manifest: Manifest, steps: Sequence[int]) -> dict[str, str]:
+def _list_manifest_facts(manifest: Manifest, steps: Sequence[int]) -> dict[str, str]:
     known = manifest.facts
     mesh: Mapping[str, int] | None = known.get("mesh")
     metrics: Mapping[str, float] = known.get("metrics") or {}
@@ -156,27 +156,27 @@ def _shorten_metadata(metadata: Any) -> str:
     return text if len(text) <= _MAX_METADATA else f"{text[:_MAX_METADATA]}..."
 
 
-def _make_rows(contents: Contents) -> list[tuple[str, ...]]:
+def _make_table_rows(contents: CheckpointContents) -> list[tuple[str, ...]]:
     plain = {v.path for v in contents.variables if v.layout is None}
     rows = sorted(make_rows(contents.table), key=lambda row: -row.global_bytes)
-    return [_make_cells(row, row.first.variable.path in plain) for row in rows]
+    return [_make_row_cells(row, row.first_assignment.variable.path in plain) for row in rows]
 
 
-def _make_cells(row: Row, plain: bool) -> tuple[str, ...]:
-    a = row.first
-    layout = "" if plain else "replicated" if a.layout.is_fully_replicated() else str(a.layout)
+def _make_row_cells(row: TableRow, has_no_layout: bool) -> tuple[str, ...]:
+    a = row.first_assignment
+    layout = "" if has_no_layout else "replicated" if a.layout.is_fully_replicated() else str(a.layout)
     return (
         row.path,
         str(len(row.assignments)) if len(row.assignments) > 1 else "",
-        "as its weight" if row.follows else format_shape(a.variable.shape),
+        "as its weight" if row.matches_weights else format_shape(a.variable.shape),
         a.variable.dtype,
         str(a.variable.kind),
-        "as its weight" if row.follows and not plain else layout,
+        "as its weight" if row.matches_weights and not has_no_layout else layout,
         format_bytes(row.global_bytes),
     )
 
 
-def _sum_by_kind(assignments: Iterable[Assignment]) -> str:
+def _format_bytes_by_kind(assignments: Iterable[Assignment]) -> str:
     found = dict.fromkeys(_KIND_NAMES.values(), 0)
     for a in assignments:
         found[_KIND_NAMES[a.variable.kind]] += a.variable.global_bytes

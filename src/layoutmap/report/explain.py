@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from layoutmap.core.errors import align_rows
+from layoutmap.core.errors import format_aligned_rows
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.match import AS_FOUND, suggest_rule_change
-from layoutmap.core.paths import format_path_pattern
+from layoutmap.core.paths import format_path_regex_source
 from layoutmap.core.specs import replace_unsharded
 from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
@@ -16,12 +16,12 @@ from layoutmap.report.text import format_shape
 
 
 def explain_variable(plan: PlanTable, path: str, other_plan: PlanTable | None = None) -> str:
-    """Explain a variable's layout: the winning rule, other matches, problems, and how to change it.
+    """Return text that explains a variable's layout: the winning rule, other matches, problems, and how to change it.
 
     Args:
         plan: The plan.
         path: The variable's path.
-        other_plan: What another layout map says of the same variables.
+        other_plan: A plan of the same variables with another layout map, to compare the layouts. `None`: no comparison.
 
     Raises:
         KeyError: The plan has no such variable.
@@ -29,15 +29,19 @@ def explain_variable(plan: PlanTable, path: str, other_plan: PlanTable | None = 
     assignment = plan[path]
     what, why, how = (
         [(name, escape_text(text)) for name, text in rows]
-        for rows in (_describe_variable(assignment), _explain_layout(assignment), _suggest_change(assignment))
+        for rows in (
+            _iterate_variable_rows(assignment),
+            _iterate_reason_rows(assignment),
+            _iterate_change_rows(assignment),
+        )
     )
-    step = [(name, escape_text(text)) for name, text in list_collectives(plan, assignment)]
-    compared = [] if other_plan is None else _compare_with_map(assignment, other_plan[path])
-    rows = [*what, *why, *compared, *step, *_list_problems(plan, assignment), *how]
-    return align_rows(escape_text(assignment.variable.path), rows)
+    step = [(name, escape_text(text)) for name, text in iterate_collective_rows(plan, assignment)]
+    compared = [] if other_plan is None else _make_comparison_rows(assignment, other_plan[path])
+    rows = [*what, *why, *compared, *step, *_iterate_problem_rows(plan, assignment), *how]
+    return format_aligned_rows(escape_text(assignment.variable.path), rows)
 
 
-def _describe_variable(assignment: Assignment) -> Iterator[tuple[str, str]]:
+def _iterate_variable_rows(assignment: Assignment) -> Iterator[tuple[str, str]]:
     variable, layout = assignment.variable, assignment.layout
     if variable.aliases:
         yield "also called", ", ".join(variable.aliases)
@@ -54,18 +58,18 @@ def _describe_variable(assignment: Assignment) -> Iterator[tuple[str, str]]:
         yield "global init", assignment.global_init
 
 
-def _explain_layout(assignment: Assignment) -> Iterator[tuple[str, str]]:
+def _iterate_reason_rows(assignment: Assignment) -> Iterator[tuple[str, str]]:
     match, variable = assignment.match, assignment.variable
     if match is None:
-        if not variable.follows:
+        if not variable.is_derived:
             yield "because", f"rules do not apply to a {variable.kind}; it is replicated"
         elif variable.axes is None and assignment.layout.is_fully_replicated():
             yield "because", f"it belongs to {variable.parent}, and is replicated"
         else:
             yield "because", f"it follows its parent: {variable.parent}"
-            yield from _describe_axes(variable)
+            yield from _iterate_axis_rows(variable)
         return
-    if match.is_found:
+    if match.has_existing_layout:
         yield "because", AS_FOUND
         return
     if match.rule is None:
@@ -73,34 +77,34 @@ def _explain_layout(assignment: Assignment) -> Iterator[tuple[str, str]]:
         for pattern in match.near_misses:
             yield "near miss", pattern
         return
-    meant = f", which is meant for it and not for its parent {variable.parent}" if variable.follows else ""
+    meant = f", which is meant for it and not for its parent {variable.parent}" if variable.is_derived else ""
     yield "because", f"{match.rule}{meant}"
-    if variable.parent and not variable.follows:
-        yield from _describe_axes(variable)
+    if variable.parent and not variable.is_derived:
+        yield from _iterate_axis_rows(variable)
     for rule in match.others:
         yield "also matches", f"{rule}: would give {rule.layout}"
 
 
-def _compare_with_map(here: Assignment, asked: Assignment) -> list[tuple[str, str]]:
-    """Return the layout that another map gives a variable, and whether both are equal."""
-    rule = asked.match and asked.match.rule
-    agrees = here.layout.mesh.mesh_dims == asked.layout.mesh.mesh_dims and (
-        (here.layout.sharding_specs, here.layout.host_memory)
-        == (asked.layout.sharding_specs, asked.layout.host_memory)
+def _make_comparison_rows(assignment: Assignment, other: Assignment) -> list[tuple[str, str]]:
+    """Return rows with the layout that another map gives a variable, and whether it is the same."""
+    rule = other.match and other.match.rule
+    agrees = assignment.layout.mesh.mesh_dims == other.layout.mesh.mesh_dims and (
+        (assignment.layout.sharding_specs, assignment.layout.host_memory)
+        == (other.layout.sharding_specs, other.layout.host_memory)
     )
-    says = f"{rule or 'no rule'}: {asked.layout}"
+    says = f"{rule or 'no rule'}: {other.layout}"
     return [("the map says", escape_text(says)), ("", "the same" if agrees else "another layout")]
 
 
-def _describe_axes(variable: VariableSpec) -> Iterator[tuple[str, str]]:
-    """Yield the parent axes for each axis of a derived variable."""
+def _iterate_axis_rows(variable: VariableSpec) -> Iterator[tuple[str, str]]:
+    """Yield a row with the parent axes for each axis of a derived variable, if they are known."""
     if variable.axes:
         texts = [f"of axis {' and '.join(map(str, of))}" if of else "of its own" for of in variable.axes]
         yield "its axes", ", ".join(f"{axis} {text}" for axis, text in enumerate(texts))
 
 
-def list_collectives(plan: PlanTable, assignment: Assignment) -> Iterator[tuple[str, str]]:
-    """Yield the collectives that a variable's layout causes in a training step, if the plan has a cost."""
+def iterate_collective_rows(plan: PlanTable, assignment: Assignment) -> Iterator[tuple[str, str]]:
+    """Yield a row for each collective that a weight and its layer cause in a training step, if the plan has a cost."""
     cost, variable = plan.cost, assignment.variable
     if cost is None or variable.kind is not Kind.WEIGHT:
         return
@@ -112,7 +116,7 @@ def list_collectives(plan: PlanTable, assignment: Assignment) -> Iterator[tuple[
         yield "its layer", each
 
 
-def _list_problems(plan: PlanTable, assignment: Assignment) -> Iterator[tuple[str, str]]:
+def _iterate_problem_rows(plan: PlanTable, assignment: Assignment) -> Iterator[tuple[str, str]]:
     variable = assignment.variable
     for problem in plan.problems:
         is_its = problem.subject == variable.path and problem.model in ("", variable.model)
@@ -120,20 +124,20 @@ def _list_problems(plan: PlanTable, assignment: Assignment) -> Iterator[tuple[st
             yield problem.severity, str(problem)
 
 
-def _suggest_change(assignment: Assignment) -> Iterator[tuple[str, str]]:
+def _iterate_change_rows(assignment: Assignment) -> Iterator[tuple[str, str]]:
     match, variable = assignment.match, assignment.variable
     if match is None:
         if variable.kind is Kind.SLOT and variable.parent:
             yield "change it", f"with the rule of {variable.parent}"
         elif variable.parent:
-            own = format_path_pattern([variable.path])
+            own = format_path_regex_source([variable.path])
             yield "change it", f"with the rule of {variable.parent}, or by one of its own: layout_map[{own}]"
         return
     if match.rule is not None:
         yield "change it", suggest_rule_change(match.rule, (variable.path, *variable.aliases))
-    elif match.is_found:
+    elif match.has_existing_layout:
         specs = tuple(replace_unsharded(assignment.layout.sharding_specs))
-        pattern, memory = format_path_pattern([match.path]), assignment.layout.host_memory
+        pattern, memory = format_path_regex_source([match.path]), assignment.layout.host_memory
         rule = (
             f"layout_map.add({pattern}, {specs}, memory={memory!r})"
             if memory
@@ -141,5 +145,5 @@ def _suggest_change(assignment: Assignment) -> Iterator[tuple[str, str]]:
         )
         yield "to say so", rule
     else:
-        rule = f"layout_map[{format_path_pattern([match.path])}] = {(None,) * len(variable.shape)}"
+        rule = f"layout_map[{format_path_regex_source([match.path])}] = {(None,) * len(variable.shape)}"
         yield "change it", f"{rule}, with mesh dims where it is to be sharded"

@@ -11,9 +11,9 @@ from layoutmap.core.text_table import format_table
 
 
 def format_history(where: str, steps: Iterable[SavedStep]) -> str:
-    """Format the steps of a directory as a tree, each below its parent.
+    """Return the steps of a directory as the text of a tree, with each step below its parent.
 
-    The line of the step that was saved last goes straight down; what was left is beside it.
+    The ancestors of the step that was saved last are not indented; other branches are.
 
     Args:
         where: The directory.
@@ -31,54 +31,58 @@ def format_history(where: str, steps: Iterable[SavedStep]) -> str:
         |   30
         15
     """
-    known = sorted(steps, key=lambda each: each.step)
-    below: dict[int | None, list[SavedStep]] = {}
-    for each, parent in zip(known, _find_parents(known), strict=True):
-        below.setdefault(parent, []).append(each)
+    known = sorted(steps, key=lambda saved: saved.step)
+    children: dict[int | None, list[SavedStep]] = {}
+    for saved, parent in zip(known, _iterate_parent_steps(known), strict=True):
+        children.setdefault(parent, []).append(saved)
     rows = [
-        (f"{mark}{each.step}", each.created.replace("+00:00", "Z"), _format_metrics(each.metrics))
-        for mark, each in _iterate_rows(below, _find_latest(below), None, "")
+        (f"{mark}{saved.step}", saved.created.replace("+00:00", "Z"), _format_metrics(saved.metrics))
+        for mark, saved in _iterate_tree_rows(children, _find_latest_saves(children), None, "")
     ]
-    last = max(known, key=lambda each: (each.order, each.step))
+    last = max(known, key=lambda saved: (saved.order, saved.step))
     head = f"{where}: {format_count(len(known), 'step')}, the last save is step {last.step}"
     return "\n".join([head, "", *format_table(("step", "saved", "metrics"), rows)])
 
 
-def _find_parents(known: Sequence[SavedStep]) -> Iterator[int | None]:
-    """Yield the nearest existing ancestor of each step."""
-    on: dict[str, list[int]] = {}
-    for each in known:
-        on.setdefault(each.line, []).append(each.step)
-    for each in known:
+def _iterate_parent_steps(steps: Sequence[SavedStep]) -> Iterator[int | None]:
+    """Yield for each step the number of its nearest ancestor that still exists, or None without one."""
+    steps_by_line: dict[str, list[int]] = {}
+    for each in steps:
+        steps_by_line.setdefault(each.line_name, []).append(each.step)
+    for each in steps:
         before = [
-            steps[at - 1]
+            on_line[at - 1]
             for name, until in each.lines.items()
-            if (at := bisect.bisect(steps := on.get(name, []), min(until, each.step - 1)))
+            if (at := bisect.bisect(on_line := steps_by_line.get(name, []), min(until, each.step - 1)))
         ]
         yield max(before, default=None)
 
 
-def _iterate_rows(
-    below: Mapping[int | None, Sequence[SavedStep]],
-    latest: Mapping[int, tuple[int, int]],
+def _iterate_tree_rows(
+    children: Mapping[int | None, Sequence[SavedStep]],
+    latest_saves: Mapping[int, tuple[int, int]],
     parent: int | None,
-    rest: str,
+    prefix: str,
 ) -> Iterator[tuple[str, SavedStep]]:
-    """Yield each descendant of a step with its indentation."""
-    while children := sorted(below.get(parent, ()), key=lambda each: latest[each.step]):
-        *sides, main = children
+    """Yield each descendant of a step with the text that indents it, in the order of the rows."""
+    while siblings := sorted(children.get(parent, ()), key=lambda each: latest_saves[each.step]):
+        *sides, main = siblings
         for side in sides:
-            yield f"{rest}|-- ", side
-            yield from _iterate_rows(below, latest, side.step, f"{rest}|   ")
-        yield rest, main
+            yield f"{prefix}|-- ", side
+            yield from _iterate_tree_rows(children, latest_saves, side.step, f"{prefix}|   ")
+        yield prefix, main
         parent = main.step
 
 
-def _find_latest(below: Mapping[int | None, Sequence[SavedStep]]) -> dict[int, tuple[int, int]]:
-    """Return, for each step, the most recent save among itself and its descendants."""
+def _find_latest_saves(
+    children: Mapping[int | None, Sequence[SavedStep]],
+) -> dict[int, tuple[int, int]]:
+    """Return, by step, the order and number of the most recent save among the step and its descendants."""
     found: dict[int, tuple[int, int]] = {}
-    for each in sorted((e for some in below.values() for e in some), key=lambda each: -each.step):
-        found[each.step] = max([(each.order, each.step), *(found[e.step] for e in below.get(each.step, ()))])
+    for each in sorted((e for some in children.values() for e in some), key=lambda each: -each.step):
+        found[each.step] = max(
+            [(each.order, each.step), *(found[e.step] for e in children.get(each.step, ()))]
+        )
     return found
 
 

@@ -1,6 +1,6 @@
 """Format a plan as a table for terminals and as HTML for notebooks, without scripts or external files.
 
-Names are escaped here, each where it is put into a line: afterwards a newline of a path is one of the table.
+Each name is escaped before it is put into a line, because a newline in a path could not be told from a new row later.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from layoutmap.core.escaping import escape_text
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.paths import merge_paths, split_at_numbers
 from layoutmap.core.specs import format_specs
-from layoutmap.core.text_table import format_bytes, format_html_table, format_pre, format_table
+from layoutmap.core.text_table import format_bytes, format_html_pre, format_html_table, format_table
 from layoutmap.core.variables import format_variable_names, has_several_models
 from layoutmap.plan.completeness import NOT_BUILT
-from layoutmap.plan.problems import group_problems
+from layoutmap.plan.problems import merge_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.verdict import judge_plan
-from layoutmap.report.rows import Row, make_rows
+from layoutmap.report.rows import TableRow, make_rows
 
 COLUMNS = ("variable", "times", "shape", "dtype", "layout", "shard", "bytes", "per device", "rule")
 ACTIVATION_COLUMNS = ("layer's output", "times", "layout", "rule")
@@ -25,8 +25,8 @@ _DROPPABLE = ("times", "dtype", "bytes", "shard", "shape", "rule")
 _MAX_RULES = 40
 
 
-def format_line(plan: PlanTable) -> str:
-    """Return a plan's summary in one line."""
+def format_plan_summary(plan: PlanTable) -> str:
+    """Return the number of variables, mesh, bytes, and problems of a plan in one line."""
     warnings = [problem for problem in plan.warnings if problem.kind != NOT_BUILT]
     faults = [format_count(len(plan.errors), "error")] * bool(plan.errors)
     faults += ["incomplete"] * (len(warnings) < len(plan.warnings))
@@ -38,11 +38,11 @@ def format_line(plan: PlanTable) -> str:
     )
 
 
-def format_text(plan: PlanTable, width: int | None = None) -> str:
-    """Format a plan: the verdict, the table with totals, and the problems in full."""
+def format_plan_text(plan: PlanTable, width: int | None = None) -> str:
+    """Return a plan as text: the verdict, the table of variables, the rules, the totals, and the problems."""
     lines = [str(judge_plan(plan)), ""]
     lines += format_table(
-        COLUMNS, map(format_row, make_rows(plan)), _RIGHT_ALIGNED, width=width, drop=_DROPPABLE
+        COLUMNS, map(format_row_cells, make_rows(plan)), _RIGHT_ALIGNED, width=width, drop=_DROPPABLE
     )
     rules = _list_used_rules(plan)
     if rules:
@@ -50,9 +50,9 @@ def format_text(plan: PlanTable, width: int | None = None) -> str:
     if len(rules) > _MAX_RULES:
         lines.append(f"... and {len(rules) - _MAX_RULES} more rules")
     if plan.activations:
-        cells = format_activations(plan)
+        cells = format_activation_rows(plan)
         lines += ["", *format_table(ACTIVATION_COLUMNS, cells, _RIGHT_ALIGNED, width=width, drop=_DROPPABLE)]
-    lines += ["", f"Plan: {format_line(plan)}"]
+    lines += ["", f"Plan: {format_plan_summary(plan)}"]
     if plan.cost:
         lines.append(f"Cost: {plan.cost.line}")
     largest = plan.largest_global_init
@@ -64,9 +64,9 @@ def format_text(plan: PlanTable, width: int | None = None) -> str:
         lines.append(
             f"largest variable initialized on one device: {path}, {format_bytes(largest.variable.global_bytes)}"
         )
-    for problem in group_problems(plan.errors):
+    for problem in merge_problems(plan.errors):
         lines += ["", f"error: {problem}"]
-    grouped = group_problems(plan.warnings)
+    grouped = merge_problems(plan.warnings)
     for problem in grouped:
         if problem.kind != "no rule":
             lines += ["", f"warning: {problem}"]
@@ -79,12 +79,12 @@ def format_text(plan: PlanTable, width: int | None = None) -> str:
         subjects = [escape_text(f"{p.model}: {p.subject}" if p.model else p.subject) for p in no_rule]
         width = max(map(len, subjects))
         lines += [f"  {s:<{width}}  {escape_text(p.fix)}" for s, p in zip(subjects, no_rule, strict=True)]
-    taken = [
+    notes = [
         f"note: {escape_text('; '.join(filter(None, (p.what, p.fix))))}"
-        for p in group_problems(plan.problems)
+        for p in merge_problems(plan.problems)
         if p.severity == "note" and p.kind in ("uneven", "unused dim", "gathering", "plain")
     ]
-    return "\n".join([*lines, *([""] if taken else []), *taken])
+    return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
 def _list_used_rules(plan: PlanTable) -> list[Rule]:
@@ -93,18 +93,18 @@ def _list_used_rules(plan: PlanTable) -> list[Rule]:
     return [won[number] for number in sorted(won)]
 
 
-def format_warnings(plan: PlanTable) -> str:
-    """Format the warnings of a scope as one text, or "" without warnings.
+def format_plan_warnings(plan: PlanTable) -> str:
+    """Return the warnings of a plan that a scope shows, as one text, or an empty string without warnings.
 
-    That is every rule that does not do what it says, and every variable without a rule that has two axes or more:
-    biases and scales are small and mostly meant to be replicated, and are in the plan.
+    Variables without a rule that have fewer than two axes are left out, because biases and scales are small and mostly
+    replicated on purpose.
     """
     several = has_several_models([a.variable for a in plan.assignments])
     ranks = {(several * a.variable.model, a.variable.path): len(a.variable.shape) for a in plan.assignments}
     worth = [p for p in plan.warnings if p.kind != "no rule" or ranks[p.model, p.subject] > 1]
     if not worth:
         return ""
-    lines = [f"  {escape_text(p.what)}" for p in group_problems(worth)]
+    lines = [f"  {escape_text(p.what)}" for p in merge_problems(worth)]
     return "\n".join(
         [
             "layout map: the plan has warnings; print(lm.plan(make_model, layout_map)) shows where every variable goes",
@@ -113,11 +113,11 @@ def format_warnings(plan: PlanTable) -> str:
     )
 
 
-def format_row(row: Row) -> tuple[str, ...]:
-    """Format one cell for each of `COLUMNS`."""
-    a = row.first
+def format_row_cells(row: TableRow) -> tuple[str, ...]:
+    """Return the cells of a row of the table, one text for each of `COLUMNS`."""
+    a = row.first_assignment
     times = str(len(row.assignments)) if len(row.assignments) > 1 else ""
-    if row.follows:
+    if row.matches_weights:
         cells = ("", "as its weight", "")
     else:
         layout = str(a.layout)
@@ -129,7 +129,7 @@ def format_row(row: Row) -> tuple[str, ...]:
             format_shape(a.shard_shape) if a.fits else "does not fit",
         )
     shape, layout, shard = cells
-    held = format_bytes(row.shard_bytes) if a.fits else ""
+    device_bytes = format_bytes(row.shard_bytes) if a.fits else ""
     return (
         row.path,
         times,
@@ -138,13 +138,13 @@ def format_row(row: Row) -> tuple[str, ...]:
         layout,
         shard,
         format_bytes(row.global_bytes),
-        held,
-        row.rule,
+        device_bytes,
+        row.rule_text,
     )
 
 
-def format_activations(plan: PlanTable) -> list[tuple[str, ...]]:
-    """Format a row for each layer with an output rule, with repeated blocks merged."""
+def format_activation_rows(plan: PlanTable) -> list[tuple[str, ...]]:
+    """Return the cells of a row for each layer with an activation rule, with repeated blocks in one row."""
     groups: dict[object, list[Match]] = {}
     for match in plan.activations:
         groups.setdefault((split_at_numbers(match.path), match.rule), []).append(match)
@@ -164,15 +164,21 @@ def format_shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-def format_html(plan: PlanTable) -> str:
-    """Format the verdict, the table, and the problems of a plan as HTML."""
-    rows = [format_row(row) for row in make_rows(plan)]
-    found = "".join(format_pre(f"{p.severity}: {p}") for p in group_problems(plan.errors + plan.warnings))
+def format_plan_html(plan: PlanTable) -> str:
+    """Return the verdict, the tables, the cost, and the problems of a plan as HTML."""
+    rows = [format_row_cells(row) for row in make_rows(plan)]
+    found = "".join(
+        format_html_pre(f"{p.severity}: {p}") for p in merge_problems(plan.errors + plan.warnings)
+    )
     activations = (
-        format_html_table("", ACTIVATION_COLUMNS, format_activations(plan)) if plan.activations else ""
+        format_html_table("", ACTIVATION_COLUMNS, format_activation_rows(plan)) if plan.activations else ""
     )
     cost = plan.cost.to_html() if plan.cost else ""
-    verdict = format_pre(str(judge_plan(plan)))
+    verdict = format_html_pre(str(judge_plan(plan)))
     return (
-        verdict + format_html_table(f"Plan: {format_line(plan)}", COLUMNS, rows) + activations + cost + found
+        verdict
+        + format_html_table(f"Plan: {format_plan_summary(plan)}", COLUMNS, rows)
+        + activations
+        + cost
+        + found
     )

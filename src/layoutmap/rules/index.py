@@ -1,9 +1,9 @@
 """Find the rules that can match a path without trying every regex.
 
 Most rules of a layout map fail on most paths. Nearly every rule contains literal text that each matching path must
-contain: `.*\\.layer_17\\.(query|key)\\.kernel` needs `.layer_17.`. The index
-stores each rule under the rarest piece of its literals, three characters or fewer, and tries a path only against the
-rules of the pieces that it contains. The index only filters. The regexes decide, in their order.
+contain: `.*\\.layer_17\\.(query|key)\\.kernel` needs `.layer_17.`. The index stores each rule under the rarest
+substring of its literals, of at most three characters, and tries a path only against the rules of substrings that the
+path contains. The index only filters. The regexes decide, in their order.
 """
 
 from __future__ import annotations
@@ -15,91 +15,91 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-_PIECE_LENGTH = 3
+_KEY_LENGTH = 3
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 
 
 class RuleIndex:
-    """Index the rules of a layout map by text that a matching path must contain.
+    """Index of the rules of a layout map by text that a matching path must contain.
 
-    A lookup indexes the rules that were added since the last one. It rebuilds the index when the number of rules has
-    doubled, because other pieces may then be the rarest. Threads may look up and add rules at the same time.
+    A lookup indexes the rules that were added since the lookup before. It rebuilds the index when the number of rules
+    has doubled, because other substrings may then be the rarest. Threads may look up and add rules at the same time.
 
     Args:
         patterns: The regexes, in the order of the rules.
-        anywhere: Whether a rule may match anywhere in a path, not only from its start.
+        matches_anywhere: Whether a rule may match anywhere in a path, not only from its start.
     """
 
-    def __init__(self, patterns: Iterable[re.Pattern[str]] = (), *, anywhere: bool = False):
+    def __init__(self, patterns: Iterable[re.Pattern[str]] = (), *, matches_anywhere: bool = False):
         self._patterns = list(patterns)
-        self._anywhere = anywhere
+        self._matches_anywhere = matches_anywhere
         self._index_lock = threading.Lock()
         self._matchers: list[Callable[[str], object]] = []
-        self._longest: list[str] = []
-        self._pieces: list[set[str]] = []
+        self._longest_literals: list[str] = []
+        self._keys: list[set[str]] = []
         self._frequency: Counter[str] = Counter()
-        self._files = _LiteralIndex()
-        self._filed = self._filed_at_once = 0
+        self._rules_by_literal = _LiteralIndex()
+        self._num_indexed = self._num_indexed_at_rebuild = 0
 
     def append(self, pattern: re.Pattern[str]) -> None:
-        """Append a regex."""
+        """Add the regex of a rule that is tried after all others. The next lookup indexes it."""
         self._patterns.append(pattern)
 
-    def find_matches(self, path: str) -> Iterator[int]:
-        """Yield the numbers of the rules that match a path, in ascending order."""
-        if self._filed != len(self._patterns):
+    def iterate_matching_positions(self, path: str) -> Iterator[int]:
+        """Yield the position, from 0, of each rule that matches a path, in ascending order."""
+        if self._num_indexed != len(self._patterns):
             self._index_new_rules()
-        files = self._files
-        candidates = list(files.always)
-        for width in files.widths:
-            for piece in set(_list_substrings(path, width)) & files.by_piece.keys():
-                candidates += files.by_piece[piece]
+        rules_by_literal = self._rules_by_literal
+        candidates = list(rules_by_literal.always)
+        for width in rules_by_literal.widths:
+            for key in set(_list_substrings(path, width)) & rules_by_literal.by_key.keys():
+                candidates += rules_by_literal.by_key[key]
         candidates.sort()
-        for number in candidates:
-            if self._longest[number] in path and self._matchers[number](path):
-                yield number
+        for position in candidates:
+            if self._longest_literals[position] in path and self._matchers[position](path):
+                yield position
 
     def _index_new_rules(self) -> None:
         with self._index_lock:
-            start = len(self._pieces)
+            start = len(self._keys)
             for pattern in self._patterns[start:]:
-                # Flags in a pattern change the meaning of its characters, so try such a pattern on every path.
+                # Flags such as (?i) change which text a literal matches, so try a pattern with flags on every path.
                 literals = find_required_literals(pattern.pattern) if pattern.flags == re.UNICODE else []
-                pieces = {piece for text in literals for piece in _list_index_keys(text)}
-                self._frequency.update(pieces)
-                self._matchers.append(pattern.search if self._anywhere else pattern.match)
-                self._longest.append(max(literals, key=len, default=""))
-                self._pieces.append(pieces)
-            files = self._files
-            if len(self._pieces) >= 2 * self._filed_at_once:
-                start, files = 0, _LiteralIndex()
-                self._filed_at_once = len(self._pieces)
-            for number in range(start, len(self._pieces)):
-                files.add(number, self._pieces[number], self._frequency)
-            self._files, self._filed = files, len(self._pieces)
+                keys = {key for text in literals for key in _list_index_keys(text)}
+                self._frequency.update(keys)
+                self._matchers.append(pattern.search if self._matches_anywhere else pattern.match)
+                self._longest_literals.append(max(literals, key=len, default=""))
+                self._keys.append(keys)
+            rules_by_literal = self._rules_by_literal
+            if len(self._keys) >= 2 * self._num_indexed_at_rebuild:
+                start, rules_by_literal = 0, _LiteralIndex()
+                self._num_indexed_at_rebuild = len(self._keys)
+            for position in range(start, len(self._keys)):
+                rules_by_literal.add_rule(position, self._keys[position], self._frequency)
+            self._rules_by_literal, self._num_indexed = rules_by_literal, len(self._keys)
 
 
 class _LiteralIndex:
-    """Store the numbers of rules by a literal that their paths contain, and the rules to try always."""
+    """Positions of rules by a substring that matching paths contain, and of rules to try on every path."""
 
     def __init__(self) -> None:
         self.always: list[int] = []
-        self.by_piece: dict[str, list[int]] = {}
+        self.by_key: dict[str, list[int]] = {}
         self.widths: list[int] = []
 
-    def add(self, number: int, pieces: set[str], frequency: Mapping[str, int]) -> None:
-        if not pieces:
-            self.always.append(number)
+    def add_rule(self, position: int, keys: set[str], frequency: Mapping[str, int]) -> None:
+        if not keys:
+            self.always.append(position)
             return
-        rarest = min(pieces, key=lambda piece: (frequency[piece], -len(piece), piece))
-        self.by_piece.setdefault(rarest, []).append(number)
+        rarest = min(keys, key=lambda key: (frequency[key], -len(key), key))
+        self.by_key.setdefault(rarest, []).append(position)
         if len(rarest) not in self.widths:
             self.widths.append(len(rarest))
 
 
 def _list_index_keys(literal: str) -> Iterable[str]:
-    """Return the index keys of a literal: each run of three characters, or a shorter literal itself."""
-    return _list_substrings(literal, min(_PIECE_LENGTH, len(literal)))
+    """Return the index keys of a literal: its substrings of three characters, or a shorter literal itself."""
+    return _list_substrings(literal, min(_KEY_LENGTH, len(literal)))
 
 
 def _list_substrings(text: str, width: int) -> list[str]:
@@ -109,8 +109,8 @@ def _list_substrings(text: str, width: int) -> list[str]:
 def find_required_literals(pattern: str) -> list[str]:
     """Return texts that every match of a regex contains, or an empty list if none is certain.
 
-    Only what stands outside groups and classes counts, and a regex with an alternative at its top level has none:
-    too few are harmless, one too many would lose a match.
+    Characters in groups and classes are left out, and a regex with an alternative outside groups has no such text. A
+    missing text only makes lookups slower, but a wrong one would lose a match.
 
     Example:
         >>> find_required_literals(r".*\\.layer_17\\.(query|key)\\.kernels?$")
@@ -121,15 +121,15 @@ def find_required_literals(pattern: str) -> list[str]:
     except (ImportError, AttributeError):  # this Python release does not have the undocumented module
         return []
     found: list[str] = []
-    run = ""
+    literal = ""
     for op, value in items:
         name = str(op)
         if name == "LITERAL":
-            run += chr(value)
+            literal += chr(value)
             continue
         if name in _REPEATS and value[0] and [str(inner) for inner, _ in value[2]] == ["LITERAL"]:
-            # A repeated character occurs at least once, but the next one need not follow it directly.
-            run += chr(value[2][0][1])
-        found.append(run)
-        run = ""
-    return [text for text in [*found, run] if text]
+            # A repeated character occurs at least once, but may occur more often, so the literal ends after it.
+            literal += chr(value[2][0][1])
+        found.append(literal)
+        literal = ""
+    return [text for text in [*found, literal] if text]

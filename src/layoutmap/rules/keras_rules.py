@@ -2,10 +2,10 @@
 
 A key of `keras.distribution.LayoutMap` is a regex over `variable.path`: the names of layers, joined by slashes. These
 are not object paths, and no translation of the regex is right for all models. So a rule that begins with `keras:` is
-tried on what Keras calls a variable and on nothing else, and means what it means there:
+tried only on the names that Keras gives variables, and has the same meaning as in Keras:
 
     an exact name comes first, else the regex that matches all of the name (`re.fullmatch`)
-    two regexes that match one name contradict each other, which a plan says as an error
+    two regexes that match one name contradict each other, which is an error in the plan
     a layout that is shorter than the variable's shape leaves the last axes unsharded
 
 `adapters/keras/describing.py` finds the names; the planner asks a map for them if it has such a rule.
@@ -26,25 +26,25 @@ from layoutmap.core.mesh import Mesh
 _FLAGS = re.compile(r"(?:\(\?[aiLmsux]+\))+")
 
 
-# Keras rules match Keras variable names, not paths, so they start with `keras:` (decisions/0014).
+# Keras rules match the names of variables in Keras, not paths, so `keras:` distinguishes them (decisions/0014).
 def is_keras_rule(text: str) -> bool:
-    """Return whether a rule or name starts with `keras:`, so that it refers to Keras variable names."""
+    """Return whether a pattern or name starts with `keras:`: it is for, or is, the name of a variable in Keras."""
     return text.startswith(KERAS)
 
 
-def anchor_pattern(pattern: str) -> str:
-    r"""Anchor a rule's regex at the start of a path: `keras:(?:a|b)\Z` for `keras:a|b`."""
+def anchor_keras_pattern(pattern: str) -> str:
+    r"""Return a rule's regex, with `keras:a|b` as `keras:(?:a|b)\Z`, because Keras's rules match whole names."""
     if not is_keras_rule(pattern):
         return pattern
     body = pattern.removeprefix(KERAS)
     flags = _FLAGS.match(body)
-    # A verbose regex may end in a comment, so close the group on a new line.
+    # A verbose regex may end in a comment, which would hide the closing bracket, so put that on a new line.
     end = "\n" if re.compile(body).flags & re.VERBOSE else ""
     return f"{flags[0] if flags else ''}{KERAS}(?:{body[flags.end() if flags else 0 :]}{end})\\Z"
 
 
-def pad_layout(rule: Rule, rank: int) -> Layout:
-    """Return a rule's layout for a variable. Pad the layout of a `keras:` rule with unsharded axes."""
+def pad_rule_layout(rule: Rule, rank: int) -> Layout:
+    """Return a rule's layout for a tensor of this rank. A shorter layout of a `keras:` rule gets unsharded axes."""
     layout = rule.layout
     if not is_keras_rule(rule.pattern) or layout.rank >= rank:
         return layout
@@ -53,10 +53,10 @@ def pad_layout(rule: Rule, rank: int) -> Layout:
 
 
 def read_keras_map(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[object, ...]]]:
-    """Read the mesh and the rules of a `keras.distribution.LayoutMap`.
+    """Return the mesh of a `keras.distribution.LayoutMap`, or the given one, and its rules as specs by pattern.
 
     Raises:
-        RuleError: It is no map of Keras's, or has no mesh, or a key of it is none.
+        RuleError: It is no layout map of Keras, has no mesh or several, or a key is not text.
         MeshError: Its mesh has dims or devices that a mesh cannot have.
     """
     if not _is_keras_map(keras_map):
@@ -76,17 +76,17 @@ def read_keras_map(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, t
             )
         rules[f"{KERAS}{key}"] = tuple(layout.axes)
         device_meshes.append(layout.device_mesh)
-    theirs = [each for each in device_meshes if each is not None]
-    if mesh is None and not theirs:
+    known_meshes = [device_mesh for device_mesh in device_meshes if device_mesh is not None]
+    if mesh is None and not known_meshes:
         raise RuleError(
             "from_keras: the map has no mesh",
             why="neither the map nor a layout in it has a device_mesh",
             fix='pass one: LayoutMap.from_keras(keras_map, lm.create_mesh("batch=2,model=4"))',
         )
-    found = [mesh] if mesh else list(dict.fromkeys(map(_convert_mesh, theirs)))
+    found = [mesh] if mesh else list(dict.fromkeys(map(_convert_keras_mesh, known_meshes)))
     if len(found) > 1:
         raise RuleError(
-            f"from_keras: its layouts are on {len(found)} meshes",
+            f"from_keras: the layouts of the map are on {len(found)} meshes",
             facts={"meshes": "; ".join(map(str, found))},
             why="all variables of a model share one mesh",
             fix="build the Keras map on one DeviceMesh, or pass a mesh",
@@ -98,8 +98,8 @@ def _is_keras_map(value: object) -> bool:
     return isinstance(value, Mapping) and hasattr(value, "device_mesh")  # pyright: ignore[reportUnknownArgumentType]
 
 
-def _convert_mesh(device_mesh: Any) -> Mesh:
-    """Convert the mesh of a `keras.distribution.DeviceMesh`."""
+def _convert_keras_mesh(device_mesh: Any) -> Mesh:
+    """Return a `keras.distribution.DeviceMesh` as this library's `Mesh`."""
     dims = list(zip(map(str, device_mesh.axis_names), map(int, device_mesh.shape), strict=True))
     names = [
         f"{each.platform}:{each.id}" if hasattr(each, "platform") else each

@@ -3,10 +3,10 @@
 A model names the axes of each variable (`("embed", "mlp")`), and rules say over which mesh dims each name is sharded.
 The two libraries of flax 0.12.8 read the same rules differently:
 
-    linen  a rule is taken where its axis has no dims yet and no dim of it shards another axis of this array; so the
-           first that can be wins, and a name may have further rules to fall back on; a name without a rule is
-           unsharded
-    nnx    the last rule of a name wins, whatever shards the other axes; a name without a rule is that of a mesh dim
+    linen  the first rule of a name applies whose dims do not shard another axis of this array, so later rules for
+           the same name are alternatives; an axis whose name has no rule is unsharded
+    nnx    the last rule of a name applies, even if another axis is sharded over its dims; a name without a rule is
+           itself the name of a mesh dim
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from layoutmap.core.errors import RuleError
 from layoutmap.rules.partition_specs import (
     Shape,
     Specs,
-    check_known,
-    flatten_tree,
+    check_path_known,
+    flatten_tree_by_path,
     pad_specs,
-    read_pairs,
-    read_spec,
+    read_partition_spec,
+    read_rule_pairs,
 )
 
 Semantics = Literal["linen", "nnx"]
@@ -33,10 +33,10 @@ _Dims = str | tuple[str, ...] | None
 def resolve_logical_axes(
     rules: object, axes: object, shapes: Mapping[str, Shape], semantics: Semantics, where: str
 ) -> tuple[dict[str, Specs], tuple[str, ...]]:
-    """Return the specs of arrays with named axes by path, and the names without a rule (linen only).
+    """Return the specs of arrays with named axes by path, and the axis names without a rule (linen only).
 
     Raises:
-        RuleError: Rules or axes are of another form, do not fit their array, or say what a layout cannot.
+        RuleError: The rules or axis names have another form, do not fit their array, or have no form in a layout.
     """
     if semantics not in get_args(Semantics):
         raise RuleError(
@@ -44,14 +44,14 @@ def resolve_logical_axes(
             why="linen and nnx resolve two rules for one name differently",
             fix="use 'linen' for MaxText and flax.linen, or 'nnx'",
         )
-    read = [(name, _read_dims(name, dims, where)) for name, dims in read_pairs(rules, where)]
+    read = [(name, _read_rule_dims(name, dims, where)) for name, dims in read_rule_pairs(rules, where)]
     known = {name for name, _ in read}
     found: dict[str, Specs] = {}
     without: dict[str, None] = {}
-    for path, given in flatten_tree(axes, where).items():
-        check_known(path, shapes, where)
+    for path, array_axes in flatten_tree_by_path(axes, where).items():
+        check_path_known(path, shapes, where)
         at = f"{where}: {path}"
-        names = read_spec(given, at)
+        names = read_partition_spec(array_axes, at)
         if semantics == "nnx":
             last = dict(read)
             specs = tuple(last.get(name, name) if isinstance(name, str) else name for name in names)
@@ -62,12 +62,12 @@ def resolve_logical_axes(
     return found, tuple(without)
 
 
-def _read_dims(name: str, dims: object, where: str) -> _Dims:
-    return dims if isinstance(dims, str) else read_spec((dims,), f"{where}: rule {name!r}")[0]
+def _read_rule_dims(name: str, dims: object, where: str) -> _Dims:
+    return dims if isinstance(dims, str) else read_partition_spec((dims,), f"{where}: rule {name!r}")[0]
 
 
 def _apply_linen_rules(names: Specs, rules: Sequence[tuple[str, _Dims]], where: str) -> Specs:
-    """Apply the rules in order to free axes and mesh dims, as `flax.linen.logical_to_mesh_axes` does."""
+    """Return the specs for the axis names of one array, by the algorithm of `flax.linen.logical_to_mesh_axes`."""
     twice = next((name for name in names if isinstance(name, str) and names.count(name) > 1), None)
     if twice is not None:
         raise RuleError(
@@ -76,15 +76,15 @@ def _apply_linen_rules(names: Specs, rules: Sequence[tuple[str, _Dims]], where: 
             why="a linen rule applies to one axis of that name",
             fix="give the axes different names",
         )
-    # An axis without a name is unsharded. An axis that names mesh dims directly keeps them.
+    # Rules apply to axis names only, so an axis with None or a tuple of mesh dims keeps these.
     taken: dict[int, _Dims] = {axis: name for axis, name in enumerate(names) if not isinstance(name, str)}
     for name, dims in rules:
         axis = names.index(name) if name in names else None
-        used = {dim for each in taken.values() for dim in _list_dims(each)}
-        if axis is not None and axis not in taken and not used & set(_list_dims(dims)):
+        used = {dim for each in taken.values() for dim in _list_rule_dims(each)}
+        if axis is not None and axis not in taken and not used & set(_list_rule_dims(dims)):
             taken[axis] = dims
     return tuple(taken.get(axis) for axis in range(len(names)))
 
 
-def _list_dims(dims: _Dims) -> tuple[str, ...]:
+def _list_rule_dims(dims: _Dims) -> tuple[str, ...]:
     return (dims,) if isinstance(dims, str) else dims or ()

@@ -1,7 +1,7 @@
 """Write few readable rules for the layouts of many variables, without matching any other variable.
 
-A rule names the layer and the variable, as in `.*\\.(query|key|value)_dense\\.kernel$`, with as much of the path before
-it as tells them from others. What is replicated gets no rule: the map says so of the rest.
+A rule names the layer and the variable, as in `.*\\.(query|key|value)_dense\\.kernel$`. It has more of the path only if
+that is needed to match no other variable. Replicated variables get no rule, because `rest` replicates them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _WORD = re.compile(r"\\d\+|\\.|[^_\\]+|_")
 _MERGED_PART = "\0"
 
 
-def make_group_rules(
+def make_rules_for_groups(
     layouts: Mapping[tuple[str, ...], Specs], others: Mapping[str, str] | None = None
 ) -> dict[str, Specs]:
-    """Make rules that give groups of paths their specs and match no other path.
+    """Return rules that give groups of paths their specs and match no other path.
 
     Args:
         layouts: The specs of each group of paths that differ in numbers only.
-        others: Further paths: whose path each is another of, or itself.
+        others: Further paths, each with the path of its variable: aliases, or paths of variables in no group.
 
     Returns:
         Specs by pattern, in the order of the groups. Groups of replicated variables have none.
@@ -32,7 +32,7 @@ def make_group_rules(
     Example:
         >>> paths = {name: (f"h.0.{name}_proj.kernel", f"h.1.{name}_proj.kernel") for name in ("up", "gate", "down")}
         >>> found = {paths["up"]: (None, "model"), paths["gate"]: (None, "model"), paths["down"]: ("model", None)}
-        >>> for pattern, specs in make_group_rules(found).items():
+        >>> for pattern, specs in make_rules_for_groups(found).items():
         ...     print(pattern, specs)
         .*\\.(up|gate)_proj\\.kernel$ (None, 'model')
         .*\\.down_proj\\.kernel$ ('model', None)
@@ -46,48 +46,48 @@ def make_group_rules(
     for specs, groups in by_specs.items():
         wanted = {path for paths in groups for path in paths}
         unwanted = {path for path, owner in owners.items() if owner not in wanted}
-        for pattern in merge_patterns(_find_pattern_parts(paths, unwanted) for paths in groups):
+        for pattern in merge_patterns(_find_shortest_pattern_parts(paths, unwanted) for paths in groups):
             matched = {owner for path, owner in owners.items() if re.match(pattern, path)} & wanted
-            if matched:  # an earlier rule may already match all of them through an alias
+            if matched:  # aliases may match an earlier rule, so that this rule is not needed
                 rules[pattern] = specs
                 wanted -= matched
     return rules
 
 
-def _find_pattern_parts(paths: Sequence[str], unwanted: set[str]) -> tuple[str, ...]:
-    """Find the shortest pattern, of at least layer and variable, that matches these paths and no unwanted one.
+def _find_shortest_pattern_parts(paths: Sequence[str], unwanted: set[str]) -> tuple[str, ...]:
+    """Return the shortest pattern that matches these paths and no unwanted path, with at least layer and variable.
 
-    It is given as what may stand before, and the parts of the path.
+    The first item is the regex for the start of the path, and the others are the regexes of the path's last parts.
     """
     split = [path.split(".") for path in paths]
     depth = min(map(len, split))
     for length in range(min(2, depth), depth + 1):
-        # also match if the model becomes part of a larger one
+        # If the model becomes a part of a larger one, its paths get a prefix, so the pattern allows one.
         start = r".*\." if depth > length else r"(.*\.)?"
         regex = make_path_regex([".".join(each[-length:]) for each in split])
-        if _is_only_for(start + regex, unwanted):
+        if _is_pattern_without_match(start + regex, unwanted):
             return (start, *regex[:-1].split(r"\."))
-    return find_full_pattern_parts(paths, paths, unwanted)
+    return find_whole_path_pattern_parts(paths, paths, unwanted)
 
 
-def find_full_pattern_parts(
-    paths: Sequence[str], group: Sequence[str], unwanted: Iterable[str]
+def find_whole_path_pattern_parts(
+    paths: Sequence[str], matchable_paths: Sequence[str], unwanted: Iterable[str]
 ) -> tuple[str, ...]:
     """Return the parts of a pattern for whole paths that differ in numbers only and match no unwanted path.
 
     Args:
         paths: The paths.
-        group: Paths that the pattern may match, if it then has no numbers of its own.
+        matchable_paths: Paths that the pattern may match besides, so that it can be shorter.
         unwanted: Paths that it must not match.
     """
-    for regex in (make_path_regex(group), match_numbers(paths)):
-        if _is_only_for(regex, unwanted):
+    for regex in (make_path_regex(matchable_paths), make_exact_number_regex(paths)):
+        if _is_pattern_without_match(regex, unwanted):
             return ("", *regex[:-1].split(r"\."))
     return ("", f"({'|'.join(map(re.escape, paths))})")
 
 
-def match_numbers(paths: Sequence[str]) -> str:
-    """Return a pattern that matches, at each position, only the numbers that occur in these paths."""
+def make_exact_number_regex(paths: Sequence[str]) -> str:
+    """Return a regex for paths that differ only in numbers. It matches only numbers that occur at the same position."""
     columns = iter([list(dict.fromkeys(column)) for column in zip(*map(_NUMBER.findall, paths), strict=True)])
     return _NUMBER.sub(lambda _: _join_alternatives(next(columns)), re.escape(paths[0])) + "$"
 
@@ -96,44 +96,44 @@ def _join_alternatives(texts: Sequence[str]) -> str:
     return texts[0] if len(texts) == 1 else f"({'|'.join(texts)})"
 
 
-def _is_only_for(pattern: str, unwanted: Iterable[str]) -> bool:
+def _is_pattern_without_match(pattern: str, paths: Iterable[str]) -> bool:
     compiled = re.compile(pattern)
-    return not any(compiled.match(path) for path in unwanted)
+    return not any(compiled.match(path) for path in paths)
 
 
 def merge_patterns(patterns: Iterable[tuple[str, ...]]) -> list[str]:
-    """Merge patterns that differ in one part, and return them as text.
+    """Return regexes as text, with patterns that differ in only one part merged into one regex.
 
     Args:
-        patterns: For each pattern the text before its parts, and its parts.
+        patterns: For each pattern the regex for the start of the path, and the regexes of the path's parts.
     """
     rows = list(dict.fromkeys(patterns))
-    for place in range(-1, -max(map(len, rows), default=0), -1):
+    for offset in range(-1, -max(map(len, rows), default=0), -1):
         groups: dict[tuple[str, ...], list[str]] = {}
         for row in rows:
-            at = len(row) + place
+            at = len(row) + offset
             if at < 1:
                 groups.setdefault(row, [])
             else:
                 groups.setdefault((*row[:at], _MERGED_PART, *row[at + 1 :]), []).append(row[at])
         rows = [
-            tuple(_merge_parts(found) if part == _MERGED_PART else part for part in row)
+            tuple(_merge_path_parts(found) if part == _MERGED_PART else part for part in row)
             for row, found in groups.items()
         ]
     return [row[0] + r"\.".join(row[1:]) + "$" for row in rows]
 
 
-def _merge_parts(parts: Sequence[str]) -> str:
-    """Merge parts of paths into one regex, with the common prefix and suffix outside the alternatives."""
-    words = [_split_words(part) for part in parts]
-    first = _count_common_words(words)
-    last = _count_common_words([each[first:][::-1] for each in words])
+def _merge_path_parts(parts: Sequence[str]) -> str:
+    """Return one regex that matches several parts of paths: `(up|gate)_proj` for `up_proj` and `gate_proj`."""
+    words = [_split_regex_into_words(part) for part in parts]
+    first = _count_common_first_words(words)
+    last = _count_common_first_words([each[first:][::-1] for each in words])
     begin, end = "".join(words[0][:first]), "".join(words[0][len(words[0]) - last :])
     return begin + _join_alternatives(["".join(each[first : len(each) - last]) for each in words]) + end
 
 
-def _split_words(regex: str) -> list[str]:
-    """Split a regex into words, and keep a group of alternatives in one word."""
+def _split_regex_into_words(regex: str) -> list[str]:
+    """Return the words of a regex, split at underscores. A group of alternatives is in one word."""
     words, begun = list[str](), 0
     for word in _WORD.findall(regex):
         if begun:
@@ -145,8 +145,8 @@ def _split_words(regex: str) -> list[str]:
     return words
 
 
-def _count_common_words(words: Sequence[Sequence[str]]) -> int:
-    """Count the leading words that all sequences share, leaving at least one word in each."""
+def _count_common_first_words(words: Sequence[Sequence[str]]) -> int:
+    """Return the number of first words that all sequences share, without the last word of each sequence."""
     count = 0
     for column in zip(*(each[:-1] for each in words), strict=False):
         if len(set(column)) > 1:

@@ -19,60 +19,62 @@ def find_nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[s
         >>> find_nearest("layers.3.query", ["layers.3.self_attention.query_dense.kernel", "layers.3.norm.scale"])
         ['layers.3.self_attention.query_dense.kernel']
     """
-    return Candidates(candidates).find_nearest(text, count)
+    return NearMissSearch(candidates).find_nearest(text, count)
 
 
-class Candidates:
-    """Search paths or patterns for similar ones repeatedly. Paths of repeated blocks count as one.
+class NearMissSearch:
+    """Set of paths or patterns that is searched for similar ones repeatedly. Paths of repeated blocks count as one.
 
     Args:
         candidates: The paths or patterns.
-        most: Limit for all comparisons together, of about 50 microseconds each. A search that would exceed the
-            limit finds nothing. `None`: no limit.
+        max_comparisons: Limit for the comparisons of all searches together, of about 50 microseconds each. A search
+            that would exceed it returns an empty list. `None`: no limit.
     """
 
-    def __init__(self, candidates: Iterable[str], most: int | None = None) -> None:
-        self._left = most
+    def __init__(self, candidates: Iterable[str], max_comparisons: int | None = None) -> None:
+        self._left = max_comparisons
         self._by_skeleton: dict[str, dict[tuple[str, ...], str]] = {}
         for candidate in candidates:
             numbers = tuple(_NUMBER.findall(candidate))
-            self._by_skeleton.setdefault(_strip_numbers(candidate), {}).setdefault(numbers, candidate)
+            self._by_skeleton.setdefault(_strip_numbers_and_signs(candidate), {}).setdefault(
+                numbers, candidate
+            )
 
     def find_nearest(self, text: str, count: int = 3) -> list[str]:
-        """Return the candidates most similar to a path or pattern, best first."""
+        """Return at most `count` candidates that are similar to a path or pattern, the most similar first."""
         if self._left is not None:
             if len(self._by_skeleton) > self._left:
                 return []
             self._left -= len(self._by_skeleton)
-        wanted = _strip_numbers(text).split(".")
+        wanted = _strip_numbers_and_signs(text).split(".")
         numbers = tuple(_NUMBER.findall(text))
         matcher = difflib.SequenceMatcher()
         scored: list[tuple[float, str]] = []
         for skeleton, block in self._by_skeleton.items():
-            # Of several repeated blocks, suggest the one with the same number, or the first.
+            # Repeated blocks are equally similar, so suggest the one with the same numbers, or else the first.
             candidate = block.get(numbers) or next(iter(block.values()))
             parts = skeleton.split(".")
-            # A pattern that starts with .* matches any first parts of a path, so compare only the last parts.
+            # A pattern that starts with .* says nothing of the first parts of a path, so compare only the last parts.
             shared = min(len(parts), len(wanted))
             matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
             # The last word names the kind of variable, which users rarely mistype, so equal last words
             # raise the score.
             score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted)) + 0.1 * (parts[-1] == wanted[-1])
-            if score < _MIN_SCORE and _is_subsequence(wanted, parts):
+            if score < _MIN_SCORE and _has_prefixes_in_order(wanted, parts):
                 score = _MIN_SCORE
             if score >= _MIN_SCORE:
                 scored.append((-score, candidate))
         return [candidate for _, candidate in sorted(scored)[:count]]
 
 
-def _is_subsequence(wanted: Sequence[str], parts: Sequence[str]) -> bool:
-    """Return whether the words occur, in order, as prefixes of a path's parts."""
+def _has_prefixes_in_order(wanted: Sequence[str], parts: Sequence[str]) -> bool:
+    """Return whether each word is a prefix of a part of the path, in the order of the parts."""
     rest = iter(parts)
     return any(wanted) and all(any(part.startswith(word) for part in rest) for word in wanted)
 
 
-def _strip_numbers(text: str) -> str:
-    """Join the words of a path or pattern with dots, without numbers and regex signs."""
+def _strip_numbers_and_signs(text: str) -> str:
+    """Return the words of a path or pattern joined by dots, without numbers and regex signs."""
     text = text.replace("\\.", ".").replace("/", ".")
     text = re.sub(r"\\[A-Za-z]|\.[*+?]|[\\^$*+?(){}\[\]|\d]", "", text)
     return re.sub(r"\.+", ".", text).strip(".")

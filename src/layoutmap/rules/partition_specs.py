@@ -1,8 +1,8 @@
 """Convert JAX PartitionSpecs to rules: specs by array, or specs by regex as in EasyLM.
 
-A `PartitionSpec` has an entry for each of an array's first axes and says nothing of the rest, and a rule has one for
-each axis: so all of these need the arrays' shapes. What comes out is a rule for exactly these arrays; those that differ
-only in the numbers of repeated blocks share one. No JAX is loaded: a spec is whatever is iterated as one.
+A `PartitionSpec` may have fewer entries than the array has axes, but a rule has one for each axis. So the shapes of the
+arrays are needed. The rules match exactly these arrays, and arrays that differ only in the numbers of repeated blocks
+share one. JAX is not imported: each iterable with valid entries is accepted as a spec.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _UNCONSTRAINED = "UNCONSTRAINED"
 _ENTRIES = "an entry is None, a mesh dim, or a tuple of mesh dims"
 
 
-def flatten_tree(tree: Any, where: str) -> dict[str, Any]:
-    """Flatten nested dicts and lists of dicts to leaves by path.
+def flatten_tree_by_path(tree: Any, where: str) -> dict[str, Any]:
+    """Return the leaves of nested dicts, and lists of dicts, by path. A list that is a shape or a spec is a leaf.
 
     Raises:
-        RuleError: It is no dict.
+        RuleError: The tree is not a dict.
     """
     if not isinstance(tree, Mapping):
         raise RuleError(
@@ -55,26 +55,26 @@ def _iterate_leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_part_of_leaf(value: Any) -> bool:
-    """Return whether a value is a size in a shape or an entry in a spec, so that its list is a leaf."""
+    """Return whether a value can be a size in a shape or an entry in a spec, so that a list of these is a leaf."""
     if _is_list(value):
         return all(isinstance(dim, str) for dim in value)
     return value is None or isinstance(value, (str, int)) or str(value) == _UNCONSTRAINED
 
 
-# A `PartitionSpec` may be shorter than the rank, so the shapes of all arrays are needed (decisions/0014).
-def read_shapes(parameters: object, where: str) -> dict[str, Shape]:
-    """Read the shapes of all arrays by path, from a plan or a tree of shapes or arrays.
+# A `PartitionSpec` may be shorter than the array's rank, so read the shapes of all arrays (decisions/0014).
+def read_shapes_by_path(parameters: object, where: str) -> dict[str, Shape]:
+    """Return the shapes of all arrays by path, from a plan or a tree of shapes or arrays.
 
     Raises:
-        RuleError: It is no dict, or something in it has no shape.
+        RuleError: It is not a dict, or a leaf has no shape.
     """
     found: dict[str, Shape] = {}
-    for path, leaf in flatten_tree(parameters, where).items():
+    for path, leaf in flatten_tree_by_path(parameters, where).items():
         shape = leaf.variable.shape if isinstance(leaf, Assignment) else getattr(leaf, "shape", leaf)
         if not _is_list(shape) or any(as_int(n) is None for n in shape):
             raise RuleError(
-                f"{where}: {path}: no shape",
-                facts={"given": shorten_repr(leaf)},
+                f"{where}: {path} has no shape",
+                facts={"value": shorten_repr(leaf)},
                 why="a PartitionSpec may omit trailing axes, but a layout needs a spec for each axis",
                 fix="give the array's shape, or anything with a shape: jax.eval_shape(init, ...) returns such a tree, "
                 "and nn.meta.unbox(tree) one without the boxes of flax",
@@ -83,20 +83,20 @@ def read_shapes(parameters: object, where: str) -> dict[str, Shape]:
     return found
 
 
-def read_spec(given: object, where: str) -> Specs:
-    """Return the entries of a PartitionSpec or NamedSharding, or no entries for None.
+def read_partition_spec(value: object, where: str) -> Specs:
+    """Return the entries of a PartitionSpec or NamedSharding as a tuple, which is empty for None.
 
     Raises:
-        RuleError: It is something else, or says what a layout cannot.
+        RuleError: The value is neither, or has a memory kind, a partial sum, or an entry that a layout cannot have.
     """
-    memory = getattr(given, "memory_kind", None)
+    memory = getattr(value, "memory_kind", None)
     if memory not in (None, "device"):
         raise _make_unsupported_error(
             where,
             f"memory kind {memory!r}",
             "PartitionSpec rules cannot set memory; add this rule with memory=",
         )
-    spec: Any = getattr(given, "spec", given)
+    spec: Any = getattr(value, "spec", value)
     for name in ("unreduced", "reduced"):
         if dims := getattr(spec, name, None):
             raise _make_unsupported_error(
@@ -104,23 +104,23 @@ def read_spec(given: object, where: str) -> Specs:
             )
     if spec is None:
         return ()
-    if _is_skipped_row(spec):
+    if _is_no_sequence(spec):
         raise RuleError(
             f"{where}: {shorten_repr(spec)} is not a PartitionSpec",
             why=f"it is {describe_type(spec)}",
             fix='write PartitionSpec(None, "model") or a tuple; for boxed flax variables use nn.get_partition_spec(..)',
         )
-    return tuple(_read_entry(entry, axis, where) for axis, entry in enumerate(spec))
+    return tuple(_read_spec_entry(entry, axis, where) for axis, entry in enumerate(spec))
 
 
-def _read_entry(entry: Any, axis: int, where: str) -> str | tuple[str, ...] | None:
+def _read_spec_entry(entry: Any, axis: int, where: str) -> str | tuple[str, ...] | None:
     if entry is None or isinstance(entry, str):
         return entry
     if _is_list(entry) and all(isinstance(dim, str) for dim in entry):
         return tuple(entry)
     why = _ENTRIES
     if str(entry) == _UNCONSTRAINED:
-        why = f"it leaves the axis to JAX's compiler, and a layout says where each axis is: {_ENTRIES}"
+        why = f"it leaves the axis to JAX's compiler, but a layout has a spec for each axis: {_ENTRIES}"
     raise _make_unsupported_error(where, f"entry {shorten_repr(entry)} of axis {axis}", why)
 
 
@@ -129,7 +129,7 @@ def _make_unsupported_error(where: str, what: str, why: str) -> RuleError:
 
 
 def pad_specs(specs: Specs, shape: Shape, where: str) -> Specs:
-    """Return one entry per axis, with None for axes that a PartitionSpec omits.
+    """Return specs with one entry for each axis of a shape: None for the last axes that a PartitionSpec omits.
 
     Raises:
         RuleError: There are more entries than axes.
@@ -145,45 +145,47 @@ def pad_specs(specs: Specs, shape: Shape, where: str) -> Specs:
 
 
 def make_path_rules(specs: Mapping[str, Specs]) -> dict[str, Specs]:
-    """Make rules that give these arrays their specs and match other paths only in repeated blocks.
+    """Return rules, as specs by pattern, that give arrays their specs by path. Blocks of equal specs share a rule.
 
     Example:
         >>> make_path_rules({"blocks.0.up": (None, "x"), "blocks.1.up": (None, "x"), "out": ("x", None)})
         {'blocks\\\\.\\\\d+\\\\.up$': (None, 'x'), 'out$': ('x', None)}
     """
     groups: dict[tuple[str, ...], dict[Specs, list[str]]] = {}
-    for path, each in specs.items():
-        groups.setdefault(split_at_numbers(path), {}).setdefault(each, []).append(path)
+    for path, array_specs in specs.items():
+        groups.setdefault(split_at_numbers(path), {}).setdefault(array_specs, []).append(path)
     rules: dict[str, Specs] = {}
     for by_specs in groups.values():
-        for each, paths in by_specs.items():
+        for array_specs, paths in by_specs.items():
             for together in [paths] if len(by_specs) == 1 else [[path] for path in paths]:
-                rules[make_path_regex(together)] = each
+                rules[make_path_regex(together)] = array_specs
     return rules
 
 
 def read_spec_tree(tree: object, shapes: Mapping[str, Shape], mesh: Mesh, where: str) -> dict[str, Specs]:
-    """Read the specs in a tree of PartitionSpecs or NamedShardings by path.
+    """Return the specs in a tree of PartitionSpecs or NamedShardings by path, with an entry for each axis.
 
     Raises:
-        RuleError: Something in it is neither, does not fit its array, or is on another mesh, or there is no such array.
+        RuleError: A leaf is neither, does not fit its array, or is on another mesh, or there is no such array.
     """
     found: dict[str, Specs] = {}
-    for path, given in flatten_tree(tree, where).items():
-        check_known(path, shapes, where)
-        theirs = getattr(given, "mesh", None)
-        if theirs is not None and list(theirs.shape.items()) != list(mesh.dim_sizes.items()):
+    for path, sharding in flatten_tree_by_path(tree, where).items():
+        check_path_known(path, shapes, where)
+        its_mesh = getattr(sharding, "mesh", None)
+        if its_mesh is not None and list(its_mesh.shape.items()) != list(mesh.dim_sizes.items()):
             raise RuleError(
                 f"{where}: {path}: its sharding is on another mesh",
-                facts={"map's": str(mesh), "its": ", ".join(f"{n}={s}" for n, s in theirs.shape.items())},
+                facts={"map's": str(mesh), "its": ", ".join(f"{n}={s}" for n, s in its_mesh.shape.items())},
                 why="all variables of a model share one mesh",
                 fix="pass the mesh of the shardings, or PartitionSpecs, which have no mesh",
             )
-        found[path] = pad_specs(read_spec(given, f"{where}: {path}"), shapes[path], f"{where}: {path}")
+        found[path] = pad_specs(
+            read_partition_spec(sharding, f"{where}: {path}"), shapes[path], f"{where}: {path}"
+        )
     return found
 
 
-def check_known(path: str, shapes: Mapping[str, Shape], where: str) -> None:
+def check_path_known(path: str, shapes: Mapping[str, Shape], where: str) -> None:
     """Raise a `RuleError` if no array has this path."""
     if path not in shapes:
         near = find_nearest(path, shapes, 1)
@@ -194,36 +196,36 @@ def check_known(path: str, shapes: Mapping[str, Shape], where: str) -> None:
         )
 
 
-def search_specs(
+def resolve_partition_rules(
     rules: object, shapes: Mapping[str, Shape], where: str
 ) -> tuple[dict[str, Specs], tuple[str, ...]]:
-    """Return the specs of EasyLM-style rules by path, and the rules without a spec as text.
+    """Return the specs that EasyLM-style rules give arrays by path, and as text the rules that no array uses.
 
     Raises:
-        RuleError: A rule is no pair of a regex and a PartitionSpec, or there is none for an array.
+        RuleError: A rule is not a pair of a regex and a PartitionSpec, or no rule matches an array.
     """
     compiled = [
         (
             compile_pattern(pattern, f"{where}: rule {number}"),
-            read_spec(spec, f"{where}: rule {number} {pattern!r}"),
+            read_partition_spec(spec, f"{where}: rule {number} {pattern!r}"),
         )
-        for number, (pattern, spec) in enumerate(read_pairs(rules, where), 1)
+        for number, (pattern, spec) in enumerate(read_rule_pairs(rules, where), 1)
     ]
     found: dict[str, Specs] = {}
     used: set[int] = set()
     missing: list[str] = []
     for path, shape in shapes.items():
-        if math.prod(shape) == 1:  # EasyLM replicates scalars and arrays of one element
+        if math.prod(shape) == 1:  # EasyLM replicates arrays of one element without a rule, so skip the rules
             found[path] = (None,) * len(shape)
             continue
         name = path.replace(".", "/")
-        number = next((n for n, (regex, _) in enumerate(compiled) if regex.search(name)), None)
-        if number is None:
+        position = next((n for n, (regex, _) in enumerate(compiled) if regex.search(name)), None)
+        if position is None:
             missing.append(path)
             continue
-        used.add(number)
-        at = f"{where}: rule {number + 1} {compiled[number][0].pattern!r}, which finds {path}"
-        found[path] = pad_specs(compiled[number][1], shape, at)
+        used.add(position)
+        at = f"{where}: rule {position + 1} {compiled[position][0].pattern!r}, which matches {path}"
+        found[path] = pad_specs(compiled[position][1], shape, at)
     if missing:
         raise RuleError(
             f"{where}: {len(missing)} arrays have no rule",
@@ -235,13 +237,13 @@ def search_specs(
     return found, tuple(unused)
 
 
-def read_pairs(rules: Any, where: str) -> list[tuple[str, Any]]:
-    """Check that rules are pairs of a text and a value, and return them.
+def read_rule_pairs(rules: Any, where: str) -> list[tuple[str, Any]]:
+    """Return rules as a list of pairs of a text and a value, after checking that they are pairs.
 
     Raises:
-        RuleError: They are not.
+        RuleError: The rules are no sequence, or one is no pair that starts with text.
     """
-    if _is_skipped_row(rules):
+    if _is_no_sequence(rules):
         raise RuleError(
             f"{where}: {shorten_repr(rules)} are not rules",
             why=f"they are {describe_type(rules)}",
@@ -259,10 +261,10 @@ def read_pairs(rules: Any, where: str) -> list[tuple[str, Any]]:
     return found
 
 
-# Return bool, not TypeGuard, so that values of type `Any` keep that type.
+# A TypeGuard would narrow values of type `Any` to a list of unknown items, so return bool.
 def _is_list(value: object) -> bool:
     return isinstance(value, (tuple, list))
 
 
-def _is_skipped_row(value: object) -> bool:
+def _is_no_sequence(value: object) -> bool:
     return isinstance(value, (str, Mapping)) or not isinstance(value, Iterable)

@@ -6,7 +6,7 @@ import re
 
 from layoutmap.core.errors import RuleError
 from layoutmap.core.match import KERAS
-from layoutmap.rules.keras_rules import anchor_pattern, is_keras_rule
+from layoutmap.rules.keras_rules import anchor_keras_pattern, is_keras_rule
 
 _MAX_LENGTH = 1000
 _MAX_COST = 27  # a repeat costs 4 and an optional part 1; this limit keeps a path of 60 letters to seconds
@@ -23,44 +23,44 @@ _END = re.compile(r"\)*\Z")
 _DOT = re.compile(r"\)*\\\.")
 
 
-def compile_pattern(pattern: str, rule: str) -> re.Pattern[str]:
-    """Compile the regex of a rule. `rule` names the rule in errors.
+def compile_pattern(pattern: str, rule_name: str) -> re.Pattern[str]:
+    """Return the compiled regex of a rule. `rule_name` names the rule in errors.
 
     Raises:
         RuleError: It is no regex.
     """
     try:
-        return re.compile(anchor_pattern(pattern))
+        return re.compile(anchor_keras_pattern(pattern))
     except (re.error, OverflowError, RecursionError) as error:
         raise RuleError(
-            f"{rule} {pattern!r} is not a regex",
-            why=_explain_error(error),
-            fix=_suggest_fix(pattern.removeprefix(KERAS), error),
+            f"{rule_name} {pattern!r} is not a regex",
+            why=_explain_regex_error(error),
+            fix=_suggest_regex_fix(pattern.removeprefix(KERAS), error),
         ) from error
 
 
-def refuse_slow_pattern(pattern: str, rule: str) -> None:
-    """Raise for a regex from a file that could keep a lookup busy for hours.
+def refuse_slow_pattern(pattern: str, rule_name: str) -> None:
+    """Raise for a regex from a file that could take hours to match a path, because files may be from strangers.
 
     Raises:
         RuleError: The pattern exceeds a limit.
     """
-    # A rule for Keras names matches the whole name, so add the end.
-    reason = find_slow_part(pattern + "$" * is_keras_rule(pattern))
+    # A `keras:` rule must match the whole name, so check the pattern with the end `$`.
+    reason = explain_slow_pattern(pattern + "$" * is_keras_rule(pattern))
     if reason:
         raise RuleError(
-            f"{rule} {pattern[:_MAX_LENGTH]!r} could take too long on a path without a match",
+            f"{rule_name} {pattern[:_MAX_LENGTH]!r} could take too long on a path without a match",
             why=reason,
             fix=r"write [^.]+ for a part of a path and (\w+\.)* for several, or make a repeat possessive, as in \w++",
         )
 
 
 # A regex in a downloaded file can hang, so patterns from files have limits (decisions/0199).
-def find_slow_part(pattern: str) -> str:
-    """Return the limit that a regex exceeds, or an empty string.
+def explain_slow_pattern(pattern: str) -> str:
+    """Return the limit that a regex exceeds, in words, or an empty string if it is fast on each path.
 
     Example:
-        >>> find_slow_part("(a+)+$"), find_slow_part(r"(\\w+\\.)+kernel")
+        >>> explain_slow_pattern("(a+)+$"), explain_slow_pattern(r"(\\w+\\.)+kernel")
         ('a repeated group holds a repeat or an alternative', '')
     """
     if len(pattern) > _MAX_LENGTH:
@@ -73,12 +73,12 @@ def find_slow_part(pattern: str) -> str:
             return "a count above 999, a comment, a condition, and the flag x are for rules in Python code"
         if token == ")" and opened:
             group = pattern[opened.pop() : start]
-            if _LOOP.match(pattern, end) and _has_choice(group) and not _PART.fullmatch(group):
+            if _LOOP.match(pattern, end) and _has_repeat_or_alternative(group) and not _PART.fullmatch(group):
                 return "a repeated group holds a repeat or an alternative"
         elif _OPENING.fullmatch(token):
             opened.append(start)
         elif token == "|" and not opened:
-            cost = 0  # top-level alternatives are tried one after the other, so their costs add up
+            cost = 0  # alternatives outside groups are tried one by one, so the limit is for each of them
         elif _CHOICE.fullmatch(token) and not _END.match(pattern, end):
             cost += 1 if token[0] in "|?" or _DOT.match(pattern, end) else 4
             if cost > _MAX_COST:
@@ -86,26 +86,26 @@ def find_slow_part(pattern: str) -> str:
     return ""
 
 
-def _has_choice(group: str) -> bool:
+def _has_repeat_or_alternative(group: str) -> bool:
     return any(map(_CHOICE.fullmatch, _TOKEN.findall(group)))
 
 
-def _explain_error(error: Exception) -> str:
+def _explain_regex_error(error: Exception) -> str:
     if not isinstance(error, re.error):
         return str(error)
     return error.msg if error.pos is None else f"{error.msg}, at character {error.pos}"
 
 
-def _suggest_fix(pattern: str, error: Exception) -> str:
-    if re.search(r"(^|[(|])\*", pattern):  # the user wrote a glob, the most common mistake
-        meant = re.sub(r"(?<![.\\])\*", ".*", re.sub(r"(?<!\\)\.(?!\*)", r"\\.", pattern))
-        if _is_regex(meant):
-            return f"in a regex, .* matches anything: {meant!r}"
+def _suggest_regex_fix(pattern: str, error: Exception) -> str:
+    if re.search(r"(^|[(|])\*", pattern):  # a star at the start is a glob, so suggest the regex for it
+        corrected = re.sub(r"(?<![.\\])\*", ".*", re.sub(r"(?<!\\)\.(?!\*)", r"\\.", pattern))
+        if _is_regex(corrected):
+            return f"in a regex, .* matches anything: {corrected!r}"
     position = getattr(error, "pos", None)
     if position is not None and pattern[position : position + 1] in tuple("([{)*+?"):
-        meant = f"{pattern[:position]}\\{pattern[position:]}"
-        if _is_regex(meant):
-            return f"complete the regex, or escape the character if it is meant literally: {meant!r}"
+        corrected = f"{pattern[:position]}\\{pattern[position:]}"
+        if _is_regex(corrected):
+            return f"complete the regex, or escape the character if it is meant literally: {corrected!r}"
     return "fix the regex; re.escape(path) escapes all special characters of a path"
 
 

@@ -8,20 +8,20 @@ from typing import Any, Self
 
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import MeshError, RuleError
-from layoutmap.core.match import AS_REST, Rest, check_rest
+from layoutmap.core.match import AS_REST, Rest, validate_rest
 from layoutmap.core.mesh import Mesh, convert_mesh
 from layoutmap.core.specs import BatchDim
 from layoutmap.core.uneven import UnevenSetting
 from layoutmap.rules import presets, yaml_file
-from layoutmap.rules.rules import WRITE_LOCK, MeshSlot, Rules
+from layoutmap.rules.rules import WRITE_LOCK, Rules, SharedMesh
 
 
 class Activations(Rules):
     """Rules for the layouts of layer outputs: `layout_map.activations`.
 
-    A dict from regex over a layer's path to a layout, with the semantics of the rules for variables. A layer outputs
-    one array or several in a tuple, list or dict; the layout is for each array among them, and its rank must be theirs.
-    A layer's output is not known before it runs, so another rank is an error when that layer is first called.
+    A dict from regexes over layer paths to layouts, which works like the rules for variables. The layout applies to
+    each array of its rank in the output of a layer. The outputs are not known before the layer runs, so an error is
+    raised at the first call of the layer if no array has this rank.
     """
 
     _rule_kind = "activation rule"
@@ -61,8 +61,8 @@ class RuleSet(Rules):
         uneven: UnevenSetting = "error",
         rest: Rest | None = None,
     ):
-        super().__init__(MeshSlot(read_mesh(mesh)), rules, uneven)
-        self._activations = Activations(self._slot, activations)
+        super().__init__(SharedMesh(parse_or_convert_mesh(mesh)), rules, uneven)
+        self._activations = Activations(self._shared_mesh, activations)
         self.rest = rest
 
     @property
@@ -72,10 +72,10 @@ class RuleSet(Rules):
 
     @property
     def rest(self) -> Rest | None:
-        """The map's word for variables that no rule matches.
+        """The setting for variables that no rule matches.
 
-        `None`: nothing. They are replicated all the same, with a warning for each, which `strict` makes an error.
-        `"replicated"`: that is meant, and no warning is given.
+        `None`: they are replicated with a warning for each, which `strict` makes an error. `"replicated"`: they are
+        replicated without a warning.
 
         Raises:
             RuleError: Something else is assigned.
@@ -90,26 +90,27 @@ class RuleSet(Rules):
 
     @rest.setter
     def rest(self, rest: Rest | None) -> None:
-        self._otherwise = AS_REST if check_rest(rest, "layout_map") else type(self)._otherwise
+        self._otherwise = AS_REST if validate_rest(rest, "layout_map") else type(self)._otherwise
 
     def update(self, rules: Any = (), /, **more: Any) -> None:
-        """Add all rules in order, with activation rules if they come from a layout map, or none if one fails.
+        """Add all rules in order, and also the activation rules of a layout map. If one is invalid, none is added.
 
         Raises:
             RuleError: See `__setitem__`.
         """
         theirs = rules._activations if isinstance(rules, RuleSet) else ()
-        new, new_activations = self._collect_rules(rules, more), self._activations._collect_rules(theirs, {})
+        new = self._list_new_rules(rules, more)
+        new_activations = self._activations._list_new_rules(theirs, {})
         with WRITE_LOCK:
-            mesh, entries = self._check_rules(new, self.mesh)
-            mesh, activations = self._activations._check_rules(new_activations, mesh)
+            mesh, entries = self._make_entries(new, self.mesh)
+            mesh, activations = self._activations._make_entries(new_activations, mesh)
             self._append_entries(mesh, entries)
             self._activations._append_entries(mesh, activations)
 
     def __eq__(self, other: object) -> bool:
         """Compare the mesh, the rules in order, the activation rules, and `rest` of two maps.
 
-        Any other mapping has no order and stands for a map without activations that says nothing of the rest.
+        Another mapping is equal if it has the same rules, and this map has neither activation rules nor `rest`.
         """
         same = super().__eq__(other)
         if same is NotImplemented:
@@ -124,7 +125,7 @@ class RuleSet(Rules):
     def __copy__(self) -> Self:
         twin = super().__copy__()
         twin._activations = copy.copy(self._activations)
-        twin._activations._slot = twin._slot
+        twin._activations._shared_mesh = twin._shared_mesh
         return twin
 
     def to_yaml(self) -> str:
@@ -140,7 +141,7 @@ class RuleSet(Rules):
               d1\\.kernel: [null, model]
         """
         mesh = self.mesh
-        return yaml_file.to_yaml(
+        return yaml_file.write_rules_file(
             yaml_file.RulesFields(
                 dims=None if mesh is None else {dim.name: dim.size for dim in mesh.mesh_dims},
                 mesh_name="" if mesh is None else mesh.name,
@@ -149,7 +150,7 @@ class RuleSet(Rules):
                 rules={pattern: layout.sharding_specs for pattern, layout in self.items()},
                 activations={pattern: layout.sharding_specs for pattern, layout in self.activations.items()},
                 uneven=self.uneven,
-                uneven_rules=self._list_uneven_rules(),
+                uneven_rules=self._get_uneven_settings(),
                 memory_rules={pattern: layout.memory for pattern, layout in self.items() if layout.memory},
                 rest=self.rest,
                 reasons={rule.pattern: rule.reason for rule in self.rules if rule.reason},
@@ -158,7 +159,7 @@ class RuleSet(Rules):
 
     @classmethod
     def from_yaml(cls, text: str, mesh: Mesh | str | None = None) -> Self:
-        """Read a rules file.
+        """Return the layout map that the text of a rules file describes.
 
         Args:
             text: The text of the file.
@@ -173,8 +174,8 @@ class RuleSet(Rules):
             >>> lm.LayoutMap.from_yaml(text, "model=4")["d1"].sharding_specs
             ('model',)
         """
-        fields = yaml_file.from_yaml(text)
-        mesh = read_mesh(mesh)
+        fields = yaml_file.read_rules_file(text)
+        mesh = parse_or_convert_mesh(mesh)
         if mesh is None and fields.dims is not None:
             types = dict.fromkeys(fields.explicit_dims, "explicit")
             mesh = Mesh(fields.devices, fields.dims, fields.mesh_name, axis_types=types)
@@ -190,20 +191,17 @@ class RuleSet(Rules):
         fsdp_dim: str | None = None,
         batch_dim: BatchDim | None = None,
     ) -> Self:
-        """Return the preset layout map of a model family.
-
-        It is a map as any other: rules can be added and taken out, and `to_yaml` writes it to a file.
+        """Return a new layout map with the preset rules of a model family. They can be changed and written to a file.
 
         Args:
-            name: The family, as in `"llama"`; `layoutmap.rules.presets.list_presets()` are all.
+            name: The family, such as `"llama"`; `layoutmap.rules.presets.list_presets()` returns all names.
             mesh: The mesh.
-            model_dim: The mesh dim that layers are sharded over: each device gets the global input and
-                computes with its heads, experts or features. `None`: they are not.
-            fsdp_dim: A mesh dim that weights are sharded over along another axis, too, and gathered
-                where they are used. It must be the one that batches are sharded over, as
-                `scope(batch_dim=..)` says: `activations` then keep blocks' outputs sharded along the
-                batch. `None`: there is none, and there are no such rules.
-            batch_dim: The mesh dims that batches are sharded over, if they are more than `fsdp_dim`, as in
+            model_dim: The mesh dim for tensor parallelism: each device computes its heads, experts, or features from
+                the whole input. `None`: no tensor parallelism.
+            fsdp_dim: The mesh dim for FSDP: each weight is sharded over it along another axis, too, and gathered where
+                it is used. It must be the batch dim of `scope(batch_dim=..)`, because `activations` keep the outputs
+                of blocks sharded over it. `None`: no FSDP, and no activation rules.
+            batch_dim: The mesh dims over which batches are sharded, if they are more than `fsdp_dim`, as in
                 `("replica", "fsdp")` (HSDP).
 
         Raises:
@@ -220,33 +218,33 @@ class RuleSet(Rules):
             >>> layout_map.activations["backbone.transformer_layer_0"].sharding_specs
             ('data', 'unsharded', 'unsharded')
         """
-        mesh = read_mesh(mesh) or mesh
+        mesh = parse_or_convert_mesh(mesh) or mesh
         return cls._from_fields(presets.read_preset(name, mesh, model_dim, fsdp_dim, batch_dim), mesh)
 
     @classmethod
     def _from_fields(cls, fields: yaml_file.RulesFields, mesh: Mesh | None) -> Self:
-        made = cls(mesh, uneven=fields.uneven, rest=fields.rest)
+        new = cls(mesh, uneven=fields.uneven, rest=fields.rest)
         rules = [
             (pattern, specs, fields.uneven_rules.get(pattern), "", fields.memory_rules.get(pattern))
             for pattern, specs in fields.rules.items()
         ]
         outputs = [(pattern, specs, None, "", None) for pattern, specs in fields.activations.items()]
         try:
-            made._add_rules(rules)
-            made.activations._add_rules(outputs)
+            new._add_rules(rules)
+            new.activations._add_rules(outputs)
         except RuleError:
-            rows = [*((made, *rule) for rule in rules), *((made.activations, *rule) for rule in outputs)]
-            yaml_file.check_all(_add_rule, rows)
+            rows = [*((new, *rule) for rule in rules), *((new.activations, *rule) for rule in outputs)]
+            yaml_file.check_each_row(_add_rule_if_missing, rows)
             raise
-        return made
+        return new
 
     def __repr__(self) -> str:
-        # Only `add` can set `uneven` and `memory` of a single rule.
-        if self._list_uneven_rules() or any(layout.memory for layout in self.values()):
+        # A dict of rules cannot have `uneven` and `memory` of single rules, so write such a map as YAML.
+        if self._get_uneven_settings() or any(layout.memory for layout in self.values()):
             return f"{type(self).__name__}.from_yaml({self.to_yaml()!r}, {self.mesh!r})"
-        parts = [repr(self.mesh), _format_rules(self)]
+        parts = [repr(self.mesh), _format_rules_as_python(self)]
         if self._activations:
-            parts.append(f"activations={_format_rules(self._activations)}")
+            parts.append(f"activations={_format_rules_as_python(self._activations)}")
         if self.uneven != "error":
             parts.append(f"uneven={self.uneven!r}")
         if self.rest:
@@ -258,13 +256,15 @@ class RuleSet(Rules):
         return "\n".join([super().__str__(), *rest, *([str(self._activations)] if self._activations else [])])
 
 
-def _add_rule(rules: Rules, pattern: str, specs: Any, uneven: Any, reason: str, memory: str | None) -> None:
+def _add_rule_if_missing(
+    rules: Rules, pattern: str, specs: Any, uneven: Any, reason: str, memory: str | None
+) -> None:
     if pattern not in rules:
         rules.add(pattern, specs, uneven=uneven, reason=reason, memory=memory)
 
 
-def read_mesh(mesh: object) -> Mesh | None:
-    """Convert another library's mesh or a text to a `Mesh`."""
+def parse_or_convert_mesh(mesh: object) -> Mesh | None:
+    """Return the mesh for a mesh of another library, or for a text of dims such as `"batch=2"`. None stays None."""
     if isinstance(mesh, str):
         return Mesh(None, mesh)
     mesh = convert_mesh(mesh)
@@ -273,12 +273,12 @@ def read_mesh(mesh: object) -> Mesh | None:
     raise MeshError(
         f"{mesh!r} is not a mesh",
         why=f"it is {describe_type(mesh)}",
-        fix=f'pass a Mesh, as lm.create_mesh("{_format_dims(mesh)}") makes one, or that text',
+        fix=f'pass a Mesh, as lm.create_mesh("{_format_mesh_dims(mesh)}") makes one, or that text',
     )
 
 
-def _format_dims(mesh: Any) -> str:
-    """Format the dims of a JAX, Keras, or torch mesh, or example dims."""
+def _format_mesh_dims(mesh: Any) -> str:
+    """Return the dims of a mesh of JAX, Keras, or torch as text, or example dims for another value."""
     names = getattr(mesh, "axis_names", None) or getattr(mesh, "mesh_dim_names", None)
     if not names:
         return "batch=2,model=4"
@@ -287,7 +287,7 @@ def _format_dims(mesh: Any) -> str:
     return ",".join(f"{name}={size}" for name, size in zip(names, sizes, strict=False))
 
 
-def _format_rules(rules: Rules) -> str:
-    """Format rules as Python code, one per line."""
+def _format_rules_as_python(rules: Rules) -> str:
+    """Return rules as Python source of a dict from patterns to specs, with one rule per line."""
     lines = "".join(f"    {p!r}: {layout.sharding_specs!r},\n" for p, layout in rules.items())
     return f"{{{chr(10) if lines else ''}{lines}}}"

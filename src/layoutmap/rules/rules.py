@@ -1,7 +1,7 @@
 """Map regexes over paths to layouts, as a dict that looks up paths.
 
-The rules are tried in the order in which they were added, and the first that matches wins. Everything that lost is
-kept and can be asked for, since "which rule won, and why not mine?" is the question people have.
+The rules are tried in the order in which they were added, and the first that matches wins. `match` also returns the
+rules that lost, because users ask which rule won and why theirs did not.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from layoutmap.core.errors import LayoutMapError, RuleError, format_count
 from layoutmap.core.layout import Layout, convert_layout
 from layoutmap.core.match import Match, Rule, format_rule_layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.old_names import OldName
-from layoutmap.core.uneven import UnevenSetting, check_uneven
+from layoutmap.core.old_names import DeprecatedAlias
+from layoutmap.core.uneven import UnevenSetting, validate_uneven
 from layoutmap.rules.keras_rules import is_keras_rule
 from layoutmap.rules.near_misses import find_nearest
 from layoutmap.rules.patterns import compile_pattern
-from layoutmap.rules.table import Entry, Table
+from layoutmap.rules.table import RuleEntry, RuleTable
 
 _NO_DEFAULT: Any = object()
 
@@ -30,14 +30,14 @@ _NewRule = tuple[object, object, object, str, str | None]
 
 
 @dataclass(slots=True)
-class MeshSlot:
-    """Mesh shared by the rules of one map, or None until the first layout sets it."""
+class SharedMesh:
+    """Holder of the mesh that the rules and activation rules of a map share, or of None before the first layout."""
 
     mesh: Mesh | None
 
 
 WRITE_LOCK = threading.RLock()
-"""The lock for changes of a map. Lookups do not take it."""
+"""The lock that is held while any map is changed. Lookups do not take it."""
 
 
 class Rules(MutableMapping[str, Layout]):
@@ -49,7 +49,7 @@ class Rules(MutableMapping[str, Layout]):
     before or after a change.
 
     Args:
-        slot: The mesh to which tuples of specs are bound, shared with the other rules of a map.
+        shared_mesh: The mesh to which tuples of specs are bound, shared with the other rules of a map.
         rules: Rules to begin with, in order.
         uneven: The policy for an axis that does not divide, for rules without their own.
 
@@ -67,11 +67,14 @@ class Rules(MutableMapping[str, Layout]):
     _has_memory = True
 
     def __init__(
-        self, slot: MeshSlot, rules: Mapping[str, object] | None = None, uneven: UnevenSetting = "error"
+        self,
+        shared_mesh: SharedMesh,
+        rules: Mapping[str, object] | None = None,
+        uneven: UnevenSetting = "error",
     ):
-        self._slot = slot
-        self._default_uneven: UnevenSetting = check_uneven(uneven, self._expression)
-        self._table = Table()
+        self._shared_mesh = shared_mesh
+        self._default_uneven: UnevenSetting = validate_uneven(uneven, self._expression)
+        self._table = RuleTable()
         Rules.update(self, rules or {})
 
     # -- lookup
@@ -86,7 +89,7 @@ class Rules(MutableMapping[str, Layout]):
         return rule.layout if rule else default
 
     def match(self, path: str) -> Match:
-        """Return the rule for a path, the matching rules that lost, and near misses if no rule matches.
+        """Return the rule that wins for a path, the matching rules that lost, and near misses if no rule matches.
 
         Example:
             >>> rules = {r".*\\.kernel": (None, "model"), "d1.*": ("model", None)}
@@ -103,7 +106,7 @@ class Rules(MutableMapping[str, Layout]):
     def matching_rules(self, path: str) -> list[Rule]:
         """Return all rules that match a path, the winner first."""
         table = self._table
-        found = list(_iterate_rules(table, path))
+        found = list(_iterate_matching_rules(table, path))
         exact = table.entries.get(path)
         if exact is not None:
             found = [exact.rule, *(rule for rule in found if rule.pattern != path)]
@@ -117,14 +120,14 @@ class Rules(MutableMapping[str, Layout]):
     @property
     def mesh(self) -> Mesh | None:
         """Mesh of the map, or None while it has neither a mesh nor a rule."""
-        return self._slot.mesh
+        return self._shared_mesh.mesh
 
     def _find_first_rule(self, path: str) -> Rule | None:
         table = self._table
         exact = table.entries.get(path)
         if exact is not None:
             return exact.rule
-        return next(_iterate_rules(table, path), None)
+        return next(_iterate_matching_rules(table, path), None)
 
     # -- mapping of patterns to layouts
 
@@ -176,32 +179,34 @@ class Rules(MutableMapping[str, Layout]):
     def _add_rules(self, new: Iterable[_NewRule]) -> None:
         new = list(new)
         with WRITE_LOCK:
-            self._append_entries(*self._check_rules(new, self._slot.mesh))
+            self._append_entries(*self._make_entries(new, self._shared_mesh.mesh))
 
-    def _check_rules(self, new: Iterable[_NewRule], mesh: Mesh | None) -> tuple[Mesh | None, list[Entry]]:
-        """Check new rules against the map, and return the mesh and their entries."""
-        made: dict[str, Entry] = {}
+    def _make_entries(
+        self, new: Iterable[_NewRule], mesh: Mesh | None
+    ) -> tuple[Mesh | None, list[RuleEntry]]:
+        """Return the mesh of the map with new rules, and the entries of these, after checking them."""
+        entries: dict[str, RuleEntry] = {}
         for pattern, layout, uneven, reason, memory in new:
-            entry = self._make_entry(pattern, layout, uneven, mesh, made, reason, memory)
-            made[entry.rule.pattern] = entry
+            entry = self._make_checked_entry(pattern, layout, uneven, mesh, entries, reason, memory)
+            entries[entry.rule.pattern] = entry
             mesh = entry.rule.layout.mesh
-        return mesh, list(made.values())
+        return mesh, list(entries.values())
 
-    def _append_entries(self, mesh: Mesh | None, entries: Iterable[Entry]) -> None:
-        self._slot.mesh = mesh
+    def _append_entries(self, mesh: Mesh | None, entries: Iterable[RuleEntry]) -> None:
+        self._shared_mesh.mesh = mesh
         for entry in entries:
             self._table.append(entry)
 
-    def _make_entry(
+    def _make_checked_entry(
         self,
         pattern: object,
         layout: object,
         uneven: object,
         mesh: Mesh | None,
-        beside: Mapping[str, Entry],
+        other_new_entries: Mapping[str, RuleEntry],
         reason: str,
         memory: str | None,
-    ) -> Entry:
+    ) -> RuleEntry:
         if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleError(
                 f"{self._rule_kind} {pattern!r} is not text",
@@ -209,11 +214,11 @@ class Rules(MutableMapping[str, Layout]):
                 fix=f'write it as in {self._expression}[r"{self._example}"]',
             )
         pattern = str.__str__(pattern)  # convert subclasses of str, such as numpy's, to str
-        there = self._table.entries.get(pattern) or beside.get(pattern)
-        if there is not None:
+        existing = self._table.entries.get(pattern) or other_new_entries.get(pattern)
+        if existing is not None:
             raise RuleError(
                 f"{self._rule_kind} {pattern!r} is in the map already",
-                facts={"there": there.rule.layout, "new": layout},
+                facts={"old": existing.rule.layout, "new": layout},
                 why="one pattern has one layout",
                 fix=f"delete it first, del {self._expression}[{pattern!r}], or change one of the patterns",
             )
@@ -232,7 +237,7 @@ class Rules(MutableMapping[str, Layout]):
         if mesh is not None and value.mesh != mesh:
             raise RuleError(
                 f"{self._rule_kind} {pattern!r}: its layout is on another mesh",
-                facts=_describe_difference(mesh, value.mesh),
+                facts=_describe_mesh_difference(mesh, value.mesh),
                 why="all variables of a model share one mesh",
                 fix="use the map's mesh, or create another map",
             )
@@ -242,10 +247,10 @@ class Rules(MutableMapping[str, Layout]):
                 why="layers write their outputs to device memory",
                 fix="leave memory out",
             )
-        own = None if uneven is None else check_uneven(uneven, f"{self._rule_kind} {pattern!r}")
-        number = len(self._table.in_order) + len(beside) + 1
-        rule = Rule(number, pattern, value, own or self._default_uneven, reason)
-        return Entry(rule, compiled, own is not None)
+        setting = None if uneven is None else validate_uneven(uneven, f"{self._rule_kind} {pattern!r}")
+        number = len(self._table.in_order) + len(other_new_entries) + 1
+        rule = Rule(number, pattern, value, setting or self._default_uneven, reason)
+        return RuleEntry(rule, compiled, setting is not None)
 
     @property
     def uneven(self) -> UnevenSetting:
@@ -256,7 +261,7 @@ class Rules(MutableMapping[str, Layout]):
         with WRITE_LOCK:
             rest = self._table.entries.copy()
             del rest[pattern]
-            self._table = Table(rest.values())
+            self._table = RuleTable(rest.values())
 
     def update(self, rules: object = (), /, **more: object) -> None:
         """Add all rules in order, or none if one cannot be added.
@@ -264,9 +269,9 @@ class Rules(MutableMapping[str, Layout]):
         Raises:
             RuleError: See `__setitem__`.
         """
-        self._add_rules(self._collect_rules(rules, more))
+        self._add_rules(self._list_new_rules(rules, more))
 
-    def _collect_rules(self, rules: Any, more: Mapping[str, Any]) -> list[_NewRule]:
+    def _list_new_rules(self, rules: Any, more: Mapping[str, Any]) -> list[_NewRule]:
         if isinstance(rules, Rules):
             new: list[_NewRule] = [
                 (r.pattern, r.layout, r.uneven if r.uneven != self._default_uneven else None, r.reason, None)
@@ -278,8 +283,8 @@ class Rules(MutableMapping[str, Layout]):
             new = [(pattern, layout, None, "", None) for pattern, layout in rules]
         return [*new, *((pattern, layout, None, "", None) for pattern, layout in more.items())]
 
-    def _list_uneven_rules(self) -> dict[str, UnevenSetting]:
-        """Return the `uneven` settings of the rules that have their own."""
+    def _get_uneven_settings(self) -> dict[str, UnevenSetting]:
+        """Return, by pattern, the `uneven` settings of the rules that do not use the setting of the map."""
         entries = self._table.entries.copy().items()
         return {pattern: entry.rule.uneven for pattern, entry in entries if entry.has_uneven}
 
@@ -297,11 +302,11 @@ class Rules(MutableMapping[str, Layout]):
 
     def values(self) -> ValuesView[Layout]:
         """Return the current layouts in order."""
-        return self._table.layouts().values()
+        return self._table.list_layouts().values()
 
     def items(self) -> ItemsView[str, Layout]:
         """Return the current pairs of pattern and layout in order."""
-        return self._table.layouts().items()
+        return self._table.list_layouts().items()
 
     def pop(self, pattern: str, default: object = _NO_DEFAULT) -> Any:
         """Remove a rule and return its layout, or return `default` without such a rule.
@@ -319,7 +324,7 @@ class Rules(MutableMapping[str, Layout]):
         return default
 
     def popitem(self) -> tuple[str, Layout]:
-        """Remove the last rule, and return it.
+        """Remove the last rule, and return its pattern and layout.
 
         Raises:
             KeyError: There are no rules.
@@ -344,7 +349,7 @@ class Rules(MutableMapping[str, Layout]):
     def clear(self) -> None:
         """Remove all rules. The mesh stays."""
         with WRITE_LOCK:
-            self._table = Table()
+            self._table = RuleTable()
 
     def __eq__(self, other: object) -> bool:
         """Compare the rules, their order, and the mesh of two maps. Other mappings have no order.
@@ -355,13 +360,15 @@ class Rules(MutableMapping[str, Layout]):
             return (
                 self._rule_kind == other._rule_kind and self.mesh == other.mesh and self.rules == other.rules
             )
-        return self._table.layouts() == other if isinstance(other, Mapping) else NotImplemented
+        return self._table.list_layouts() == other if isinstance(other, Mapping) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
 
     def __copy__(self) -> Self:
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__, _slot=MeshSlot(self._slot.mesh), _table=self._table.copy())
+        twin.__dict__.update(
+            self.__dict__, _shared_mesh=SharedMesh(self._shared_mesh.mesh), _table=self._table.copy()
+        )
         return twin
 
     def __str__(self) -> str:
@@ -378,29 +385,29 @@ class Rules(MutableMapping[str, Layout]):
         """Return a rule's name for messages, such as `rule 2  .*kernel` or `activation rule 1  blocks`."""
         return f"{self._rule_kind} {rule.number}  {rule.pattern}"
 
-    name_of = OldName("format_name")
+    name_of = DeprecatedAlias("format_name")
 
     def title(self) -> str:
-        """Return the first line of the map's text: the kind of rules and their mesh."""
+        """Return the first words of the map's text: the name of the class and the mesh."""
         return f"{type(self).__name__} on {self.mesh or 'no mesh yet'}"
 
 
-def _iterate_rules(table: Table, path: str) -> Iterator[Rule]:
-    """Yield the matching rules in order. Keras variable names are tried on `keras:` rules only."""
-    rules = (table.in_order[number] for number in table.index.find_matches(path))
+def _iterate_matching_rules(table: RuleTable, path: str) -> Iterator[Rule]:
+    """Yield the rules that match a path, in order. Only `keras:` rules match a name that starts with `keras:`."""
+    rules = (table.in_order[number] for number in table.index.iterate_matching_positions(path))
     return (rule for rule in rules if is_keras_rule(rule.pattern)) if is_keras_rule(path) else rules
 
 
-def _describe_difference(ours: Mesh, theirs: Mesh) -> dict[str, str]:
-    """Return the first difference of two meshes as facts for an error."""
-    said: tuple[str, str]
+def _describe_mesh_difference(ours: Mesh, theirs: Mesh) -> dict[str, str]:
+    """Return the first difference between the meshes of a map and of a layout, as facts for an error."""
+    texts: tuple[str, str]
     if ours.mesh_dims != theirs.mesh_dims:
-        said = str(ours), str(theirs)
+        texts = str(ours), str(theirs)
     elif ours.name != theirs.name:
-        said = f"named {ours.name!r}", f"named {theirs.name!r}"
+        texts = f"named {ours.name!r}", f"named {theirs.name!r}"
     elif ours.devices is None or theirs.devices is None:
-        said = tuple("abstract" if m.is_abstract else f"on {m.device_type} devices" for m in (ours, theirs))  # type: ignore[assignment]
+        texts = tuple("abstract" if m.is_abstract else f"on {m.device_type} devices" for m in (ours, theirs))  # type: ignore[assignment]
     else:
         pairs = enumerate(zip(ours.devices, theirs.devices, strict=True))
-        said = next((f"{a!r} at place {i}", f"{b!r} at place {i}") for i, (a, b) in pairs if a != b)
-    return {"map's": said[0], "layout's": said[1]}
+        texts = next((f"{a!r} at position {i}", f"{b!r} at position {i}") for i, (a, b) in pairs if a != b)
+    return {"map's": texts[0], "layout's": texts[1]}

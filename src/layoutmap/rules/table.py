@@ -12,30 +12,30 @@ from layoutmap.rules.index import RuleIndex
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A rule with its compiled pattern. `has_uneven` tells whether it has its own `uneven` setting."""
+class RuleEntry:
+    """A rule with its compiled pattern. `has_uneven`: its `uneven` setting is its own, not that of the map."""
 
     rule: Rule
     compiled: re.Pattern[str]
     has_uneven: bool
 
 
-class Table:
-    """Store rules by pattern, in order, with their index.
+class RuleTable:
+    """Rules of one map by pattern, in order, with an index for lookups.
 
-    A table only grows, and a map that removes rules creates a new one. So a lookup needs no lock while another
-    thread changes the map.
+    Rules are only added to a table, and a map that removes a rule creates a new table. So a lookup needs no lock while
+    another thread changes the map.
     """
 
-    def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self.entries: dict[str, Entry] = {}
+    def __init__(self, entries: Iterable[RuleEntry] = ()) -> None:
+        self.entries: dict[str, RuleEntry] = {}
         self.in_order: list[Rule] = []
         self.index = RuleIndex()
         for entry in entries:
             self.append(entry)
 
-    def append(self, entry: Entry) -> None:
-        """Append a rule, and number it."""
+    def append(self, entry: RuleEntry) -> None:
+        """Append a rule. Its number becomes its position in the table, counted from 1."""
         number = len(self.in_order) + 1
         if entry.rule.number != number:
             entry = replace(entry, rule=replace(entry.rule, number=number))
@@ -43,13 +43,13 @@ class Table:
         self.index.append(entry.compiled)
         self.entries[entry.rule.pattern] = entry
 
-    def layouts(self) -> dict[str, Layout]:
+    def list_layouts(self) -> dict[str, Layout]:
         """Return the layouts by pattern, in order."""
         return {rule.pattern: rule.layout for rule in self.in_order.copy()}
 
-    def copy(self) -> Table:
+    def copy(self) -> RuleTable:
         """Return an independent table of the same rules."""
-        return Table(self.entries.copy().values())
+        return RuleTable(self.entries.copy().values())
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Table, (list(self.entries.copy().values()),)
+        return RuleTable, (list(self.entries.copy().values()),)

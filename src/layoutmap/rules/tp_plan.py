@@ -1,8 +1,8 @@
 """Convert a tensor parallel plan of Hugging Face transformers to rules: `{"layers.*.self_attn.q_proj": "colwise"}`.
 
-Such a plan gives a style to modules and parameters. What a style says of weights and of a layer's output becomes a
-layout; what it says of sums and of local tensors in between, a framework with layouts does by itself. This module knows
-the styles and makes unchecked rules of them; `LayoutMap.from_tp_plan` checks what they mean.
+Such a plan gives a style to modules and parameters. The shardings of weights and of layer outputs in a style become
+layouts. Its reductions and local tensors need no rules, because a framework with layouts derives them. This module
+makes unchecked rules of the styles; `LayoutMap.from_tp_plan` checks them.
 
 Styles: those of `transformers` 5.23, and those of 4.5x that have other names.
 """
@@ -23,25 +23,26 @@ Output = Literal["as it comes", "replicated", "sequence", "tokens"]
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
+class ParallelStyle:
     """The shardings that a parallel style of torch or transformers stands for.
 
     Args:
-        sharded: The axis of a parameter that is sharded: that of output features (`"out"`: the last but
-            one, or the only one), of input features (`"in"`: the last, and biases are replicated), the
-            first, the last, or none (`"nothing"`). `"none of its own"`: the style is of a module that
-            computes, and says nothing of parameters.
-        output: How the layer's output is sharded: unchanged, replicated but for the batch, sharded
-            along the sequence, or replicated with batch and sequence in one axis of tokens.
-        packed: Whether several weights follow each other along the axis, each of which is sharded by itself.
+        sharded: The sharded axis of a parameter. `"out"`: the axis of output features, which is the last but one or the
+            only one. `"in"`: the axis of input features, which is the last; biases are replicated. `"first"`, `"last"`:
+            that axis. `"nothing"`: the parameter is replicated. `"none of its own"`: the style does not determine the
+            sharding of parameters.
+        output: How the layer's output is sharded. `"as it comes"`: the style does not determine it. `"replicated"`:
+            only along the batch. `"sequence"`: also along the sequence. `"tokens"`: only along the batch, which is one
+            axis with the sequence.
+        packed: Whether the axis contains several weights in a row, which transformers shards one by one.
     """
 
     sharded: ShardedAxis
     output: Output = "as it comes"
     packed: bool = False
 
-    def axis(self, leaf: str, rank: int) -> int | None:
-        """Return the sharded axis of a parameter by its name and rank."""
+    def find_sharded_axis(self, leaf: str, rank: int) -> int | None:
+        """Return the axis along which the style shards a parameter of this name and rank, or None for no axis."""
         if self.sharded == "out":
             return max(rank - 2, 0) if rank else None
         if self.sharded == "in":
@@ -49,32 +50,32 @@ class Style:
         return {"first": 0, "last": rank - 1}.get(self.sharded)
 
 
-_ROWWISE = Style("in", "replicated")
-_REPLICATED = Style("nothing")
-_WITHOUT_PARAMETERS = Style("none of its own")
+_ROWWISE = ParallelStyle("in", "replicated")
+_REPLICATED = ParallelStyle("nothing")
+_WITHOUT_PARAMETERS = ParallelStyle("none of its own")
 STYLES = {
-    "colwise": Style("out"),
-    "colwise_gather_output": Style("out", "replicated"),
-    "colwise_rep": Style("out", "replicated"),
-    "local_colwise": Style("out"),
-    "packed_colwise": Style("out", packed=True),
+    "colwise": ParallelStyle("out"),
+    "colwise_gather_output": ParallelStyle("out", "replicated"),
+    "colwise_rep": ParallelStyle("out", "replicated"),
+    "local_colwise": ParallelStyle("out"),
+    "packed_colwise": ParallelStyle("out", packed=True),
     "rowwise": _ROWWISE,
     "rowwise_rep": _ROWWISE,
     "rowwise_split_input": _ROWWISE,
-    "local_rowwise": Style("in"),
-    "packed_rowwise": Style("in", packed=True),
-    "local_packed_rowwise": Style("in", packed=True),
-    "embedding_rowwise": Style("first", "replicated"),
-    "embedding_colwise": Style("last", "replicated"),
-    "sequence_parallel": Style("nothing", "sequence"),
+    "local_rowwise": ParallelStyle("in"),
+    "packed_rowwise": ParallelStyle("in", packed=True),
+    "local_packed_rowwise": ParallelStyle("in", packed=True),
+    "embedding_rowwise": ParallelStyle("first", "replicated"),
+    "embedding_colwise": ParallelStyle("last", "replicated"),
+    "sequence_parallel": ParallelStyle("nothing", "sequence"),
     "replicate": _REPLICATED,
     "replicated_with_grad_allreduce": _REPLICATED,
     "mla_kv_a_proj": _REPLICATED,
     "ep_router": _REPLICATED,
-    "grouped_gemm": Style("first"),
-    "moe_tp_experts": Style("none of its own", "tokens"),
-    "ep_dispatch_experts": Style("none of its own", "tokens"),
-    "gather": Style("none of its own", "tokens"),
+    "grouped_gemm": ParallelStyle("first"),
+    "moe_tp_experts": ParallelStyle("none of its own", "tokens"),
+    "ep_dispatch_experts": ParallelStyle("none of its own", "tokens"),
+    "gather": ParallelStyle("none of its own", "tokens"),
     "all_reduce": _WITHOUT_PARAMETERS,
     "moe_identity_expert": _WITHOUT_PARAMETERS,
     "local_params": _WITHOUT_PARAMETERS,
@@ -87,7 +88,7 @@ _EXPERTS = {"moe_tp_experts", "ep_dispatch_experts", "gather"}
 
 @dataclass(frozen=True, slots=True)
 class TpRules:
-    """Unchecked rules of a plan: specs by pattern, and warnings about entries that rules cannot express."""
+    """Unchecked rules from a tensor parallel plan: specs by pattern, and warnings about its entries."""
 
     rules: Mapping[str, tuple[str | None, ...]]
     activations: Mapping[str, Specs]
@@ -95,10 +96,10 @@ class TpRules:
 
 
 def read_tp_plan(source: object) -> dict[str, str]:
-    """Return the tensor parallel plan of a transformers model or config, or a given plan.
+    """Return the tensor parallel plan of a transformers model or config. A plan is returned as a dict.
 
     Raises:
-        RuleError: It has none.
+        RuleError: The model or config has no such plan.
     """
     if isinstance(source, Mapping):
         return dict(cast("Mapping[str, str]", source))
@@ -106,10 +107,10 @@ def read_tp_plan(source: object) -> dict[str, str]:
         found = None if isinstance(source, type) else getattr(source, name, None)
         if found:
             return dict(found)
-    known = source if isinstance(source, type) else type(source)
+    source_class = source if isinstance(source, type) else type(source)
     parts = sorted(n for n in ("text_config", "vision_config", "audio_config") if hasattr(source, n))
     raise RuleError(
-        f"{known.__module__}.{known.__qualname__} has no tp_plan",
+        f"{source_class.__module__}.{source_class.__qualname__} has no tp_plan",
         why=(
             "it is a class, and part of the plan is in the config of an instance"
             if isinstance(source, type)
@@ -124,12 +125,12 @@ def read_tp_plan(source: object) -> dict[str, str]:
 
 
 def is_model_function(source: object) -> bool:
-    """Return whether an object is a function that builds a model, and not a plan."""
+    """Return whether an object is a function that builds a model, and not a model, config, or class."""
     named = ("tp_plan", "_tp_plan", "base_model_tp_plan", "named_parameters")
     return callable(source) and not isinstance(source, type) and not any(hasattr(source, n) for n in named)
 
 
-# A tensor parallel plan lacks ranks, so callers may pass the parameter shapes with it (decisions/0014).
+# A tensor parallel plan does not contain the ranks of parameters, so callers may pass their shapes (decisions/0014).
 def convert_tp_plan(
     plan: Mapping[str, str],
     *,
@@ -139,15 +140,15 @@ def convert_tp_plan(
     parameters: Mapping[str, Sequence[int]] | None,
     layers: Iterable[str] | None,
 ) -> TpRules:
-    """Convert a tensor parallel plan to rules.
+    """Return rules with the shardings of a tensor parallel plan of transformers.
 
     Args:
         plan: Styles by the path of a module or a parameter; `*` stands for the number of a layer.
         dim: The mesh dim that weights are sharded over.
         batch_dim: The mesh dim that batches are sharded over, if any.
-        prefix: What stands before the plan's paths in the model.
-        parameters: The shapes of all parameters by path. Without them each linear layer is taken to have a weight and
-            a bias, and experts to be parameters of three axes.
+        prefix: The text before the plan's paths in the paths of the model, such as `"model."`.
+        parameters: The shapes of all parameters by path. `None`: assume that each linear layer has a weight and a bias,
+            and that experts are parameters of three axes.
         layers: The paths of all layers; `None` means those above the parameters.
 
     Raises:
@@ -156,12 +157,14 @@ def convert_tp_plan(
     for key, name in plan.items():
         _check_style(key, name)
     if parameters is None:
-        found = {key: _guess_parameters(key, plan) for key in plan}
+        found = {key: _guess_parameter_ranks(key, plan) for key in plan}
         modules = None
     else:
-        found = _find_parameters(plan, prefix, parameters)
+        found = _find_parameter_ranks(plan, prefix, parameters)
         modules = (
-            set(layers) if layers is not None else {up for path in parameters for up in _list_parents(path)}
+            set(layers)
+            if layers is not None
+            else {up for path in parameters for up in _list_parent_paths(path)}
         )
         if plan and not any(found.values()):
             _refuse_unmatched_plan(next(iter(plan)), prefix, parameters)
@@ -169,9 +172,9 @@ def convert_tp_plan(
     activations: dict[str, Specs] = {}
     unmatched: list[str] = []
     for key, name in plan.items():
-        style, pattern = STYLES[name], re.escape(prefix) + _make_regex(key)
+        style, pattern = STYLES[name], re.escape(prefix) + _make_entry_regex(key)
         for leaf, rank in found[key].items():
-            axis = style.axis(leaf or key.rpartition(".")[2], rank)
+            axis = style.find_sharded_axis(leaf or key.rpartition(".")[2], rank)
             if style.sharded != "none of its own":
                 specs = tuple(dim if i == axis else None for i in range(rank))
                 rules[pattern + (rf"\.{re.escape(leaf)}" if leaf else "") + "$"] = specs
@@ -204,7 +207,7 @@ def _check_style(key: str, name: object) -> None:
         )
 
 
-def _make_regex(key: str) -> str:
+def _make_entry_regex(key: str) -> str:
     return r"\.".join(r"\d+" if part == "*" else re.escape(part) for part in key.split("."))
 
 
@@ -213,26 +216,26 @@ def _matches_any(pattern: str, paths: Iterable[str]) -> bool:
     return any(match(path) for path in paths)
 
 
-def _list_parents(path: str) -> list[str]:
+def _list_parent_paths(path: str) -> list[str]:
     parts = path.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def _find_parameters(
+def _find_parameter_ranks(
     plan: Mapping[str, str], prefix: str, parameters: Mapping[str, Any]
 ) -> dict[str, dict[str, int]]:
-    """Return, for each entry, the last name ("" for the entry's own path) and rank of its parameters.
+    """Return, for each entry of a plan, the ranks of its parameters by name in the module.
 
-    As in transformers, an entry is for the parameter of its name, and for those of the module of its name that have no
-    entry of their own.
+    An entry is for the parameter with its path, which has the name "", or else for the parameters of the module with
+    its path that have no entry of their own. This is how transformers applies it.
     """
     found: dict[str, dict[str, int]] = {key: {} for key in plan}
-    entries = {key: re.compile(re.escape(prefix) + _make_regex(key)).fullmatch for key in plan}
+    entries = {key: re.compile(re.escape(prefix) + _make_entry_regex(key)).fullmatch for key in plan}
     for path, shape in parameters.items():
         module, _, leaf = path.rpartition(".")
-        own = [(key, "") for key, match in entries.items() if match(path)]
-        above = [(key, leaf) for key, match in entries.items() if match(module)]
-        for key, name in (own or above)[:1]:
+        of_parameter = [(key, "") for key, match in entries.items() if match(path)]
+        of_module = [(key, leaf) for key, match in entries.items() if match(module)]
+        for key, name in (of_parameter or of_module)[:1]:
             rank = len(tuple(getattr(shape, "shape", shape)))
             if found[key].setdefault(name, rank) != rank:
                 raise RuleError(
@@ -244,33 +247,33 @@ def _find_parameters(
     return found
 
 
-def _guess_parameters(key: str, plan: Mapping[str, str]) -> dict[str, int]:
-    """Guess the usual parameters of an entry, without knowing the model's."""
+def _guess_parameter_ranks(key: str, plan: Mapping[str, str]) -> dict[str, int]:
+    """Return the ranks by name of the parameters that modules with an entry's style usually have."""
     style = STYLES[plan[key]]
-    above = plan.get(key.rpartition(".")[0])
+    parent_style = plan.get(key.rpartition(".")[0])
     if style.sharded == "none of its own" or plan[key] == "replicate":
         return {}
     if style.sharded == "nothing":
         return {"weight": 2 if plan[key] == "mla_kv_a_proj" else 1}
-    if above in _EXPERTS or plan[key] == "grouped_gemm":
+    if parent_style in _EXPERTS or plan[key] == "grouped_gemm":
         return {"": 2 if key.endswith("_bias") else 3}
-    if above == "local_params":
+    if parent_style == "local_params":
         return {"": 1}
     return {"weight": 2} if plan[key].startswith("embedding") else {"weight": 2, "bias": 1}
 
 
 def _refuse_unmatched_plan(key: str, prefix: str, parameters: Iterable[str]) -> None:
-    """Raise if no entry of a plan matches the model's parameters, and suggest a prefix."""
-    anywhere = re.compile(rf"(.*?\.)?{_make_regex(key)}(\.[^.]+)?")
-    matches = (anywhere.fullmatch(path) for path in parameters)
-    meant = next((match[1] or "" for match in matches if match), None)
+    """Raise the error that no entry of a plan matches the model, with the prefix under which an entry would match."""
+    with_any_prefix = re.compile(rf"(.*?\.)?{_make_entry_regex(key)}(\.[^.]+)?")
+    matches = (with_any_prefix.fullmatch(path) for path in parameters)
+    other = next((match[1] or "" for match in matches if match), None)
     raise RuleError(
         "tp_plan: no entry matches a parameter of the model",
         facts={"entry": prefix + key, "parameter": next(iter(parameters), "")},
         why="the model's paths have another prefix"
-        if meant is not None
+        if other is not None
         else "the plan belongs to another model",
-        fix=f"from_tp_plan(..., prefix={meant!r})" if meant is not None else "use the plan of this model",
+        fix=f"from_tp_plan(..., prefix={other!r})" if other is not None else "use the plan of this model",
     )
 
 

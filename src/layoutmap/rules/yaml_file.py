@@ -13,17 +13,17 @@
 
 `version` may be left out, and `mesh: batch=2,model=4` stands for its dims. `to_yaml` writes both in full.
 
-A rule may say for itself what it does with an axis that does not divide: `{layout: [null, model], uneven: replicate}`,
-and in which memory its variables are: `{layout: [null, model], memory: pinned_host}`.
+A rule may have its own setting for axes that do not divide evenly: `{layout: [null, model], uneven: replicate}`,
+and name the memory of its variables: `{layout: [null, model], memory: pinned_host}`.
 
-Comments are for people, who edit the file as text: a map does not keep them. `to_yaml` writes the reason of a rule as a
-comment above it. What of YAML a file may use is in `layoutmap.core.strict_yaml`.
+A map does not keep the comments of its file. `to_yaml` writes the reason of a rule as a comment above it.
+`layoutmap.core.strict_yaml` describes the part of YAML that a file may use.
 
 `layoutmap schema > rules.schema.json` writes a JSON Schema of the form. Editors check a file by it that begins with
 
     # yaml-language-server: $schema=rules.schema.json
 
-The order of the rules is their order in the file. This module knows the form; `LayoutMap` checks what it means.
+The order of the rules is their order in the file. This module checks the form, and `LayoutMap` checks the rules.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from layoutmap.core.errors import LayoutMapError, MeshError, RuleError, shorten_repr
-from layoutmap.core.layout import UNSHARDED, check_memory
-from layoutmap.core.match import Rest, check_rest
+from layoutmap.core.layout import UNSHARDED, validate_memory_kind
+from layoutmap.core.match import Rest, validate_rest
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import ShardingSpec
 from layoutmap.core.strict_yaml import read_yaml
-from layoutmap.core.uneven import UnevenSetting, check_uneven
+from layoutmap.core.uneven import UnevenSetting, validate_uneven
 from layoutmap.rules.patterns import refuse_slow_pattern
 
 VERSION = 1
@@ -53,12 +53,11 @@ _FIX = "write it as LayoutMap.to_yaml() does: version, mesh and rules"
 
 @dataclass(frozen=True, slots=True)
 class RulesFields:
-    """Store the unchecked fields of a rules file.
+    """Content of a rules file. `LayoutMap` checks the mesh and the rules.
 
-    The specs are those of variables in `rules`, and of layers' outputs in `activations`.
-    `dims` is `None` if the file names no mesh. `explicit_dims` are those with explicit axes on JAX. `uneven_rules` has
-    the rules that say it for themselves, and `memory_rules` those that name a memory. `reasons` are the comments
-    to write above rules; none are read.
+    `rules` has the specs of variables by pattern, and `activations` those of layer outputs. `dims` is `None` if the
+    file has no mesh. `explicit_dims` are the dims with the axis type `"explicit"`. `uneven_rules` and `memory_rules`
+    have the settings of single rules by pattern. `reasons` are comments to write above rules; comments are not read.
     """
 
     dims: Mapping[str, int] | None
@@ -74,12 +73,12 @@ class RulesFields:
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-# A rules file must not contain tags, so write plain lists and mappings (decisions/0199).
-def to_yaml(fields: RulesFields) -> str:
-    """Write fields as the text of a rules file."""
+# The reader refuses YAML tags, so write everything as lists, mappings, and scalars without tags (decisions/0199).
+def write_rules_file(fields: RulesFields) -> str:
+    """Return the text of a rules file with this content."""
     import yaml
 
-    class Flow(list[object]):
+    class FlowList(list[object]):
         """A list written on one line."""
 
     class FlowMapping(dict[str, object]):
@@ -87,32 +86,32 @@ def to_yaml(fields: RulesFields) -> str:
 
     safe_dumper: Any = yaml.SafeDumper
 
-    class Dumper(safe_dumper):
+    class RulesDumper(safe_dumper):
         """Write specs on one line, and everything else in block style."""
 
-    def represent_list(dumper: Any, data: Flow) -> object:
+    def represent_flow_list(dumper: Any, data: FlowList) -> object:
         return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
 
-    def represent_mapping(dumper: Any, data: FlowMapping) -> object:
+    def represent_flow_mapping(dumper: Any, data: FlowMapping) -> object:
         return dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=True)
 
-    Dumper.add_representer(Flow, represent_list)
-    Dumper.add_representer(FlowMapping, represent_mapping)
+    RulesDumper.add_representer(FlowList, represent_flow_list)
+    RulesDumper.add_representer(FlowMapping, represent_flow_mapping)
 
-    def convert_spec(spec: ShardingSpec) -> object:
-        return None if spec == UNSHARDED else Flow(spec) if isinstance(spec, tuple) else spec
+    def convert_spec_to_yaml(spec: ShardingSpec) -> object:
+        return None if spec == UNSHARDED else FlowList(spec) if isinstance(spec, tuple) else spec
 
-    def convert_rule(pattern: str, specs: tuple[Any, ...]) -> object:
-        listed = Flow(map(convert_spec, specs))
-        own = FlowMapping(layout=listed)
+    def convert_rule_to_yaml(pattern: str, specs: tuple[Any, ...]) -> object:
+        listed = FlowList(map(convert_spec_to_yaml, specs))
+        settings = FlowMapping(layout=listed)
         if uneven := fields.uneven_rules.get(pattern):
-            own["uneven"] = convert_uneven(uneven)
+            settings["uneven"] = convert_uneven_to_yaml(uneven)
         if memory := fields.memory_rules.get(pattern):
-            own["memory"] = memory
-        return own if len(own) > 1 else listed
+            settings["memory"] = memory
+        return settings if len(settings) > 1 else listed
 
-    def convert_uneven(setting: UnevenSetting) -> object:
-        return setting if isinstance(setting, str) else Flow(setting)
+    def convert_uneven_to_yaml(setting: UnevenSetting) -> object:
+        return setting if isinstance(setting, str) else FlowList(setting)
 
     data: dict[str, object] = {"version": VERSION}
     if fields.dims is not None:
@@ -120,26 +119,28 @@ def to_yaml(fields: RulesFields) -> str:
         if fields.mesh_name:
             mesh["name"] = fields.mesh_name
         if fields.devices is not None:
-            mesh["devices"] = Flow(fields.devices)
+            mesh["devices"] = FlowList(fields.devices)
         if fields.explicit_dims:
-            mesh["explicit_dims"] = Flow(fields.explicit_dims)
+            mesh["explicit_dims"] = FlowList(fields.explicit_dims)
         data["mesh"] = mesh
-    data["rules"] = {pattern: convert_rule(pattern, specs) for pattern, specs in fields.rules.items()}
+    data["rules"] = {pattern: convert_rule_to_yaml(pattern, specs) for pattern, specs in fields.rules.items()}
     if fields.activations:
-        data["activations"] = {p: Flow(map(convert_spec, specs)) for p, specs in fields.activations.items()}
+        data["activations"] = {
+            p: FlowList(map(convert_spec_to_yaml, specs)) for p, specs in fields.activations.items()
+        }
     if fields.uneven != "error":
-        data["uneven"] = convert_uneven(fields.uneven)
+        data["uneven"] = convert_uneven_to_yaml(fields.uneven)
     if fields.rest:
         data["rest"] = fields.rest
 
-    def dump(value: object) -> str:
-        return str(yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110))
+    def dump_yaml(value: object) -> str:
+        return str(yaml.dump(value, Dumper=RulesDumper, sort_keys=False, allow_unicode=True, width=110))
 
-    text = dump(data)
+    text = dump_yaml(data)
     end = text.index("rules:")
     for pattern, reason in fields.reasons.items():
-        # Search for each key after the previous one, so that line numbers are correct.
-        key = textwrap.indent(dump({pattern: None}).removesuffix("null\n").rstrip(), "  ")
+        # A key may also occur inside an earlier line, so search for it after the key before.
+        key = textwrap.indent(dump_yaml({pattern: None}).removesuffix("null\n").rstrip(), "  ")
         end = text.index(f"\n{key}", end) + 1
         comment = "".join(f"  # {line}\n" for line in textwrap.wrap(reason, 106, break_long_words=False))
         text = text[:end] + comment + text[end:]
@@ -147,46 +148,46 @@ def to_yaml(fields: RulesFields) -> str:
     return text
 
 
-def from_yaml(text: str) -> RulesFields:
-    """Read the fields of a rules file.
+def read_rules_file(text: str) -> RulesFields:
+    """Return the content of a rules file after checking its form.
 
     Raises:
-        RuleError: It is no YAML of the kind that rules files are (see `strict_yaml`), has a key that is not
-            known, a mesh that is not allowed, or another version.
+        RuleError: The text is not YAML as `strict_yaml` reads it, or has an unknown key, an invalid mesh, or another
+            version.
     """
     data = read_yaml(text)
-    version = _check_mapping(data, "it", None).get("version", VERSION)
+    version = _validate_mapping(data, "the file", None).get("version", VERSION)
     if version != VERSION:
         raise RuleError(
             f"rules file of version {shorten_repr(version)}",
             why=f"this layoutmap reads version {VERSION}",
             fix=f"write version: {VERSION}, delete the line, or use the layoutmap release that wrote the file",
         )
-    top = _check_mapping(data, "it", _KEYS)
-    mesh = None if top.get("mesh") is None else _read_mesh(top["mesh"])
+    top = _validate_mapping(data, "the file", _KEYS)
+    mesh = None if top.get("mesh") is None else _read_mesh_section(top["mesh"])
     name = (mesh or {}).get("name")
     devices = (mesh or {}).get("devices")
     if not isinstance(name, str | None):
-        raise RuleError("rules file: mesh name is not text", facts={"there": shorten_repr(name)}, fix=_FIX)
+        raise RuleError("rules file: mesh name is not text", facts={"value": shorten_repr(name)}, fix=_FIX)
     explicit_dims = (mesh or {}).get("explicit_dims")
     for key, value in (("devices", devices), ("explicit_dims", explicit_dims)):
-        if value is not None and not _are_texts(value):
+        if value is not None and not _is_list_of_texts(value):
             raise RuleError(
                 f"rules file: mesh {key} is not a list of texts",
-                facts={"there": shorten_repr(value)},
+                facts={"value": shorten_repr(value)},
                 fix=_FIX,
             )
-    dims = None if mesh is None else _check_mapping(mesh.get("dims"), "mesh dims", None)
+    dims = None if mesh is None else _validate_mapping(mesh.get("dims"), "mesh dims", None)
     for dim, size in (dims or {}).items():
         if not isinstance(size, int):
             raise RuleError(
                 f"rules file: the size of mesh dim {dim!r} is not a whole number",
-                facts={"there": shorten_repr(size)},
+                facts={"value": shorten_repr(size)},
                 why="it is the number of devices along the dim",
                 fix=f"write a number, as in {{{dim}: 4}}",
             )
-    rules, uneven_rules, memory_rules = _split_settings(
-        _check_mapping(_read_section(top, "rules"), "rules", None)
+    rules, uneven_rules, memory_rules = _split_rule_settings(
+        _validate_mapping(_get_section(top, "rules"), "rules", None)
     )
     return RulesFields(
         dims=dims,
@@ -194,18 +195,18 @@ def from_yaml(text: str) -> RulesFields:
         devices=None if devices is None else tuple(cast("list[str]", devices)),
         explicit_dims=tuple(cast("list[str]", explicit_dims or [])),
         rules=_read_rules(rules, "rules", "rule"),
-        activations=_read_rules(_read_section(top, "activations"), "activations", "activation rule"),
-        uneven=check_uneven(top.get("uneven", "error"), "rules file"),
+        activations=_read_rules(_get_section(top, "activations"), "activations", "activation rule"),
+        uneven=validate_uneven(top.get("uneven", "error"), "rules file"),
         uneven_rules=uneven_rules,
         memory_rules=memory_rules,
-        rest=check_rest(top.get("rest"), "rules file"),
+        rest=validate_rest(top.get("rest"), "rules file"),
     )
 
 
-def _read_mesh(value: object) -> dict[str, Any]:
-    """Read the mesh as a mapping. A text such as `batch=2,model=4` gives its dims."""
+def _read_mesh_section(value: object) -> dict[str, Any]:
+    """Return the section `mesh` as a mapping. From a text such as `batch=2,model=4`, the mapping has only `dims`."""
     if not isinstance(value, str):
-        return _check_mapping(value, "mesh", _MESH_KEYS)
+        return _validate_mapping(value, "mesh", _MESH_KEYS)
     try:
         return {"dims": {dim.name: dim.size for dim in Mesh(None, value).mesh_dims}}
     except MeshError as error:
@@ -215,44 +216,44 @@ def _read_mesh(value: object) -> dict[str, Any]:
 
 
 def read_schema() -> str:
-    """Return the JSON Schema of a rules file. It checks the structure, not patterns and dims."""
+    """Return the text of the JSON Schema for rules files. It checks their structure, but not patterns and dims."""
     from importlib.resources import files
 
     return files("layoutmap.rules").joinpath("schema.json").read_text(encoding="utf-8")
 
 
-def _read_section(top: dict[str, Any], key: str) -> object:
-    """Return a section of the file, or an empty dict if all its lines are comments."""
+def _get_section(top: dict[str, Any], key: str) -> object:
+    """Return a section of the file, or an empty dict if it is missing or empty."""
     return {} if top.get(key) is None else top[key]
 
 
-def _split_settings(
+def _split_rule_settings(
     rules: dict[str, Any],
 ) -> tuple[dict[str, Any], dict[str, UnevenSetting], dict[str, str]]:
-    """Split rules written as mappings into specs, `uneven` settings, and `memory` settings."""
+    """Return the specs, the `uneven` settings, and the `memory` settings of rules, each by pattern."""
     layouts, uneven, memory = dict(rules), dict[str, UnevenSetting](), dict[str, str]()
     for pattern, value in rules.items():
         if isinstance(value, dict):
-            own = _check_mapping(value, f"rule {pattern!r}", {"layout", "uneven", "memory"})
-            layouts[pattern] = own.get("layout")
-            if "uneven" in own:
-                uneven[pattern] = check_uneven(own["uneven"], f"rules file: rule {pattern!r}")
-            if kind := check_memory(own.get("memory"), f"rules file: rule {pattern!r}", RuleError):
+            fields = _validate_mapping(value, f"rule {pattern!r}", {"layout", "uneven", "memory"})
+            layouts[pattern] = fields.get("layout")
+            if "uneven" in fields:
+                uneven[pattern] = validate_uneven(fields["uneven"], f"rules file: rule {pattern!r}")
+            if kind := validate_memory_kind(fields.get("memory"), f"rules file: rule {pattern!r}", RuleError):
                 memory[pattern] = kind
     return layouts, uneven, memory
 
 
-def _read_rules(value: object, what: str, rule: str) -> dict[str, tuple[Any, ...]]:
-    rules = _check_mapping(value, what, None)
-    check_all(_check_specs, [(rule, pattern, specs) for pattern, specs in rules.items()])
+def _read_rules(value: object, section: str, rule_kind: str) -> dict[str, tuple[Any, ...]]:
+    rules = _validate_mapping(value, section, None)
+    check_each_row(_check_specs, [(rule_kind, pattern, specs) for pattern, specs in rules.items()])
     return {
         pattern: tuple(tuple(cast("list[str]", s)) if isinstance(s, list) else s for s in specs)
         for pattern, specs in rules.items()
     }
 
 
-def check_all(check: Callable[..., object], rows: Iterable[tuple[object, ...]]) -> None:
-    """Call a check for each row of arguments, and raise one error for all failures."""
+def check_each_row(check: Callable[..., object], rows: Iterable[tuple[object, ...]]) -> None:
+    """Call a check with each row of arguments, and then raise one error with the messages of all that failed."""
     errors: list[LayoutMapError] = []
     for row in rows:
         try:
@@ -267,55 +268,55 @@ def check_all(check: Callable[..., object], rows: Iterable[tuple[object, ...]]) 
         raise RuleError(f"{len(errors)} errors\n{shown}{more}")
 
 
-def _check_specs(rule: str, pattern: str, specs: object) -> None:
+def _check_specs(rule_kind: str, pattern: str, specs: object) -> None:
     if not isinstance(specs, list):
         raise RuleError(
-            f"rules file: {rule} {pattern!r} has no list of sharding specs",
-            facts={"there": shorten_repr(specs)},
+            f"rules file: {rule_kind} {pattern!r} has no list of sharding specs",
+            facts={"value": shorten_repr(specs)},
             why="a layout has one sharding spec for each axis",
             fix="write a list, as in [null, model]",
         )
-    refuse_slow_pattern(pattern, f"rules file: {rule}")
+    refuse_slow_pattern(pattern, f"rules file: {rule_kind}")
     listed = cast("list[Any]", specs)
     if "None" in listed:
         raise RuleError(
-            f"rules file: {rule} {pattern!r}: None is not a mesh dim",
-            facts={"there": shorten_repr(listed)},
+            f"rules file: {rule_kind} {pattern!r}: None is not a mesh dim",
+            facts={"value": shorten_repr(listed)},
             why="Python's None is null in YAML",
             fix=f"write [{', '.join('null' if s in ('None', None) else str(s) for s in listed)}]",
         )
     for axis, spec in enumerate(listed):
-        if not isinstance(spec, str | None) and not _are_texts(spec):
+        if not isinstance(spec, str | None) and not _is_list_of_texts(spec):
             raise RuleError(
-                f"rules file: {rule} {pattern!r}: the sharding spec of axis {axis} cannot be read",
-                facts={"there": shorten_repr(spec)},
+                f"rules file: {rule_kind} {pattern!r}: the sharding spec of axis {axis} cannot be read",
+                facts={"value": shorten_repr(spec)},
                 why="a spec is null, a mesh dim, or a list of mesh dims",
                 fix="write null, model or [batch, model]",
             )
 
 
-def _are_texts(value: object) -> bool:
+def _is_list_of_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in cast("list[Any]", value))
 
 
-def _check_mapping(value: Any, what: str, keys: set[str] | None) -> dict[str, Any]:
+def _validate_mapping(value: Any, section: str, known_keys: set[str] | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RuleError(
-            f"rules file: {what} is not a mapping", facts={"there": shorten_repr(value)}, fix=_FIX
+            f"rules file: {section} is not a mapping", facts={"value": shorten_repr(value)}, fix=_FIX
         )
     found = cast("dict[str, Any]", value)
     for key in found:
         if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleError(
-                f"rules file: {what} has a key {key!r} that is not text",
+                f"rules file: {section} has a key {key!r} that is not text",
                 why="YAML does not read unquoted null and digits as text",
                 fix=f"quote it: '{'null' if key is None else key}'",
             )
-    unknown = sorted(str(key) for key in found if keys is not None and key not in keys)
+    unknown = sorted(str(key) for key in found if known_keys is not None and key not in known_keys)
     if unknown:
         raise RuleError(
-            f"rules file: {what} has a key {unknown[0]!r}",
-            why=f"the keys are {', '.join(sorted(keys or ()))}",
+            f"rules file: {section} has a key {unknown[0]!r}",
+            why=f"the keys are {', '.join(sorted(known_keys or ()))}",
             fix="correct the key, or delete it",
         )
     return found

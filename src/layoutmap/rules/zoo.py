@@ -1,7 +1,7 @@
 """Describe published models at full size without their values, to plan them before anything is loaded.
 
-What is known of each is in `zoo.yaml`: a class of a model library, what its weights' shapes are made of, and
-which preset of rules is for it. The library is imported when a model is made.
+`zoo.yaml` has for each model the class in a model library, the configuration that determines the shapes of its weights,
+and the preset with its rules. The library is imported when the model is built.
 
     layoutmap plan keras_hub:llama3_405b --mesh batch=512,model=8 --fsdp-dim batch
 """
@@ -44,10 +44,10 @@ class PublishedModel:
         return self.kind.partition(".")[0]
 
     def make(self, **options: object) -> Any:
-        """Build the model with initial values, inside an open plan or scope if there is one.
+        """Return the model, built with the stored configuration. A plan or scope around this call applies to it.
 
         Args:
-            options: Arguments of its class besides those of `config`, as in `dtype="bfloat16"`.
+            options: Arguments of its class besides `config`, such as `dtype="bfloat16"`. They replace equal names.
 
         Raises:
             LayoutMapError: Its library is not installed.
@@ -65,7 +65,7 @@ class PublishedModel:
 
 
 @functools.cache
-# Libraries name the same weight differently, so each model names the preset that fits it (decisions/0024).
+# Libraries name the same weight differently, so each model is stored with the preset that fits it (decisions/0024).
 def list_models() -> Mapping[str, PublishedModel]:
     """Return all published models by name.
 
@@ -88,10 +88,10 @@ def list_models() -> Mapping[str, PublishedModel]:
 
 
 def find_model(name: str) -> PublishedModel:
-    """Find a published model by name.
+    """Return the published model of this name.
 
     Raises:
-        LayoutMapError: There is none of that name.
+        LayoutMapError: There is no model of this name.
 
     Example:
         >>> import layoutmap as lm

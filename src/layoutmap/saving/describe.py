@@ -1,7 +1,7 @@
 """Describe the content of a checkpoint without a model: `describe`.
 
-`Checkpoint` is a face over a `Source` of values, as `Plan` is one over its table: the source reads, `report.contents`
-knows how it is shown, and neither knows the other.
+`Checkpoint` is a thin interface to a `Source` of values: the source reads them, and `report.contents` formats them.
+Neither depends on the other.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from layoutmap.core.blocks import NumpyArray, split_numpy_index
 from layoutmap.core.errors import CheckpointError
 from layoutmap.plan.problems import Problem
 from layoutmap.report.contents import (
-    Contents,
-    format_contents_line,
-    format_html,
-    format_json,
-    format_text,
+    CheckpointContents,
+    format_contents_html,
+    format_contents_json,
+    format_contents_summary,
+    format_contents_text,
     read_contents,
 )
 from layoutmap.rules.near_misses import find_nearest
@@ -100,7 +100,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
 
         What was saved without a layout is replicated in it.
         """
-        return Plan.of(self._contents.table)
+        return Plan.from_table(self._contents.table)
 
     def read(self, path: str, index: Any = ...) -> NumpyArray:
         """Read values of a variable. Each byte is checked.
@@ -126,11 +126,11 @@ class Checkpoint(Mapping[str, SavedVariable]):
             progress: Called with the path of each variable when it has been read.
         """
         if isinstance(self.source, StepSource):
-            return tuple(self.source.problems(progress))
+            return tuple(self.source.find_damage(progress))
         found: list[CheckpointError] = []
         for path in self._variables:
             try:
-                self.source.check(path)
+                self.source.verify_block(path)
             except CheckpointError as error:
                 found.append(error)
             if progress is not None:
@@ -138,17 +138,17 @@ class Checkpoint(Mapping[str, SavedVariable]):
         return tuple(found)
 
     @cached_property
-    def _contents(self) -> Contents:
+    def _contents(self) -> CheckpointContents:
         return read_contents(self.source, self._variables.values())
 
     @cached_property
-    def _aliases(self) -> dict[str, str]:
+    def _paths_by_alias(self) -> dict[str, str]:
         return {alias: v.path for v in self._variables.values() for alias in v.aliases}
 
     def __getitem__(self, path: str) -> SavedVariable:
-        found = self._variables.get(path) or self._variables.get(self._aliases.get(path, ""))
+        found = self._variables.get(path) or self._variables.get(self._paths_by_alias.get(path, ""))
         if found is None:
-            near = find_nearest(path, [*self._variables, *self._aliases])
+            near = find_nearest(path, [*self._variables, *self._paths_by_alias])
             raise KeyError(
                 f"the checkpoint has no variable {path!r}"
                 + (f"; near misses: {', '.join(near)}" if near else "")
@@ -171,35 +171,35 @@ class Checkpoint(Mapping[str, SavedVariable]):
             head |= manifest.facts
             head["files"] = [{"name": file.name, "bytes": file.num_bytes} for file in manifest.files]
             head["metadata"] = manifest.metadata
-        return format_json(self._contents, head | {"bytes": self.global_bytes})
+        return format_contents_json(self._contents, head | {"bytes": self.global_bytes})
 
     def to_html(self, problems: Sequence[CheckpointError] | None = None) -> str:
         """Return the content as a self-contained HTML page: facts, variables, and shards.
 
         Args:
-            problems: What `verify` has returned, which the page shows; `None`: it says that nobody has looked.
+            problems: Result of `verify`, which the page shows; `None`: the page says that nothing was verified.
         """
-        # imported here, because few programs need the page
+        # Import it here, because few programs need the page.
         from layoutmap.report.page.page import make_checkpoint_page
 
         return make_checkpoint_page(
-            self._contents, problems if problems is None else list(map(_convert_problem, problems))
+            self._contents, problems if problems is None else list(map(_make_problem, problems))
         )
 
     def to_text(self, width: int | None = None) -> str:
         """Return the text that `print` shows. For `width`, see `Plan.to_text`."""
-        return format_text(self._contents, width)
+        return format_contents_text(self._contents, width)
 
     __str__ = to_text
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {format_contents_line(self._contents)}>"
+        return f"<Checkpoint {format_contents_summary(self._contents)}>"
 
     def _repr_html_(self) -> str:
-        return format_html(self._contents)
+        return format_contents_html(self._contents)
 
 
-def _convert_problem(error: CheckpointError) -> Problem:
+def _make_problem(error: CheckpointError) -> Problem:
     facts = tuple((name, str(value)) for name, value in error.facts.items())
     return Problem("damaged", "error", error.what.partition(": ")[0], error.what, facts, error.why, error.fix)
 

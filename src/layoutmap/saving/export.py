@@ -9,7 +9,7 @@ from typing import Any, cast
 from layoutmap.checkpoint.export import MAX_FILE_BYTES, export_source
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.source import Source
-from layoutmap.saving.model_source import ModelSource, read_table
+from layoutmap.saving.model_source import ModelSource, read_model_name_table
 
 
 def export(
@@ -64,14 +64,14 @@ def export(
         source: Source = open_source(os.fspath(cast("str | os.PathLike[str]", model)), step)
         return export_source(source, directory, format=format, **options)
     values = ModelSource(model, "export")
-    if not values.is_first:
-        values.follow_first()
+    if not values.is_first_process:
+        values.follow_first_process()
         return os.path.abspath(os.path.expanduser(os.fspath(directory)))
     is_complete = False
     try:
-        options["names"] = read_table(names, model, values.adapter)
+        options["names"] = read_model_name_table(names, model, values.adapter)
         folder = export_source(values, directory, format=format, **options)
         is_complete = True
         return folder
     finally:
-        values.finish(is_complete=is_complete)
+        values.release_followers(is_complete=is_complete)

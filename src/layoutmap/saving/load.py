@@ -9,40 +9,40 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, cast, get_args
 
 from layoutmap.adapters import (
-    Keeping,
-    find_adapter,
+    Checkpointing,
+    find_model_adapter,
     get_adapter,
     get_imported_adapter,
     get_model_adapter,
     require_capability,
 )
-from layoutmap.adapters.protocol import Saved, Stored
+from layoutmap.adapters.protocol import SavedOptimizer, StoredVariable
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
 from layoutmap.checkpoint.model_values import Extra, Missing, ModelValues, is_integer_state
-from layoutmap.checkpoint.name_tables import read_names
+from layoutmap.checkpoint.name_tables import read_name_table
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.core.blocks import Index, NumpyArray, find_distinct_shards, make_full_index
+from layoutmap.core.blocks import Index, NumpyArray, group_devices_by_shard, make_full_index
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning, join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.engines.agreement import label_processes
+from layoutmap.engines.agreement import make_process_facts
 from layoutmap.rules.rule_set import RuleSet
-from layoutmap.saving.load_states import check_data, choose_random_states, restore_data
-from layoutmap.saving.model_source import read_table
-from layoutmap.scope.owner import infer_library
-from layoutmap.scope.process_group import Group
+from layoutmap.saving.load_states import choose_data_state, choose_random_states, restore_data_or_undo
+from layoutmap.saving.model_source import read_model_name_table
+from layoutmap.scope.owner import retry_with_model_library
+from layoutmap.scope.process_group import MeshProcesses
 from layoutmap.scope.progress import Progress
 from layoutmap.scope.scope import build
 
 Verify = Literal["first", "while", "no"]
 
 
-@infer_library
+@retry_with_model_library
 def load(
     model: Any,
     directory: str | os.PathLike[str],
@@ -122,53 +122,52 @@ def load(
     if layout_map is not None:
         library = options.get("library")
         adapter = require_capability(
-            get_adapter(library) if library else get_imported_adapter(), Keeping, "load"
+            get_adapter(library) if library else get_imported_adapter(), Checkpointing, "load"
         )
         options["library"] = adapter.name
         found, mesh = None, layout_map.mesh
     else:
-        found = _make_model(model)
-        adapter = require_capability(get_model_adapter(found), Keeping, "load")
+        found = _make_model_if_function(model)
+        adapter = require_capability(get_model_adapter(found), Checkpointing, "load")
         if inputs is not None:
-            adapter.complete(found, (inputs,))
+            adapter.create_lazy_variables(found, (inputs,))
         mesh = find_model_mesh(adapter, found)
-    processes = Group(get_engine(adapter.engine_name), mesh)
+    processes = MeshProcesses(get_engine(adapter.engine_name), mesh)
     source = _open_source(directory, step, processes)
     if isinstance(source, StepSource):
         source.verifies, source.cache_bytes = verify != "no", room_bytes
-    table = (
-        None if names is None else read_names(names) if found is None else read_table(names, found, adapter)
-    )
+    table = None
+    if names is not None:
+        table = read_name_table(names) if found is None else read_model_name_table(names, found, adapter)
     values = ModelValues(source, names=table, missing=missing, extra=extra, cast=cast)
     if isinstance(source, KerasWeights) and table is None:
-        given = {"optimizer": optimizer, "data": data, "cast": cast or None}
-        given |= {
-            "missing": None if missing == "error" else missing,
-            "extra": None if extra == "error" else extra,
-        }
-        _check_unused(source, [name for name, value in given.items() if value is not None])
+        passed = {"optimizer": optimizer is not None, "data": data is not None, "cast": cast}
+        passed |= {"missing": missing != "error", "extra": extra != "error"}
+        _check_unused_arguments(source, [name for name, is_passed in passed.items() if is_passed])
         if layout_map is not None:
             found = build(model, layout_map, progress=progress, inputs=inputs, **options)
         return _load_keras_weights(found, source)
-    loading = Loading(adapter, values, processes, progress, override)
+    loading = ModelLoader(adapter, values, processes, progress, override)
     saved = loading.states.get("processes", [])
-    place = processes.number, processes.count
+    place = processes.process_index, processes.num_processes
     positions = [each["data"] for each in saved if "data" in each]
-    state = processes.agreed(lambda: None if data is None else check_data(data, positions, *place))
+    state = processes.run_in_all(lambda: None if data is None else choose_data_state(data, positions, *place))
     is_new = layout_map is not None  # a new model needs no protection from a damaged checkpoint
     if layout_map is not None:
         found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
-        found, _ = loading.put(found, None, is_new=True)
+        found, _ = loading.load_values(found, None, is_new=True)
     made = optimizer(found) if callable(optimizer) else optimizer
     random = choose_random_states([each.get("random", {}) for each in saved], *place)
-    within = restore_data(adapter, processes, source.where, found, random, data, state)
+    within = restore_data_or_undo(adapter, processes, source.where, found, random, data, state)
     is_new = is_new and (made is None or callable(optimizer))
     with nullcontext() if is_new or verify == "first" else mark_partial_load():
-        loaded = loading.put(found, made, is_new=is_new or verify != "first", within=within, random=random)
-    values.close()
+        loaded = loading.load_values(
+            found, made, is_new=is_new or verify != "first", after_checks=within, random_states=random
+        )
+    values.stop_providing_values()
     if loading.unread and extra == "error":
         again = ModelValues(source, names=table, missing=missing, cast=cast)
-        _report_unread(loading, again, loaded[0])
+        _warn_of_unread_slots(loading, again, loaded[0])
     return loaded if optimizer is not None else loaded[0]
 
 
@@ -180,23 +179,23 @@ def _check_arguments(
     extra: object,
     verify: object,
 ) -> None:
-    """Raise for arguments that would have no effect or contradict each other."""
+    """Raise for arguments that have unknown values, no effect, or contradict each other."""
     choices = ("missing", missing, Missing), ("extra", extra, Extra), ("verify", verify, Verify)
     for name, value, known in ((name, value, get_args(kind)) for name, value, kind in choices):
         if value not in known:
             raise CheckpointError(
                 f"{name}={value!r}: this value is not allowed",
-                why=f"it is one of {', '.join(map(repr, known))}",
+                why=f"{name} must be one of {', '.join(map(repr, known))}",
                 fix=f"leave {name} out, or pass {name}={known[1]!r}",
             )
     if layout_map is None and options:
         names = ", ".join(f"{name}=" for name in options)
         raise CheckpointError(
             f"load: {names} has no effect without layout_map=",
-            why="load builds a model only with layout_map=",
+            why="these are options of build, which load calls only with layout_map=",
             fix="pass a function that makes the model, and layout_map=",
         )
-    if layout_map is not None and find_adapter(model) is not None:
+    if layout_map is not None and find_model_adapter(model) is not None:
         raise CheckpointError(
             f"load: {type(model).__name__} is a model, and layout_map= is for a function that makes one",
             why="an existing model keeps its layouts",
@@ -204,61 +203,62 @@ def _check_arguments(
         )
 
 
-def _check_unused(source: KerasWeights, given: Sequence[str]) -> None:
-    if given:
+def _check_unused_arguments(source: KerasWeights, passed_names: Sequence[str]) -> None:
+
+    if passed_names:
         raise CheckpointError(
-            f"{source.where}: {', '.join(f'{name}=' for name in given)} has no effect on a weight file of Keras",
-            why="Keras's load_weights reads it, by the order of the layers",
-            fix="leave it out, or call model.load_weights(path, skip_mismatch=True) to skip weights of other shapes",
+            f"{source.where}: {', '.join(f'{name}=' for name in passed_names)} has no effect on a weight file of Keras",
+            why="Keras's load_weights reads the file, by the order of the layers",
+            fix="leave the argument out, or call model.load_weights(path, skip_mismatch=True) to skip other shapes",
         )
 
 
 def _load_keras_weights(model: object, source: KerasWeights) -> Any:
-    """Load a Keras weight file with Keras, because it addresses weights by layer instead of path."""
+    """Load a weight file of Keras by `load_weights`, because the file names weights by layer instead of by path."""
     load_weights = getattr(model, "load_weights", None)
     if load_weights is None:
         raise CheckpointError(
             f"{source.where}: this is a Keras weight file, but the model is a {type(model).__name__}",
             why="the file names weights by Keras layers, as in layers.dense.vars.0, and not by path",
-            fix="pass a Keras model, or names= with such a name for each path",
+            fix="pass a Keras model, or a table names= from the model's paths to names of this form",
         )
     load_weights(source.where)
     return model
 
 
-def _open_source(directory: str | os.PathLike[str], step: int | None, processes: Group) -> Source:
-    """Open the same step in all processes: by default the last one that process 0 finds."""
+def _open_source(directory: str | os.PathLike[str], step: int | None, processes: MeshProcesses) -> Source:
+    """Open the same step in all processes. Without `step`, it is the last one that process 0 finds."""
 
     def open_checked(step: int | None) -> Source:
         found = open_source(directory, step)
         if isinstance(found, StepSource):
-            found.check_files()
+            found.check_file_sizes()
         return found
 
-    source = processes.agreed(lambda: open_checked(step))
+    source = processes.run_in_all(lambda: open_checked(step))
     if not isinstance(source, StepSource):
         return source
-    if differ := processes.find_differences(_format_step(source)):
+    if differ := processes.find_differences(_format_step_identity(source)):
         step = int(differ[0].split()[0])
-        source = processes.agreed(lambda: open_checked(step))
-        differ = processes.find_differences(_format_step(source))
+        source = processes.run_in_all(lambda: open_checked(step))
+        differ = processes.find_differences(_format_step_identity(source))
     if differ:
         raise CheckpointError(
             f"{source.where}: the processes load different checkpoints",
-            facts=label_processes(differ),
-            why="the checkpoint ids differ, so they are from different saves",
+            facts=make_process_facts(differ),
+            why="the ids of the checkpoints differ, so these are from different saves",
             fix="pass a directory that all processes share, or identical copies",
         )
     return source
 
 
-def _format_step(source: Any) -> str:
+def _format_step_identity(source: Any) -> str:
     return f"{source.step} {source.manifest.facts.get('id')}"
 
 
 @contextmanager
 def mark_partial_load() -> Generator[None]:
-    """Add to checkpoint errors that the model may be partially loaded, because values were not verified first."""
+    """Add to a checkpoint error that the model may be loaded in part. For loads that verify values while reading."""
     try:
         yield
     except CheckpointError as error:
@@ -266,15 +266,15 @@ def mark_partial_load() -> Generator[None]:
         raise CheckpointError(error.what, facts=error.facts, why=why, fix=error.fix) from error
 
 
-# Allocating and copying take most of a load's time, so values are read into the arrays' own memory (decisions/0127).
-class Loading:
-    """Load a checkpoint into an existing model."""
+# Allocating and copying take long, so values are read into the memory of existing arrays (decisions/0127).
+class ModelLoader:
+    """Load the values of a checkpoint into an existing model and its optimizer."""
 
     def __init__(
         self,
-        adapter: Keeping,
+        adapter: Checkpointing,
         values: ModelValues,
-        processes: Group,
+        processes: MeshProcesses,
         progress: bool | None,
         override: Mapping[str, object] | None,
     ):
@@ -292,40 +292,40 @@ class Loading:
         if self._settings:
             self._settings = {**self._settings, "override": dict(override or {})}
 
-    def put(
+    def load_values(
         self,
         model: object,
         optimizer: object,
         *,
         is_new: bool,
-        within: AbstractContextManager[object] | None = None,
-        random: Mapping[str, Any] | None = None,
-        only: Collection[str] | None = None,
+        after_checks: AbstractContextManager[object] | None = None,
+        random_states: Mapping[str, Any] | None = None,
+        only_paths: Collection[str] | None = None,
     ) -> tuple[Any, Any]:
-        """Read all remaining values. An existing model changes only after all values are verified.
+        """Read all values that were not read yet, and return the model and its optimizer.
 
         Args:
             model: The model.
-            optimizer: Its optimizer, if it does not have it.
-            is_new: Whether nothing is lost if a value turns out to be damaged.
-            within: Entered once all has been checked.
-            random: The random states to set in the end, with the settings of the optimizer; `None`: neither.
-            only: The paths in the checkpoint of what is read; `None`: all.
+            optimizer: The optimizer, if the model does not contain it.
+            is_new: Whether the model is new. Otherwise all values are verified before it changes.
+            after_checks: Context that is entered after all checks, and in which the model changes.
+            random_states: Random states to restore at the end, with the settings of the optimizer; `None`: neither.
+            only_paths: Paths in the checkpoint of the variables to read; `None`: all.
         """
-        stored = self._processes.agreed(lambda: self._check_variables(model, optimizer))
-        # Initializers may have advanced a generator after its state was read, so read RNG states again.
-        taken = self.values.taken - {e.variable.path for e in stored if e.variable.kind is Kind.RNG}
+        stored = self._processes.run_in_all(lambda: self._list_checked_variables(model, optimizer))
+        # Initializers may have advanced a generator after its state was restored, so restore random states again.
+        taken = self.values.read_paths - {e.variable.path for e in stored if e.variable.kind is Kind.RNG}
         rest = [
             e
             for e in stored
             if e.variable.path not in taken
-            and (saved := self.values.find(e.variable))
-            and (only is None or saved.path in only)
+            and (saved := self.values.find_saved(e.variable))
+            and (only_paths is None or saved.path in only_paths)
         ]
-        self.unread = self._find_unread(stored)
+        self.unread = self._find_unread_slots(stored)
         layouts = {each.variable.path: self._engine.get_layout(each.array) for each in rest}
         variables = {each.variable.path: each.variable for each in rest}
-        # A slot that does not exist yet is listed with its weight's array.
+        # A slot that does not exist yet is listed with its weight's array, so do not read it into that memory.
         weights = {id(each.array) for each in stored if not _is_slot(each)}
         own = {
             each.variable.path: (each.array, memory)
@@ -334,8 +334,8 @@ class Loading:
         }
         if not is_new:
             with Progress(variables, enabled=self._progress, verb="checked") as progress:
-                self._processes.agreed(lambda: self._check_values(variables.values(), layouts, progress))
-        del stored, rest  # free the replaced arrays before new ones are read
+                self._processes.run_in_all(lambda: self._verify_values(variables.values(), layouts, progress))
+        del stored, rest  # so that the old arrays are freed one by one while new ones are read
         with Progress(variables, enabled=self._progress, verb="loaded") as progress:
 
             def read_arrays() -> Iterator[tuple[str, Any]]:
@@ -343,60 +343,61 @@ class Loading:
                     read, layout = self.values.make_reader(variable), layouts[path]
                     assert read is not None
                     array, memory = own.pop(path, (None, ()))
-                    if self.values.fill(variable, memory):
+                    if self.values.read_into_shards(variable, memory):
                         yield path, array
                     elif layout is None:
                         yield path, read(make_full_index(variable.shape))
                     else:
                         yield (
                             path,
-                            self._engine.from_shards(
+                            self._engine.create_from_shards(
                                 Assignment(variable, layout, is_padded=True), read, copy=False
                             ),
                         )
                     progress(path)
 
-            with within or nullcontext():
-                loaded = self._processes.agreed(
+            with after_checks or nullcontext():
+                loaded = self._processes.run_in_all(
                     lambda: self.adapter.restore_variables(model, optimizer, read_arrays())
                 )
-                if random is not None:
-                    self.adapter.restore_settings(*loaded, {**self._settings, "random": random})
+                if random_states is not None:
+                    self.adapter.restore_settings(*loaded, {**self._settings, "random": random_states})
             return loaded
 
     def _get_memory(self, array: object) -> Sequence[tuple[Index, NumpyArray]]:
         return self._engine.get_writable_memory(array) if isinstance(array, self._engine.array_types) else ()
 
-    def _check_variables(self, model: object, optimizer: object) -> Sequence[Stored]:
+    def _list_checked_variables(self, model: object, optimizer: object) -> Sequence[StoredVariable]:
+        """Return the variables of the model and its optimizer, after checking that the checkpoint fits them."""
         source = self.values.source
-        slots = [_make_spec(v) for v in source.variables.values() if v.kind is Kind.SLOT]
+        slots = [_make_variable_spec(v) for v in source.variables.values() if v.kind is Kind.SLOT]
         if optimizer is not None:
-            self._check_optimizer(bool(slots))
-        saved = Saved(slots if self._settings else (), self._settings)
+            self._check_optimizer_state(bool(slots))
+        saved = SavedOptimizer(slots if self._settings else (), self._settings)
         stored = self.adapter.list_stored_variables(model, optimizer, saved)
-        if not self._settings:  # the optimizer was saved by another library
+        if not self._settings:  # another library saved the optimizer, so its slots cannot be restored
             stored = [each for each in stored if not _is_slot(each)]
         kinds = {Kind.WEIGHT, Kind.STATE}
         if self._settings and (optimizer is not None or (slots and any(map(_is_slot, stored)))):
             kinds.add(Kind.SLOT)
-        self.values.check([each.variable for each in stored], kinds)
+        self.values.check_all([each.variable for each in stored], kinds)
         return stored
 
-    def _find_unread(self, stored: Sequence[Stored]) -> Sequence[str]:
+    def _find_unread_slots(self, stored: Sequence[StoredVariable]) -> Sequence[str]:
         """Return the paths of saved slots that are not read because the model has no optimizer."""
-        if not self._settings or "optimizer" in self._settings:  # the caller passed an optimizer
+        if not self._settings or "optimizer" in self._settings:  # Keras saves no such setting
             return ()
-        known = {saved.path for each in stored if (saved := self.values.find(each.variable))}
+        known = {saved.path for each in stored if (saved := self.values.find_saved(each.variable))}
         slots = [v.path for v in self.values.source.variables.values() if v.kind is Kind.SLOT]
         return [path for path in slots if path not in known]
 
-    def _check_optimizer(self, has_slots: bool) -> None:
-        """Raise if an optimizer was passed but the checkpoint has no optimizer state."""
+    def _check_optimizer_state(self, has_slots: bool) -> None:
+        """Raise if the checkpoint has no state for the optimizer that was passed, unless `missing` is "keep"."""
         if self.values.missing == "keep" or self._settings.get("optimizer") or (has_slots and self._settings):
             return
         library = self.states.get("settings", {}).get("library")
         raise CheckpointError(
-            f"{self.values.source.where}: it has no optimizer state",
+            f"{self.values.source.where}: no optimizer state for {self.adapter.name} was saved",
             facts={"saved by": library, "loading": self.adapter.name},
             why="it was saved without optimizer="
             if library == self.adapter.name
@@ -404,35 +405,35 @@ class Loading:
             fix='leave optimizer out, or pass missing="keep" to start with a new state',
         )
 
-    def _check_values(
+    def _verify_values(
         self, variables: Iterable[VariableSpec], layouts: Mapping[str, Layout | None], progress: Progress
     ) -> None:
         """Raise if a value that this process needs is damaged."""
         for variable in variables:
-            saved = self.values.find(variable)
+            saved = self.values.find_saved(variable)
             assert saved is not None
             layout = layouts[variable.path]
             read = self.values.make_reader(variable)
             if is_integer_state(variable, saved) and read is not None:
                 read(make_full_index(saved.shape))  # raises if the value exceeds the range of the dtype
             elif layout is None:
-                self.values.source.check(saved.path)
+                self.values.source.verify_block(saved.path)
             else:
-                ids = self._engine.bind(layout.mesh).local_device_ids
-                for index, _ in find_distinct_shards(layout, saved.shape, ids).values():
-                    self.values.source.check(saved.path, index)
+                ids = self._engine.bind_mesh(layout.mesh).local_device_ids
+                for index, _ in group_devices_by_shard(layout, saved.shape, ids).values():
+                    self.values.source.verify_block(saved.path, index)
             progress(variable.path)
 
 
-# A model may get its optimizer after the load, so the next `compile` restores its slots (decisions/0081).
-def _report_unread(loading: Loading, values: ModelValues, model: object) -> None:
+# A Keras model may be compiled after the load, so `compile` restores its optimizer's slots (decisions/0081).
+def _warn_of_unread_slots(loading: ModelLoader, values: ModelValues, model: object) -> None:
     """Warn of saved slots that were not read, and restore them once the model has an optimizer."""
     unread, where = tuple(loading.unread), values.source.where
 
-    def restore() -> None:
+    def restore_slots() -> None:
         try:
             loading.values = values
-            loading.put(model, None, is_new=False, only=unread)
+            loading.load_values(model, None, is_new=False, only_paths=unread)
         except CheckpointError as error:
             warning = LayoutMapWarning(
                 f"{where}: the optimizer state was not restored",
@@ -442,7 +443,7 @@ def _report_unread(loading: Loading, values: ModelValues, model: object) -> None
             )
             warnings.warn(warning, stacklevel=find_user_stacklevel({loading.adapter.name}))
 
-    is_restored = loading.adapter.restore_with_optimizer(model, restore)
+    is_restored = loading.adapter.restore_with_optimizer(model, restore_slots)
     warning = LayoutMapWarning(
         f"{where}: {len(unread)} optimizer variables were not read",
         facts={"not read": join_names(unread)},
@@ -455,6 +456,7 @@ def _report_unread(loading: Loading, values: ModelValues, model: object) -> None
 
 
 def _check_override(override: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+
     found = settings.get("optimizer")
     groups: Sequence[Mapping[str, Any]] = (
         cast("Mapping[str, Any]", found).get("groups", ()) if isinstance(found, Mapping) else ()
@@ -463,28 +465,29 @@ def _check_override(override: Mapping[str, Any], settings: Mapping[str, Any]) ->
     if unknown := [name for name in override if name not in known]:
         raise CheckpointError(
             f"override={dict(override)!r}: the saved optimizer has no setting {unknown[0]!r}",
-            facts={"settings": join_names(sorted(known)) or "none: it has no torch optimizer"},
+            facts={"settings": join_names(sorted(known)) or "none: no torch optimizer was saved"},
             why="only torch optimizers save settings; other libraries keep them in code or in variables",
-            fix="use one of these settings, or set it after the load",
+            fix="use one of these settings, or change the optimizer after the load",
         )
 
 
-def _make_spec(saved: SavedVariable) -> VariableSpec:
+def _make_variable_spec(saved: SavedVariable) -> VariableSpec:
     return VariableSpec(saved.path, saved.shape, saved.dtype, saved.kind, saved.aliases)
 
 
-def _is_slot(stored: Stored) -> bool:
+def _is_slot(stored: StoredVariable) -> bool:
     return stored.variable.kind is Kind.SLOT
 
 
-def find_model_mesh(adapter: Keeping, model: object) -> Mesh | None:
+def find_model_mesh(adapter: Checkpointing, model: object) -> Mesh | None:
     """Return the mesh of an existing model, or `None` if it is on no mesh."""
     engine = get_engine(adapter.engine_name)
     layouts = (engine.get_layout(each.array) for each in adapter.list_stored_variables(model))
     return next((layout.mesh for layout in layouts if layout is not None), None)
 
 
-def _make_model(model: object) -> Any:
-    if find_adapter(model) is None and callable(model):
+def _make_model_if_function(model: object) -> Any:
+    """Return the result of a function that makes a model. Return anything else unchanged."""
+    if find_model_adapter(model) is None and callable(model):
         return model()
     return model

@@ -6,17 +6,20 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-from layoutmap.adapters import Keeping
-from layoutmap.adapters.data_states import find_state_setter, make_undo, restore_state
+from layoutmap.adapters import Checkpointing
+from layoutmap.adapters.data_states import find_restore_method, make_restore_function, restore_state
 from layoutmap.core.errors import CheckpointError, join_names
-from layoutmap.scope.process_group import Group
+from layoutmap.scope.process_group import MeshProcesses
 
 
-def check_data(data: object, states: Sequence[Any], number: int, count: int, name: str = "data") -> Any:
-    """Return the saved state to restore in `data` in this process.
+def choose_data_state(
+    data: object, states: Sequence[Any], process: int, count: int, name: str = "data"
+) -> Any:
+    """Return the saved state that this process restores in `data`.
 
     Raises:
-        CheckpointError: There is none, or there is another number of processes and each had a state of its own.
+        CheckpointError: There is no saved state, its names differ, or each process saved another state and the number
+            of processes has changed.
     """
     if not states:
         raise CheckpointError(
@@ -25,80 +28,80 @@ def check_data(data: object, states: Sequence[Any], number: int, count: int, nam
             fix="leave data out, and position the iterator yourself",
         )
     if isinstance(data, Mapping):
-        several = cast("Mapping[str, Any]", data)
+        iterators = cast("Mapping[str, Any]", data)
         saved = [list(cast("dict[str, Any]", each)) if isinstance(each, dict) else [] for each in states]
-        if other := [names for names in saved if set(names) != set(several)]:
+        if other := [names for names in saved if set(names) != set(iterators)]:
             raise CheckpointError(
-                f"{name}: the names differ from those that were saved",
-                facts={"names": join_names(list(several)), "saved": join_names(other[0])},
-                why="each iterator gets the state of its name",
+                f"{name}: its names differ from the saved names",
+                facts={"names": join_names(list(iterators)), "saved": join_names(other[0])},
+                why="each object gets the state that was saved under its name",
                 fix="pass the same names as to save",
             )
         return {
-            key: check_data(each, [state[key] for state in states], number, count, f"{name}[{key!r}]")
-            for key, each in several.items()
+            key: choose_data_state(each, [state[key] for state in states], process, count, f"{name}[{key!r}]")
+            for key, each in iterators.items()
         }
-    find_state_setter(data)
-    found = choose_state(states, number, count)
+    find_restore_method(data)
+    found = choose_process_state(states, process, count)
     if found is None:
         raise CheckpointError(
             f"{name}: each process saved its own state, and the number of processes has changed",
             facts={"saved": f"{len(states)} processes", "loading": f"{count} processes"},
-            why="the saved states do not determine where other processes continue",
+            why="it is unknown where another number of processes continues in the data",
             fix=f"start {len(states)} processes, or leave data out and restart the data",
         )
     return found[0]
 
 
-def choose_state(states: Sequence[Any], number: int, count: int) -> tuple[Any] | None:
-    """Return this process's state in a tuple: its own if the process counts match, else the shared one, or `None`."""
+def choose_process_state(states: Sequence[Any], process: int, count: int) -> tuple[Any] | None:
+    """Return this process's own state if the process counts match, else the state of all, in a tuple, or None."""
     if len(states) == count:
-        return (states[number],)
-    return (states[0],) if all(_is_same(states[0], state) for state in states[1:]) else None
+        return (states[process],)
+    return (states[0],) if all(_are_equal_states(states[0], state) for state in states[1:]) else None
 
 
-def choose_random_states(states: Sequence[Mapping[str, Any]], number: int, count: int) -> dict[str, Any]:
+def choose_random_states(states: Sequence[Mapping[str, Any]], process: int, count: int) -> dict[str, Any]:
     """Return the saved states of this process's random generators.
 
-    Where each process had another and there is now another number of them, none: the generator is left as it is. That
-    is so for any that the program has not seeded, so it is worth no warning.
+    If the states of the processes differed and the number of processes has changed, a generator has no saved state and
+    stays unchanged. This gives no warning, because the states of all unseeded generators differ.
     """
     found: dict[str, Any] = {}
     for name in states[0] if states else ():
-        own = choose_state([state.get(name) for state in states], number, count)
+        own = choose_process_state([state.get(name) for state in states], process, count)
         if own is not None:
             found[name] = own[0]
     return found
 
 
 @contextmanager
-def restore_data(
-    adapter: Keeping,
-    processes: Group,
+def restore_data_or_undo(
+    adapter: Checkpointing,
+    processes: MeshProcesses,
     where: str,
     model: object,
     random: Mapping[str, Any],
     data: object,
     state: object,
 ) -> Generator[None]:
-    """Restore the state of `data`, and undo that if the block raises.
+    """Restore the state of `data`, and undo this if the block raises.
 
     Args:
-        adapter: Knows the model.
-        processes: Those that load; what raises in one of them raises in all.
-        where: What is loaded, for messages.
+        adapter: Adapter of the model.
+        processes: The processes that load. An error in one of them is raised in all.
+        where: The checkpoint, for messages.
         model: The model.
-        random: Random states, which are to be set in the end: whether they can be is tried.
-        data: See `load`; `None`: there is none.
-        state: The state that was saved.
+        random: Random states that are restored later. Here they are only tried, so that an error is raised early.
+        data: See `load`; `None`: there is no data.
+        state: The saved state of `data`.
 
     Raises:
-        CheckpointError: A random state, or `data`, does not take up what was saved.
+        CheckpointError: A random generator, or `data`, cannot restore the saved state.
     """
-    undo = make_undo(data)
+    undo = make_restore_function(data)
 
-    def restore_all() -> None:
-        before = {"random": adapter.settings(model)["random"]}
+    def restore_states() -> None:
+        before = {"random": adapter.read_settings(model)["random"]}
         try:
             with _translate_errors(where, "the random states"):
                 adapter.restore_settings(model, None, {"random": random})
@@ -109,7 +112,7 @@ def restore_data(
                 restore_state(data, state)
 
     try:
-        processes.agreed(restore_all)
+        processes.run_in_all(restore_states)
         yield
     except BaseException:
         undo()
@@ -117,24 +120,24 @@ def restore_data(
 
 
 @contextmanager
-def _translate_errors(where: str, what: str) -> Generator[None]:
-    """Convert any error of an object that restores its state to a `CheckpointError` that names the object."""
+def _translate_errors(where: str, subject: str) -> Generator[None]:
+    """Convert any error that an object raises while it restores its state to a `CheckpointError`."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"{where}: {what} cannot restore the saved state",
+            f"{where}: {subject} cannot restore the saved state",
             facts={"it says": f"{type(error).__name__}: {error}"},
-            why="the state is from another type of object or another release; nothing was loaded",
+            why="the state was saved by another type of object or another release; nothing was loaded",
             fix="pass the same type of object that was saved, or leave data out"
-            if what == "data"
+            if subject == "data"
             else "load it with the library that saved it, or export the weights and load those",
         ) from error
 
 
-def _is_same(one: object, other: object) -> bool:
+def _are_equal_states(one: object, other: object) -> bool:
     """Return whether two nested states are equal, including their arrays."""
     from layoutmap.checkpoint.states import encode_state
 

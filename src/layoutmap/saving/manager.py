@@ -8,23 +8,23 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
-from layoutmap.checkpoint.lineage import History, SavedStep, extend_lineage, parse_lineage
+from layoutmap.checkpoint.lineage import SavedStep, StepHistory, make_step_lineage, read_lineage_from_facts
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import open_storage
-from layoutmap.checkpoint.retention import Retention, check_metrics
-from layoutmap.checkpoint.step_writer import Memory, StepWriter
+from layoutmap.checkpoint.retention import Retention, convert_metrics
+from layoutmap.checkpoint.step_writer import CopyBuffers, StepWriter
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning, join_names
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.saving.load import load
-from layoutmap.saving.preemption import Preemption
-from layoutmap.saving.save_plan import check_step, make_group, plan_save
-from layoutmap.scope.process_group import Group
+from layoutmap.saving.preemption import PreemptionSignal
+from layoutmap.saving.save_plan import convert_step, make_process_group, plan_save
+from layoutmap.scope.process_group import MeshProcesses
 
 Later = Literal["refuse", "keep", "delete"]
 
@@ -98,28 +98,28 @@ class CheckpointManager:
         )
         self._directory = directory
         self._storage = open_storage(directory)
-        self._waits = wait
-        self._flight: _BackgroundSave | None = None
-        self._memory: Memory = {}
+        self._waits_for_save = wait
+        self._flight: _BackgroundSave | None = None  # the save that a thread is writing
+        self._memory: CopyBuffers = {}
         self._failures: list[BaseException] = []  # errors of background saves that no call has raised yet
-        self._history = History(self._storage)
-        self._seen: int | None = None
+        self._history = StepHistory(self._storage)
+        self._last_seen_step: int | None = None
         self._position: SavedStep | None = None  # the step that was last saved or loaded
-        self._before: SavedStep | None = None  # the position before the save in flight, restored if it fails
-        self._is_deleted = False  # whether the last step was deleted, so that its number may be saved again
-        self._keeps_later = False  # whether to keep later steps of the line
+        self._before: SavedStep | None = None  # the position to restore if the save in flight fails
+        self._is_deleted = False  # whether the step at the position was deleted and may be saved again
+        self._keeps_later = False  # whether later steps stay as another line, because `load` got later="keep"
         self._damaged: set[int] = set()
         self._saved_at = time.monotonic()
-        self._group: Group | None = None
+        self._group: MeshProcesses | None = None
         self._patience_seconds = patience_seconds
-        self._preemption = None if preemption_seconds is None else Preemption(preemption_seconds)
+        self._preemption = None if preemption_seconds is None else PreemptionSignal(preemption_seconds)
         self._is_preempted = False
-        weakref.finalize(self, _report_failures, self._failures)
+        weakref.finalize(self, _print_failures, self._failures)
 
     @property
     def steps(self) -> list[int]:
         """The existing steps in ascending order, without one that is being written."""
-        return self._storage.steps()
+        return self._storage.list_steps()
 
     @property
     def is_preempted(self) -> bool:
@@ -133,9 +133,9 @@ class CheckpointManager:
         step that was saved last.
         """
         self.wait()
-        return self._history.line(self._position or self._history.last())
+        return self._history.list_lineage(self._position or self._history.find_last_saved())
 
-    # Training may change values during a save, so writable memory is copied first (decisions/0080).
+    # Training may change values while a thread writes them, so first copy arrays in writable memory (decisions/0080).
     def save(
         self,
         model: object,
@@ -166,34 +166,34 @@ class CheckpointManager:
             CheckpointError: See `layoutmap.save`. Or the previous save failed, or later steps exist and `load` was not
                 told what to do with them.
         """
-        number = check_step(step)
+        number = convert_step(step)
         if self._flight is not None and self._flight.has_failed and self._flight.is_alone:
             self.wait()
         is_due = self._is_due(model, number) or force
-        self._seen = number
+        self._last_seen_step = number
         is_there = self._position is not None and number == self._position.step and not self._is_deleted
         if not is_due or is_there:
             if self._is_preempted:
                 self.wait()
             return False
-        found = check_metrics(metrics, self._retention.best)
+        found = convert_metrics(metrics, self._retention.best)
         plan = plan_save(
             model, self._directory, number, optimizer=optimizer, data=data, metadata=metadata, metrics=found
         )
         self._group = plan.group
-        # if the previous save failed in one process, all processes raise
-        self._group.agreed(self.wait, "save")
+        # Wait in all processes together: if the previous save failed in one of them, all raise.
+        self._group.run_in_all(self.wait, "save")
         writer = plan.begin(
             lambda token: self._resolve_later_steps(number, token), patience_seconds=self._patience_seconds
         )
-        saved = parse_lineage(number, writer.facts)
+        saved = read_lineage_from_facts(number, writer.step_facts)
         with writer:
-            if self._waits or self._is_preempted:
-                self._write(writer, saved)
+            if self._waits_for_save or self._is_preempted:
+                self._write_step(writer, saved)
             else:
-                writer.copy(self._memory)
+                writer.copy_values(self._memory)
                 self._flight = _BackgroundSave(
-                    lambda: self._write(writer, saved), writer.is_alone, self._failures
+                    lambda: self._write_step(writer, saved), writer.is_only_process, self._failures
                 )
         self._before, self._position, self._is_deleted = self._position, saved, False
         self._saved_at = time.monotonic()
@@ -233,26 +233,26 @@ class CheckpointManager:
         if later not in get_args(Later):
             raise CheckpointError(
                 f"later={later!r}: this value is not allowed",
-                why=f"it is one of {', '.join(map(repr, get_args(Later)))}",
+                why=f"later must be one of {', '.join(map(repr, get_args(Later)))}",
                 fix='leave later out, or pass later="keep"',
             )
         self.wait()
-        wanted = [step] if step is not None else self._rank_by_metric() if best else self._list_own_steps()
+        wanted = [step] if step is not None else self._rank_steps() if best else self._list_run_steps()
         number = wanted[0] if wanted else None
         if damaged == "skip":
-            found = next(self._find_undamaged(wanted), None)
-            if found is None and step is None and not best:  # a damaged manifest may name a wrong line
-                found = next(
-                    self._find_undamaged([n for n in self._list_own_steps() if n not in wanted]), None
-                )
+            found = self._find_undamaged_step(wanted)
+            if found is None and step is None and not best:
+                # A step with a damaged manifest is now known to be damaged, so the line may be another one.
+                found = self._find_undamaged_step([n for n in self._list_run_steps() if n not in wanted])
             number = number if found is None else found
         loaded = load(model, self._directory, step=number, **options)
         assert number is not None
-        self._group = make_group(loaded if options.get("optimizer") is None else loaded[0])
-        self._position = self._history.steps().get(number) or SavedStep(number, lines={"": number})
-        self._seen, self._keeps_later, self._is_deleted = number, later == "keep", False
+        self._group = make_process_group(loaded if options.get("optimizer") is None else loaded[0])
+        self._position = self._history.read_steps().get(number) or SavedStep(number, lines={"": number})
+        self._last_seen_step, self._keeps_later, self._is_deleted = number, later == "keep", False
         if later == "delete":
-            self._delete([each.step for each in self._find_descendants(self._history.steps().values())])
+            later_steps = self._find_descendants(self._history.read_steps().values())
+            self._delete_steps([each.step for each in later_steps])
         return loaded
 
     def delete(self, step: int) -> None:
@@ -263,17 +263,17 @@ class CheckpointManager:
         """
         if self._group is None:
             self.wait()
-        else:  # a step that disappeared before all processes listed it belongs to a failed save
-            self._group.agreed(self.wait, "save")
-        number = check_step(step)
-        if number not in self.steps and not (self._group and self._group.has_others):
+        else:  # wait in all processes together, so that all of them list the same steps below
+            self._group.run_in_all(self.wait, "save")
+        number = convert_step(step)
+        if number not in self.steps and not (self._group and self._group.has_other_processes):
             raise CheckpointError(
                 f"{self._storage.where}: there is no step {number} to delete",
                 facts={"steps": join_names(list(map(str, self.steps))) or "none"},
-                why="a step is a folder step-<number>",
-                fix="delete one of these",
+                why=f"the folder step-{number} does not exist",
+                fix="delete one of the existing steps",
             )
-        self._delete([number])
+        self._delete_steps([number])
         self._is_deleted |= self._position is not None and number == self._position.step
 
     def wait(self) -> None:
@@ -315,11 +315,11 @@ class CheckpointManager:
         return f"<CheckpointManager of {self._storage.where}: steps {self.steps}>"
 
     def _resolve_later_steps(self, step: int, token: str) -> SavedStep:
-        """Refuse or delete later steps, and return the lineage of the new step."""
+        """Raise for later steps, or warn of or delete them, and return the lineage of the new step."""
         position = self._position
-        last = position or self._history.last()
-        there = self._history.steps()
-        if later := self._find_blocking_steps(step, there.values()):
+        last = position or self._history.find_last_saved()
+        existing = self._history.read_steps()
+        if later := self._find_blocking_steps(step, existing.values()):
             load = (
                 'load the step with later="delete" or later="keep"'
                 if position
@@ -333,7 +333,7 @@ class CheckpointManager:
                 f"{join_names([f'step-{each}' for each in later])}",
             )
         left = [
-            each.step for each in self._find_descendants(there.values()) if each.step not in self._damaged
+            each.step for each in self._find_descendants(existing.values()) if each.step not in self._damaged
         ]
         if left and not self._keeps_later:
             warnings.warn(
@@ -345,123 +345,129 @@ class CheckpointManager:
                 ),
                 stacklevel=find_user_stacklevel(),
             )
-        # Steps of other lines cannot block a save.
-        if (step in there and position is not None) or step in self._damaged:
-            self._storage.delete(step)
-            self._history.forget(step)
-        return extend_lineage(step, token, last, there.values())
+        # Delete a step of another line with the same number, because it must not prevent the save.
+        if (step in existing and position is not None) or step in self._damaged:
+            self._storage.delete_step(step)
+            self._history.remove_step(step)
+        return make_step_lineage(step, token, last, existing.values())
 
-    def _find_blocking_steps(self, step: int, there: Iterable[SavedStep]) -> list[int]:
+    def _find_blocking_steps(self, step: int, existing: Iterable[SavedStep]) -> list[int]:
         """Return the steps later than a new one, except those that were kept on purpose."""
-        position, left = self._position, self._find_descendants(there)
+        position, left = self._position, self._find_descendants(existing)
         found = {n for n in self._history.damaged if n > step}
-        for each in there:
-            is_own = position is None or each.step == position.step or position.is_descendant(each)
+        for each in existing:
+            is_own = position is None or each.step == position.step or position.has_ancestor(each)
             if each.step > step and (is_own or (each in left and not self._keeps_later)):
                 found.add(each.step)
         return sorted(found - self._damaged)
 
-    def _find_descendants(self, there: Iterable[SavedStep]) -> list[SavedStep]:
-        """Return the descendants of the last saved or loaded step."""
+    def _find_descendants(self, existing: Iterable[SavedStep]) -> list[SavedStep]:
+        """Return those of the existing steps that descend from the step that was last saved or loaded."""
         position = self._position
-        return [each for each in there if position and each.is_descendant(position)]
+        return [each for each in existing if position and each.has_ancestor(position)]
 
-    def _delete(self, steps: list[int]) -> None:
-        def delete() -> list[str]:
+    def _delete_steps(self, steps: list[int]) -> None:
+        """Delete steps in the first process, while the other processes wait."""
+
+        def delete_folders() -> list[str]:
             for step in steps:
-                self._storage.delete(step)
+                self._storage.delete_step(step)
             return []
 
         if self._group is None:
-            delete()
+            delete_folders()
         else:
-            self._group.first(delete)
+            self._group.run_in_first(delete_folders)
         for step in steps:
-            self._history.forget(step)
+            self._history.remove_step(step)
 
     def _is_due(self, model: object, step: int) -> bool:
-        """Return whether a step is due, or is the last one before preemption. All processes get the same answer."""
+        """Return, equally in all processes, whether a step is due or is the last one before preemption."""
         if self._is_preempted:
             return False
         own = np.array([time.monotonic() - self._saved_at, -1.0])
         if self._preemption is not None:
-            own[1] = self._preemption.seconds
+            own[1] = self._preemption.seconds_since_signal
         if self._preemption is not None or self._retention.every_minutes is not None:
-            self._group = self._group or make_group(model)
-            rows = self._group.gather(own) if self._group.has_others else own[None]
+            self._group = self._group or make_process_group(model)
+            rows = self._group.gather_from_processes(own) if self._group.has_other_processes else own[None]
             own = np.array([rows[0, 0], rows[:, 1].max()])
         if self._preemption is not None and own[1] >= 0:
             self._is_preempted = True
-            # true if the save can finish before the machine stops
+            # Save the step unless the time after which the machine stops has already passed.
             return bool(own[1] < self._preemption.total_seconds)
-        return self._retention.is_due(step, self._seen, float(own[0]))
+        return self._retention.is_due(step, self._last_seen_step, float(own[0]))
 
-    def _write(self, writer: StepWriter, saved: SavedStep) -> None:
+    def _write_step(self, writer: StepWriter, saved: SavedStep) -> None:
+        """Write a step. In the first process, then delete the steps that the retention options do not keep."""
         with writer:
-            writer.write()
-        if writer.is_first:
-            self._history.note(saved)
+            writer.write_step()
+        if writer.is_first_process:
+            self._history.add_step(saved)
             metrics = self._collect_metrics(saved)
-            for old in metrics.keys() - self._retention.kept(metrics, saved.step):
-                self._storage.delete(old)
-                self._history.forget(old)
+            for old in metrics.keys() - self._retention.choose_kept_steps(metrics, saved.step):
+                self._storage.delete_step(old)
+                self._history.remove_step(old)
 
     def _collect_metrics(self, last: SavedStep | None) -> dict[int, Mapping[str, float]]:
-        """Return the metrics of a step and its ancestors in ascending order, preceded by those of damaged steps."""
-        found = {each.step: each.metrics for each in self._history.line(last)}
+        """Return the metrics of a step, its ancestors, and earlier damaged steps, in ascending order of the steps."""
+        found = {each.step: each.metrics for each in self._history.list_lineage(last)}
         found |= {n: {} for n in self._history.damaged if last is not None and n <= last.step}
         return dict(sorted(found.items()))
 
-    def _list_own_steps(self) -> list[int]:
+    def _list_run_steps(self) -> list[int]:
         """Return the steps of this run that can be loaded, latest first."""
-        last = self._position or self._history.last()
+        last = self._position or self._history.find_last_saved()
         found = [*self._collect_metrics(last)]
-        # the manifest is damaged, so the line of this step is unknown
+        # The manifest of the last step is damaged, so its line is unknown. Add the line of the last undamaged step.
         if last is not None and last.step in self._history.damaged:
-            found += self._collect_metrics(max(self._history.steps().values(), key=_get_age, default=None))
+            undamaged = self._history.read_steps().values()
+            found += self._collect_metrics(max(undamaged, key=_get_save_order, default=None))
         return sorted({*found}, reverse=True)
 
-    def _rank_by_metric(self) -> list[int]:
-        metrics = self._collect_metrics(self._position or self._history.last())
-        if found := self._retention.rank_steps(metrics):
+    def _rank_steps(self) -> list[int]:
+        """Return the steps that have the metric, best first. Raise if there are none."""
+        metrics = self._collect_metrics(self._position or self._history.find_last_saved())
+        if found := self._retention.rank_steps_by_metric(metrics):
             return found
         raise CheckpointError(
-            f"{self._storage.where}: no step is known to be the best",
+            f"{self._storage.where}: there is no best step",
             facts={"best": self._retention.best, "steps": len(metrics)},
             why="no step was saved with this metric",
             fix="pass best= to the manager and metrics= to its save, or load a step by its number",
         )
 
-    def _find_undamaged(self, steps: list[int]) -> Iterator[int]:
+    def _find_undamaged_step(self, steps: list[int]) -> int | None:
+        """Return the first undamaged step, or None. Warn of each damaged step before it."""
         for step in steps:
             try:
-                problem = next(StepSource(self._storage, step).problems(), None)
+                problem = next(StepSource(self._storage, step).find_damage(), None)
             except CheckpointError as error:
                 problem = error
                 self._history.mark_damaged(step)
             if problem is None:
-                yield step
-                return
+                return step
             self._damaged.add(step)
             warnings.warn(
-                f"step {step} is not loaded, and will be replaced when a step of its number is saved\n{problem}",
+                f"step {step} is damaged: it is not loaded, and is replaced when step {step} is saved again\n{problem}",
                 LayoutMapWarning,
                 stacklevel=3,
             )
+        return None
 
 
-def _get_age(saved: SavedStep) -> tuple[int, int]:
+def _get_save_order(saved: SavedStep) -> tuple[int, int]:
     return saved.order, saved.step
 
 
 class _BackgroundSave:
-    """Run a save on its own thread, which Python joins at exit."""
+    """Run a save on a thread of its own, which Python joins at exit."""
 
     def __init__(self, work: Callable[[], object], is_alone: bool, failures: list[BaseException]):
         self.is_alone = is_alone
         self._work = work
         self._failures = failures
-        self._thread = threading.Thread(target=self._run, name="layoutmap save")
+        self._thread = threading.Thread(target=self._run_save, name="layoutmap save")
         self._thread.start()
 
     @property
@@ -471,14 +477,14 @@ class _BackgroundSave:
     def join(self) -> None:
         self._thread.join()
 
-    def _run(self) -> None:
+    def _run_save(self) -> None:
         try:
             self._work()
         except BaseException as error:
             self._failures.append(error)
 
 
-def _report_failures(failures: list[BaseException]) -> None:
-    """Print the errors of failed saves that no call has raised, at program exit."""
+def _print_failures(failures: list[BaseException]) -> None:
+    """Print, at exit, the errors of background saves that no call has raised."""
     for failure in failures:
         sys.stderr.write(f"layoutmap: the last save has failed\n{failure}\n")

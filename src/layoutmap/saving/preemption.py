@@ -11,16 +11,16 @@ from typing import Any
 from layoutmap.core.errors import CheckpointError
 
 
-# SIGTERM announces that the machine will stop, so record it, and let all processes save the
-# same step (decisions/0079).
-class Preemption:
-    """Record SIGTERM instead of ending the program. An earlier handler is still called."""
+# SIGTERM announces that the machine will stop. Processes get it at different times, so only record it, and let all of
+# them save the same step (decisions/0079).
+class PreemptionSignal:
+    """Record SIGTERM instead of ending the program. A handler that was installed before is still called."""
 
     def __init__(self, seconds: float):
         if not 0 < seconds < float("inf"):
             raise CheckpointError(
                 f"preemption_seconds={seconds!r} cannot be used",
-                why="it is the time from SIGTERM until the machine stops",
+                why="the time from SIGTERM until the machine stops must be positive and finite",
                 fix="pass your scheduler's grace period, as in preemption_seconds=30",
             )
         if threading.current_thread() is not threading.main_thread():
@@ -30,30 +30,31 @@ class Preemption:
                 fix="create the manager in the main thread",
             )
         self.total_seconds = seconds
-        noted = list[float]()
-        self._noted = noted
-        before: Any = signal.getsignal(signal.SIGTERM)
+        signal_times = list[float]()
+        self._signal_times = signal_times
+        earlier_handler: Any = signal.getsignal(signal.SIGTERM)
 
         def record_signal(number: int, frame: object) -> None:
-            noted.append(time.monotonic())
-            if callable(before):
-                before(number, frame)
+            signal_times.append(time.monotonic())
+            if callable(earlier_handler):
+                earlier_handler(number, frame)
 
         signal.signal(signal.SIGTERM, record_signal)
-        self._close = weakref.finalize(self, _restore_handler, record_signal, before)
+        self._close = weakref.finalize(self, _restore_handler, record_signal, earlier_handler)
         self._close.atexit = False
 
     @property
-    def seconds(self) -> float:
+    def seconds_since_signal(self) -> float:
         """Seconds since SIGTERM, or a negative number before it."""
-        return time.monotonic() - self._noted[0] if self._noted else -1.0
+        return time.monotonic() - self._signal_times[0] if self._signal_times else -1.0
 
     def close(self) -> None:
-        """Restore the earlier handler of SIGTERM."""
+        """Install the earlier handler of SIGTERM again."""
         self._close()
 
 
-def _restore_handler(own: Any, before: Any) -> None:
-    is_own = signal.getsignal(signal.SIGTERM) is own
-    if is_own and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+def _restore_handler(handler: Any, earlier_handler: Any) -> None:
+    """Install the earlier handler of SIGTERM again, unless another one has replaced `handler` since."""
+    is_installed = signal.getsignal(signal.SIGTERM) is handler
+    if is_installed and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if earlier_handler is None else earlier_handler)

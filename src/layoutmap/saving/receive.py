@@ -13,26 +13,32 @@ from typing import Any
 
 import msgspec
 
-from layoutmap.adapters import Keeping, find_adapter, get_adapter, get_model_adapter, require_capability
+from layoutmap.adapters import (
+    Checkpointing,
+    find_model_adapter,
+    get_adapter,
+    get_model_adapter,
+    require_capability,
+)
 from layoutmap.checkpoint.export import MAX_FILE_BYTES
 from layoutmap.checkpoint.foreign.safetensors import Safetensors
 from layoutmap.checkpoint.foreign.safetensors_export import write_variables
-from layoutmap.checkpoint.links import Link, open_link
+from layoutmap.checkpoint.links import StreamLink, open_link
 from layoutmap.checkpoint.model_values import ModelValues
 from layoutmap.checkpoint.name_tables import NameTable
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.checkpoint.storage import LocalStorage
-from layoutmap.checkpoint.stream_records import Begin, make_damage_error
+from layoutmap.checkpoint.stream_records import BeginRecord, make_stream_error
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning
 from layoutmap.core.interrupts import delay_interrupts
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.saving.load import Loading, find_model_mesh, mark_partial_load
-from layoutmap.saving.model_source import ModelSource, Names, read_table, select_weights
+from layoutmap.saving.load import ModelLoader, find_model_mesh, mark_partial_load
+from layoutmap.saving.model_source import ModelSource, Names, read_model_name_table, select_weights
 from layoutmap.saving.stream import announce_reads, compute_digest
-from layoutmap.scope.process_group import Group
+from layoutmap.scope.process_group import MeshProcesses
 
 _KINDS = Kind.WEIGHT, Kind.STATE
 
@@ -83,24 +89,24 @@ def receive(
         ...     lm.receive(sampler, there) is sampler
         True
     """
-    if find_adapter(model) is None and callable(model):
-        return _call_function(model, open_link(source, timeout_seconds), library, spool)
-    adapter = require_capability(get_model_adapter(model), Keeping, "receive")
-    processes = Group(get_engine(adapter.engine_name), find_model_mesh(adapter, model))
-    table = read_table(names, model, adapter)
+    if find_model_adapter(model) is None and callable(model):
+        return _receive_for_function(model, open_link(source, timeout_seconds), library, spool)
+    adapter = require_capability(get_model_adapter(model), Checkpointing, "receive")
+    processes = MeshProcesses(get_engine(adapter.engine_name), find_model_mesh(adapter, model))
+    table = read_model_name_table(names, model, adapter)
     variables = [each.variable for each in adapter.list_stored_variables(model)]
     with ExitStack() as after_answer, ExitStack() as stack:
 
-        def receive_parts() -> list[str]:
-            if processes.number:
+        def receive_in_first_process() -> list[str]:
+            if processes.process_index:
                 return []
             link = open_link(source, timeout_seconds)
             stack.enter_context(_answer_sender(link))
-            scratch = stack.enter_context(_open_spool(spool))
+            scratch = stack.enter_context(_open_temporary_folder(spool))
 
-            def check(begin: Begin) -> None:
+            def check_model_matches(begin: BeginRecord) -> None:
                 try:
-                    ModelValues(_Received(begin), names=table, cast=cast).check(variables, _KINDS)
+                    ModelValues(_ReceivedWeights(begin), names=table, cast=cast).check_all(variables, _KINDS)
                 except CheckpointError as error:
                     raise CheckpointError(
                         "receive: the weights do not match this model",
@@ -109,42 +115,45 @@ def receive(
                         fix="stream a matching model, pass a name table as names=, or pass cast=True",
                     ) from error
 
-            return [str(scratch), str(_receive_parts(link, scratch, check))]
+            return [str(scratch), str(_receive_files(link, scratch, check_model_matches))]
 
-        own = json.dumps(processes.agreed(receive_parts, "receive"))
-        scratch, folder = map(Path, json.loads(processes.texts(own)[0]))
-        received = processes.agreed(lambda: _Received(_read_begin(scratch), folder), "receive")
+        own = json.dumps(processes.run_in_all(receive_in_first_process, "receive"))
+        scratch, folder = map(Path, json.loads(processes.gather_text(own)[0]))
+        received = processes.run_in_all(
+            lambda: _ReceivedWeights(_read_begin_record(scratch), folder), "receive"
+        )
         values = ModelValues(received, names=table, cast=cast)
         only = None
         if received.unchanged:
-            values.check(variables, _KINDS)
-            only, kept = _find_changes(values, variables, received.unchanged)
-            _store_unchanged(model, table, received.unchanged, kept, scratch / "kept")
-            processes.agreed(lambda: received.add_files(scratch / "kept"), "receive")
+            values.check_all(variables, _KINDS)
+            only, kept = _find_changed_variables(values, variables, received.unchanged)
+            _store_needed_unchanged(model, table, received.unchanged, kept, scratch / "kept")
+            processes.run_in_all(lambda: received.add_files(scratch / "kept"), "receive")
 
-        # All values are verified by now, so only an interrupt could leave a mix of old and new ones (decisions/0246).
+        # All values are verified, so only an interrupt could leave a mix of old and new ones (decisions/0246).
         @contextmanager
-        def put_all() -> Generator[None]:
+        def delay_interrupts_until_answer() -> Generator[None]:
             after_answer.enter_context(delay_interrupts())
             with mark_partial_load():
                 yield
 
-        loading = Loading(adapter, values, processes, None, None)
-        return loading.put(model, None, is_new=False, within=put_all(), only=only)[0]
+        loading = ModelLoader(adapter, values, processes, None, None)
+        context = delay_interrupts_until_answer()
+        return loading.load_values(model, None, is_new=False, after_checks=context, only_paths=only)[0]
 
 
-class _Received(Source):
+class _ReceivedWeights(Source):
     """Read the weights of a stream after its files have arrived.
 
     Args:
         begin: The first record of the stream.
-        folder: The folder of its files; `None`: they have not arrived yet.
+        folder: The folder of the stream's files; `None`: they have not arrived yet.
 
     Attributes:
         unchanged: Checksums of the weights that are not in the files.
     """
 
-    def __init__(self, begin: Begin, folder: Path | None = None):
+    def __init__(self, begin: BeginRecord, folder: Path | None = None):
         super().__init__("the received weights", {each.path: each for each in begin.list_variables()})
         self.unchanged = begin.unchanged
         self._files: dict[str, Safetensors] = {}
@@ -154,8 +163,8 @@ class _Received(Source):
             found = {v for file in self._files.values() for v in file.variables.values()}
             if wrong := {replace(v, aliases=()) for v in sent} ^ found:
                 path = min(v.path for v in wrong)
-                raise make_damage_error(
-                    self.where, f"{path:.200} is missing, or not as the stream announced it"
+                raise make_stream_error(
+                    self.where, f"{path:.200} is missing, or differs from the announced variable"
                 )
 
     def add_files(self, folder: Path) -> None:
@@ -163,96 +172,99 @@ class _Received(Source):
         file = Safetensors(folder)
         self._files |= dict.fromkeys(file.variables, file)
 
-    def iterate(self) -> Iterator[tuple[str, NumpyArray]]:
-        """Yield each weight with its name."""
+    def iterate_arrays(self) -> Iterator[tuple[str, NumpyArray]]:
+        """Yield the name and the array of each weight."""
         for name, file in self._files.items():
             yield name, file.read(name)
 
-    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
         return self._files[variable.path].read(variable.path, wanted)
 
-    def _check(self, variable: SavedVariable, wanted: Index) -> None:
-        """Do nothing, since the checksums of the files are right."""
+    def _verify_block(self, variable: SavedVariable, wanted: Index) -> None:
+        """Do nothing, because the checksums of the files were verified on arrival."""
 
 
-def _call_function(function: Callable[..., Any], link: Link, library: str | None, spool: str | None) -> Any:
-    """Receive weights, and pass them to a function."""
-    adapter = require_capability(get_adapter(library), Keeping, "receive") if library else None
-    with _answer_sender(link), _open_spool(spool) as scratch:
-        folder = _receive_parts(link, scratch, lambda begin: None)
-        weights = _Received(_read_begin(scratch), folder).iterate()
+def _receive_for_function(
+    function: Callable[..., Any], link: StreamLink, library: str | None, spool: str | None
+) -> Any:
+    """Receive weights, pass them to a function, and return its result."""
+    adapter = require_capability(get_adapter(library), Checkpointing, "receive") if library else None
+    with _answer_sender(link), _open_temporary_folder(spool) as scratch:
+        folder = _receive_files(link, scratch, lambda begin: None)
+        weights = _ReceivedWeights(_read_begin_record(scratch), folder).iterate_arrays()
         return function(weights if adapter is None else ((n, adapter.make_host_array(v)) for n, v in weights))
 
 
-def _receive_parts(link: Link, scratch: Path, check: Callable[[Begin], None]) -> Path:
+def _receive_files(link: StreamLink, scratch: Path, check_begin: Callable[[BeginRecord], None]) -> Path:
     """Receive the files of a stream, and return their folder. Store the first record in `scratch`.
 
     Args:
         link: The connection.
         scratch: An empty folder.
-        check: Raises if the stream cannot be used, before its files are read.
+        check_begin: Raises if the stream cannot be used. It is called before the files are read.
     """
-    begin = link.receive_begin()
-    check(begin)
+    begin = link.receive_begin_record()
+    check_begin(begin)
     (scratch / "begin").write_bytes(msgspec.json.encode(begin))
     (scratch / "files").mkdir()
     folder = link.receive_files(begin, scratch / "files")
-    _Received(begin, folder)
+    _ReceivedWeights(begin, folder)
     return folder
 
 
-def _read_begin(scratch: Path) -> Begin:
-    return msgspec.json.decode((scratch / "begin").read_bytes(), type=Begin)
+def _read_begin_record(scratch: Path) -> BeginRecord:
+    return msgspec.json.decode((scratch / "begin").read_bytes(), type=BeginRecord)
 
 
-def _find_changes(
+def _find_changed_variables(
     values: ModelValues, variables: Iterable[VariableSpec], unchanged: Collection[str]
 ) -> tuple[set[str], list[str]]:
-    """Return the paths of variables that change, and the unchanged tensors that are parts of these."""
+    """Return the paths of variables that change, and the names of unchanged tensors that are parts of these."""
     changed: set[str] = set()
     kept: dict[str, None] = {}
     for variable in variables:
-        saved = values.find(variable)
-        parts = [] if saved is None else values.list_parts(saved)
+        saved = values.find_saved(variable)
+        parts = [] if saved is None else values.list_tensor_names(saved)
         if saved is not None and not all(part in unchanged for part in parts):
             changed.add(saved.path)
             kept |= dict.fromkeys(part for part in parts if part in unchanged)
     return changed, list(kept)
 
 
-def _store_unchanged(
-    model: object, table: NameTable | None, unchanged: Mapping[str, str], kept: Sequence[str], folder: Path
+def _store_needed_unchanged(
+    model: object, table: NameTable | None, unchanged: Mapping[str, str], needed: Sequence[str], folder: Path
 ) -> None:
-    """Compare the model's values with the checksums of unsent weights, and write those in `kept` to files.
+    """Compare the model with the checksums of weights that were not sent, and write the needed ones to files.
 
     Raises:
         CheckpointError: A value differs, since the model has missed an earlier stream.
     """
     source = ModelSource(model, "receive")
-    if not source.is_first:
-        source.follow_first()
+    if not source.is_first_process:
+        source.follow_first_process()
         return
     named, _ = select_weights(source, table)
     with announce_reads(source):
         for name, checksum in unchanged.items():
             if compute_digest(named.read(name)) != checksum:
                 raise CheckpointError(
-                    f"{name}: it was not sent because it is unchanged, but the model has another value",
+                    f"{name}: the sender did not send this unchanged weight, but the model has another value",
                     why="the model missed an earlier stream, has changed since, or uses another dtype",
                     fix="send all weights: pass since={} to stream",
                 )
         folder.mkdir()
-        write_variables(LocalStorage(folder), "", named, [named[name] for name in kept], MAX_FILE_BYTES, str)
+        variables = [named[name] for name in needed]
+        write_variables(LocalStorage(folder), "", named, variables, MAX_FILE_BYTES, str)
 
 
 @contextmanager
-def _open_spool(spool: str | None) -> Generator[Path]:
-    """Open a temporary folder for the stream."""
+def _open_temporary_folder(spool: str | None) -> Generator[Path]:
+    """Create a temporary folder for the stream, and delete it when the block ends."""
     try:
         scratch = tempfile.TemporaryDirectory(prefix="layoutmap-", dir=spool)
     except OSError as error:
         raise CheckpointError(
-            f"spool={spool!r}: no folder can be created there",
+            f"spool={spool!r}: no temporary folder can be created there",
             why=f"the system says: {error.strerror or error}",
             fix="pass a folder that exists and is writable",
         ) from error
@@ -261,21 +273,21 @@ def _open_spool(spool: str | None) -> Generator[Path]:
 
 
 @contextmanager
-def _answer_sender(link: Link) -> Generator[None]:
-    """Send the sender an answer at the end of the block: success, or the error that the block raised."""
+def _answer_sender(link: StreamLink) -> Generator[None]:
+    """Answer the sender when the block ends: with success, or with the error that the block raised."""
     try:
         yield
     except BaseException as error:
         with suppress(CheckpointError):
-            link.answer(str(error) or repr(error))
+            link.send_answer(str(error) or repr(error))
         raise
     try:
-        link.answer()
+        link.send_answer()
     except CheckpointError as error:
         warning = LayoutMapWarning(
             "receive: the sender could not be told that the weights arrived",
             facts={"answer": error.what},
-            why="the model has the new weights, but the sender has ended",
-            fix="read the output of the sender",
+            why="the model has the new weights, but the connection to the sender failed",
+            fix="look for an error in the output of the sender",
         )
         warnings.warn(warning, stacklevel=find_user_stacklevel())

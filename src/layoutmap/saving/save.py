@@ -53,5 +53,5 @@ def save(
     """
     plan = plan_save(model, directory, step, optimizer=optimizer, data=data, metadata=metadata)
     with plan.begin() as writer, Progress(plan.variables, enabled=progress, verb="saved") as shown:
-        writer.write(shown)
+        writer.write_step(shown)
     return writer.where

@@ -13,45 +13,45 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from layoutmap.adapters import Keeping, get_model_adapter, require_capability
+from layoutmap.adapters import Checkpointing, get_model_adapter, require_capability
 from layoutmap.adapters.data_states import read_state
-from layoutmap.adapters.protocol import Stored
-from layoutmap.checkpoint.lineage import History, SavedStep, extend_lineage, make_lineage_facts
+from layoutmap.adapters.protocol import StoredVariable
+from layoutmap.checkpoint.lineage import SavedStep, StepHistory, convert_lineage_to_facts, make_step_lineage
 from layoutmap.checkpoint.manifest import Manifest
 from layoutmap.checkpoint.remote import open_storage
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.states import encode_state
-from layoutmap.checkpoint.step_writer import StepWriter, begin_step
-from layoutmap.checkpoint.storage import MOST_STEP, Storage, make_token
+from layoutmap.checkpoint.step_writer import StepWriter, create_step_if_space
+from layoutmap.checkpoint.storage import MOST_STEP, Storage, make_random_token
 from layoutmap.checkpoint.writer import WriteTask
 from layoutmap.core.arguments import as_int
-from layoutmap.core.blocks import Index, find_distinct_shards, make_full_index
+from layoutmap.core.blocks import Index, group_devices_by_shard, make_full_index
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import Engine, get_engine
-from layoutmap.engines.agreement import check_values
+from layoutmap.engines.agreement import check_same_values
 from layoutmap.plan.json import compute_fingerprint
 from layoutmap.plan.table import PlanTable
-from layoutmap.scope.process_group import Group, check_saves
+from layoutmap.scope.process_group import MeshProcesses, check_same_save_arguments
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Plan for one step of a checkpoint that several processes write together.
+    """Plan one step of a checkpoint that several processes write together.
 
     Args:
         storage: The directory of the checkpoint.
         group: The processes that write.
-        manifest: The manifest without its id, files and chunks; equal in all processes.
+        manifest: The manifest without its id, files, and chunks; equal in all processes.
         shards: The shards that this process writes.
         own_states: Encoded states of this process: its random generators and data iterator.
         total_bytes: Size of all variables, of all processes.
     """
 
     storage: Storage
-    group: Group
+    group: MeshProcesses
     manifest: Manifest
     shards: Sequence[WriteTask]
     own_states: Mapping[str, Any]
@@ -74,22 +74,22 @@ class SavePlan:
         No process needs another one after it returns, so `StepWriter.write` may run on a thread.
 
         Args:
-            choose_lineage: Called in the first process with the id of the save, returns the steps that it comes from.
-                `None`: it comes from the step that was saved last.
+            choose_lineage: Returns the lineage of the new step, given the id of the save. Called in the first process.
+                `None`: the new step continues the step that was saved last.
             patience_seconds: See `StepWriter`.
 
         Raises:
             CheckpointError: The step exists already, or there is not enough space; in all processes.
         """
-        own_token, step = make_token(), self.manifest.step
+        own_token, step = make_random_token(), self.manifest.step
 
         def make_folder() -> list[str]:
-            lineage = choose_lineage(own_token) if choose_lineage else self._follow_last_step(own_token)
-            folder = begin_step(self.storage, step, own_token, self.total_bytes)
-            return [own_token, folder, json.dumps(make_lineage_facts(lineage))]
+            lineage = choose_lineage(own_token) if choose_lineage else self._extend_last_lineage(own_token)
+            folder = create_step_if_space(self.storage, step, own_token, self.total_bytes)
+            return [own_token, folder, json.dumps(convert_lineage_to_facts(lineage))]
 
         try:
-            token, folder, lineage = self.group.first(make_folder)
+            token, folder, lineage = self.group.run_in_first(make_folder)
             facts = {"id": token, **json.loads(lineage), **self.manifest.facts}
             return StepWriter(
                 self.storage,
@@ -97,21 +97,21 @@ class SavePlan:
                 replace(self.manifest, facts=facts),
                 self.shards,
                 total_bytes=self.total_bytes,
-                number=self.group.number,
-                count=self.group.count,
+                process_index=self.group.process_index,
+                num_processes=self.group.num_processes,
                 states=self.own_states,
                 patience_seconds=patience_seconds,
             )
         except BaseException:
-            self.storage.abandon(step, own_token)
+            self.storage.discard_step(step, own_token)
             raise
 
-    def _follow_last_step(self, token: str) -> SavedStep:
-        """Return the lineage of a new step that continues the last saved one."""
-        history, step = History(self.storage), self.manifest.step
-        last = history.last()
+    def _extend_last_lineage(self, token: str) -> SavedStep:
+        """Return the lineage of a new step that continues the step that was saved last."""
+        history, step = StepHistory(self.storage), self.manifest.step
+        last = history.find_last_saved()
         position = last if last is not None and last.step < step else None
-        return extend_lineage(step, token, position, history.steps().values())
+        return make_step_lineage(step, token, position, history.read_steps().values())
 
 
 def plan_save(
@@ -138,95 +138,96 @@ def plan_save(
     Raises:
         CheckpointError: Something cannot be saved, or the processes differ; in all of them.
     """
-    adapter = require_capability(get_model_adapter(model), Keeping, "save")
+    adapter = require_capability(get_model_adapter(model), Checkpointing, "save")
     engine = get_engine(adapter.engine_name)
-    kept = list(adapter.list_stored_variables(model, optimizer))
-    layouts = {each.variable.path: engine.get_layout(each.array) for each in kept}
-    mesh = _find_mesh(engine, layouts)
-    group = Group(engine, mesh)
+    stored = list(adapter.list_stored_variables(model, optimizer))
+    layouts = {each.variable.path: engine.get_layout(each.array) for each in stored}
+    mesh = _find_common_mesh(engine, layouts)
+    group = MeshProcesses(engine, mesh)
     storage = open_storage(directory)
-    variables = [_make_saved_variable(each.variable, layouts[each.variable.path]) for each in kept]
+    variables = [_make_saved_variable(each.variable, layouts[each.variable.path]) for each in stored]
 
     def make_manifest() -> tuple[Manifest, dict[str, Any]]:
         facts: dict[str, Any] = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            # Read the version from sys.modules, because importing the package here would be a cycle.
+            # Read the version from `sys.modules`, because importing the package here would be a circular import.
             "writer": f"layoutmap {sys.modules['layoutmap'].__version__}",
             "library": adapter.name,
             "engine": engine.name,
             "mesh": None if mesh is None else dict(zip(mesh.dim_names, mesh.shape, strict=True)),
-            "plan": None if mesh is None else compute_fingerprint(_make_table(kept, layouts, mesh)),
+            "plan": None if mesh is None else compute_fingerprint(_make_plan_table(stored, layouts, mesh)),
         }
         if metrics is not None:
             facts["metrics"] = encode_state(metrics, "metrics")
-        settings = dict(adapter.settings(model, optimizer))
+        settings = dict(adapter.read_settings(model, optimizer))
         own = {"random": encode_state(settings.pop("random"), "random")}
         own |= {} if data is None else {"data": encode_state(read_state(data), "data")}
         states = {"settings": encode_state({"library": adapter.name} | settings, "settings")}
-        number = check_step(step)
+        number = convert_step(step)
         return Manifest(number, facts, encode_state(metadata, "metadata"), states, (), variables, {}), own
 
-    manifest, own_states = group.agreed(make_manifest, "save")
-    if group.has_others:
+    manifest, own_states = group.run_in_all(make_manifest, "save")
+    if group.has_other_processes:
         saved = {"directory": storage.where, "step": str(manifest.step)}
         saved["metadata"] = json.dumps(manifest.metadata)
         saved |= {each.path: f"{each.shape} {each.dtype} {each.layout}" for each in variables}
-        check_saves(saved.items(), group.gather)
-        unsharded = [each for each in kept if layouts[each.variable.path] is None]
+        check_same_save_arguments(saved.items(), group.gather_from_processes)
+        unsharded = [each for each in stored if layouts[each.variable.path] is None]
         sums = ((each.variable.path, _compute_checksum(engine, each.array)) for each in unsharded)
-        check_values(sums, group.gather)
-    shards = _assign_shards(group, engine, kept, layouts, variables)
-    total_bytes = sum(each.variable.global_bytes for each in kept)
+        check_same_values(sums, group.gather_from_processes)
+    shards = _assign_shards(group, engine, stored, layouts, variables)
+    total_bytes = sum(each.variable.global_bytes for each in stored)
     return SavePlan(storage, group, manifest, shards, own_states, total_bytes)
 
 
 def _assign_shards(
-    group: Group,
+    group: MeshProcesses,
     engine: Engine,
-    kept: Sequence[Stored],
+    stored: Sequence[StoredVariable],
     layouts: Mapping[str, Layout | None],
     variables: Sequence[SavedVariable],
 ) -> list[WriteTask]:
-    """Select the shards that this process writes.
+    """Return the shards that this process writes.
 
-    Of the processes that hold a shard, the one with the fewest bytes so far writes it.
+    Of the processes that store a shard, the one with the fewest bytes so far writes it.
     """
-    loads = [0] * group.count
+    loads = [0] * group.num_processes
     todo: list[WriteTask] = []
-    for each, variable in zip(kept, variables, strict=True):
+    for each, variable in zip(stored, variables, strict=True):
         own: list[Index] = []
-        for holders, index, size in _find_shards(group, each.variable, layouts[variable.path]):
+        for holders, index, size in _iterate_distinct_shards(group, each.variable, layouts[variable.path]):
             writer = min(holders, key=loads.__getitem__)
             loads[writer] += size
-            if writer == group.number:
+            if writer == group.process_index:
                 own.append(index)
         if own:
             todo.append(WriteTask(variable, own, _make_shard_reader(engine, each.array)))
     return todo
 
 
-def _find_shards(
-    group: Group, variable: VariableSpec, layout: Layout | None
+def _iterate_distinct_shards(
+    group: MeshProcesses, variable: VariableSpec, layout: Layout | None
 ) -> Iterator[tuple[list[int], Index, int]]:
     """Yield each distinct shard of a variable: the processes that store it, its index, and its bytes."""
     if layout is None:
         yield [0], make_full_index(variable.shape), variable.global_bytes
         return
-    process_of = {device: process for process, devices in enumerate(group.devices) for device in devices}
-    found = find_distinct_shards(layout, variable.shape, process_of)
+    processes = enumerate(group.devices_by_process)
+    process_of = {device: process for process, devices in processes for device in devices}
+    found = group_devices_by_shard(layout, variable.shape, process_of)
     size = variable.global_bytes // max(1, len(found))
     for index, devices in found.values():
         yield list(dict.fromkeys(process_of[each] for each in devices)), index, size
 
 
-def make_group(model: object) -> Group:
+def make_process_group(model: object) -> MeshProcesses:
     """Return the group of processes that store a model."""
-    adapter = require_capability(get_model_adapter(model), Keeping, "save")
+    adapter = require_capability(get_model_adapter(model), Checkpointing, "save")
     engine = get_engine(adapter.engine_name)
     layouts = {
         each.variable.path: engine.get_layout(each.array) for each in adapter.list_stored_variables(model)
     }
-    return Group(engine, _find_mesh(engine, layouts))
+    return MeshProcesses(engine, _find_common_mesh(engine, layouts))
 
 
 def _make_saved_variable(variable: VariableSpec, layout: Layout | None) -> SavedVariable:
@@ -237,30 +238,33 @@ def _make_saved_variable(variable: VariableSpec, layout: Layout | None) -> Saved
 
 
 def _make_shard_reader(engine: Engine, array: object) -> Any:
-    return lambda: iter(engine.to_shards(array, copy=False))
+    return lambda: iter(engine.iterate_shards(array, copy=False))
 
 
-def _make_table(kept: Sequence[Stored], layouts: Mapping[str, Layout | None], mesh: Mesh) -> PlanTable:
-    found = [(each.variable, layouts[each.variable.path]) for each in kept]
+def _make_plan_table(
+    stored: Sequence[StoredVariable], layouts: Mapping[str, Layout | None], mesh: Mesh
+) -> PlanTable:
+    found = [(each.variable, layouts[each.variable.path]) for each in stored]
     return PlanTable(mesh, tuple(Assignment(v, layout) for v, layout in found if layout is not None))
 
 
-def _find_mesh(engine: Engine, layouts: Mapping[str, Layout | None]) -> Mesh | None:
+def _find_common_mesh(engine: Engine, layouts: Mapping[str, Layout | None]) -> Mesh | None:
+    """Return the only mesh of all layouts, or None if all variables are unsharded. Raise if there are several."""
     meshes = {layout.mesh: path for path, layout in layouts.items() if layout is not None}
-    # torch slots know their DeviceMesh but not the `Mesh` object, so compare bound meshes.
-    bound = {engine.bind(mesh): (mesh, path) for mesh, path in meshes.items()} if len(meshes) > 1 else {}
+    # The layouts of torch slots come from a DeviceMesh, not from the `Mesh` of the weights, so compare bound meshes.
+    bound = {engine.bind_mesh(mesh): (mesh, path) for mesh, path in meshes.items()} if len(meshes) > 1 else {}
     if len(bound) > 1:
         (one, path), (other, other_path) = list(bound.values())[:2]
         raise CheckpointError(
             f"{path} and {other_path} are on different meshes",
             facts={path: str(one), other_path: str(other)},
-            why="a save is a collective of the processes of one mesh",
-            fix="place all variables on one mesh, or save two models",
+            why="the processes of one mesh save together",
+            fix="move all variables to one mesh, or save the variables of each mesh as a model of their own",
         )
     mesh = next(iter(meshes), None)
-    if mesh is not None and not engine.bind(mesh).local_device_ids:
+    if mesh is not None and not engine.bind_mesh(mesh).local_device_ids:
         raise CheckpointError(
-            f"{meshes[mesh]}: this process has no device of its mesh",
+            f"{meshes[mesh]}: this process has no device of the variable's mesh",
             facts={"mesh": str(mesh)},
             why="only processes with devices of the mesh save the model",
             fix="call save only in processes with devices of this mesh",
@@ -268,12 +272,12 @@ def _find_mesh(engine: Engine, layouts: Mapping[str, Layout | None]) -> Mesh | N
     return mesh
 
 
-def check_step(step: object) -> int:
-    """Check a step number, and return it as an int."""
+def convert_step(step: object) -> int:
+    """Return a step number as an int, or raise if it is not a whole number in the allowed range."""
     number = as_int(step)
     if number is None or not 0 <= number <= MOST_STEP:
         raise CheckpointError(
-            f"step={step!r}: this is not a step number",
+            f"step={step!r} is not a step number",
             why="a step is a whole number, 0 or more, of at most 18 digits",
             fix="pass the number of the training step, as in step=1000",
         )

@@ -11,13 +11,13 @@ import numpy as np
 
 from layoutmap.checkpoint.foreign.safetensors_export import write_variables
 from layoutmap.checkpoint.links import open_link
-from layoutmap.checkpoint.stream_records import Begin, StreamedVariable
+from layoutmap.checkpoint.stream_records import BeginRecord, StreamedVariable
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import CheckpointError
-from layoutmap.saving.model_source import ModelSource, Names, read_table, select_weights
+from layoutmap.saving.model_source import ModelSource, Names, read_model_name_table, select_weights
 
 _MIN_FILE_BYTES = 1 << 30
-_MAX_FILES = 256  # a receiver keeps all files open, so their number is limited
+_MAX_FILES = 256  # the receiver keeps all files open, and the system limits the number of open files
 
 
 def stream(
@@ -65,14 +65,14 @@ def stream(
     if processes not in ("all", "first"):
         raise CheckpointError(
             f"processes={processes!r}: this value is not allowed",
-            why="it must be 'all' or 'first'",
+            why="processes must be 'all' or 'first'",
             fix='leave processes out, or pass processes="first"',
         )
     return Stream(model, names, processes, since)
 
 
 class Stream:
-    """Iterate over the weights of a model by name. See `stream`.
+    """Iterate over the weights of a model by name, or send them. See `stream`.
 
     Attributes:
         checksums: The checksum of each weight, after an iteration or `write` with `since`.
@@ -85,16 +85,16 @@ class Stream:
         self.checksums: dict[str, str] = {}
         source = ModelSource(model, "stream")
         self._adapter = source.adapter
-        self._table = read_table(names, model, source.adapter)
-        select_weights(source, self._table)  # raise errors here, before the first iteration
+        self._table = read_model_name_table(names, model, source.adapter)
+        select_weights(source, self._table)  # so that an error is raised here, before the first iteration
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Gather and yield each weight. All processes of the model must iterate to the end."""
         source = ModelSource(self._model, "stream")
         if self._in_all:
-            source.read_in_all()
-        elif not source.is_first:
-            source.follow_first()
+            source.read_in_all_processes()
+        elif not source.is_first_process:
+            source.follow_first_process()
             return
         named, variables = select_weights(source, self._table)
         self.checksums = {}
@@ -124,8 +124,8 @@ class Stream:
                 read. With several processes, all of them raise it.
         """
         source = ModelSource(self._model, "stream")
-        if not source.is_first:
-            source.follow_first()
+        if not source.is_first_process:
+            source.follow_first_process()
             return
         named, variables = select_weights(source, self._table)
         with announce_reads(source):
@@ -138,7 +138,7 @@ class Stream:
             )
             checksums = dict(digests)
             unchanged = {path: each for path, each in checksums.items() if since.get(path) == each}
-            begin = Begin(
+            begin = BeginRecord(
                 {v.path: StreamedVariable(v.dtype, v.shape, v.aliases) for v in variables}, unchanged
             )
             most = max(_MIN_FILE_BYTES, begin.sent_bytes // _MAX_FILES)
@@ -150,13 +150,13 @@ class Stream:
 
 # A checksum collision would leave a stale weight unnoticed, so 32 bits are too few (decisions/0246).
 def compute_digest(values: NumpyArray) -> str:
-    """Compute a checksum of a variable's values, to detect changes."""
+    """Return a checksum of a variable's values, to detect changes."""
     return blake2b(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, digest_size=16).hexdigest()
 
 
 @contextmanager
 def announce_reads(source: ModelSource) -> Generator[None]:
-    """Let the other processes gather each variable that this process reads in the block."""
+    """Let the other processes gather each variable that this one reads, until the block ends."""
     is_complete = False
     try:
         yield
@@ -165,4 +165,4 @@ def announce_reads(source: ModelSource) -> Generator[None]:
         is_complete = True
         raise
     finally:
-        source.finish(is_complete=is_complete)
+        source.release_followers(is_complete=is_complete)

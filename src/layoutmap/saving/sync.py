@@ -9,23 +9,23 @@ from typing import Any
 import numpy as np
 
 from layoutmap.checkpoint.dtypes import get_numpy_dtype
-from layoutmap.checkpoint.name_tables import read_names
+from layoutmap.checkpoint.name_tables import read_name_table
 from layoutmap.core.blocks import BlockReader, Index, NumpyArray, assemble_blocks, make_full_index
 from layoutmap.core.errors import CheckpointError, format_count, join_names
 from layoutmap.core.interrupts import delay_interrupts
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.pieces import Move
+from layoutmap.core.pieces import ArrayMove
 from layoutmap.core.variables import Assignment, VariableSpec
-from layoutmap.engines.agreement import run_together
+from layoutmap.engines.agreement import call_and_share_errors
 from layoutmap.engines.protocol import Array
 from layoutmap.saving.sync_checksums import find_wrong_variables
-from layoutmap.saving.sync_plan import End, Matching, SyncPlan
+from layoutmap.saving.sync_plan import SyncEnd, SyncMatching, SyncPlan
 from layoutmap.saving.sync_versions import (
     begin_version,
     find_identity,
     has_identity,
-    record_arrays,
+    record_array_versions,
     record_version,
 )
 
@@ -43,7 +43,7 @@ class Sync:
         version: Version of the trainer's weights that the sampler has; 0 before the first sync.
     """
 
-    def __init__(self, trainer: End, sampler: End, plan: SyncPlan, moves: Sequence[Move]):
+    def __init__(self, trainer: SyncEnd, sampler: SyncEnd, plan: SyncPlan, moves: Sequence[ArrayMove]):
         self.plan = plan
         self.version = 0
         self._trainer, self._sampler, self._moves = trainer, sampler, moves
@@ -84,31 +84,33 @@ class Sync:
             PlanError: A model has changed since the plan. Nothing was moved.
             CheckpointError: A checksum differs. Nothing has changed, unless with `donate`.
         """
-        arrays = list(self._trainer.read(trainer).values())
+        arrays = list(self._trainer.read_arrays(trainer).values())
         self._identity = find_identity(self._trainer.model, arrays, self._identity)
         begun = begin_version(self._identity, version, self.version)
-        likes = self._sampler.read(sampler)
+        old = self._sampler.read_arrays(sampler)
         model = self._sampler.model
         is_tree = not has_identity(model)
-        if is_tree:  # so that a guard finds a sampler of which the new tree was dropped
-            record_arrays(self._identity, (likes[row.variable.path] for row in self.plan.rows), self.version)
-        for numbers, move in self._get_movers(donate, arrays, likes):
-            paths = [self.plan.rows[n].variable.path for n in numbers]
+        if is_tree:  # so that a guard finds a program that goes on using the old arrays
+            record_array_versions(
+                self._identity, (old[row.variable.path] for row in self.plan.rows), self.version
+            )
+        for indices, move in self._get_movers(donate, arrays, old):
+            paths = [self.plan.rows[n].variable.path for n in indices]
 
-            def compute(numbers: Sequence[int] = numbers, move: Mover = move) -> list[Array]:
+            def make_new_arrays(indices: Sequence[int] = indices, move: Mover = move) -> list[Array]:
                 new = move(arrays)
                 if verify:
-                    self._verify(numbers, arrays, new)
+                    self._verify_arrays(indices, arrays, new)
                 return new
 
-            new = self._run_together(compute)
-            # An interrupt between two variables would mix two versions of the weights (decisions/0241).
+            new = self._run_in_all_processes(make_new_arrays)
+            # An interrupt between two variables would mix two versions of the weights, so delay it (decisions/0241).
             with delay_interrupts():
                 model, _ = self._sampler.adapter.restore_variables(model, None, zip(paths, new, strict=True))
                 self._sampler.model = model
                 if is_tree:
-                    record_arrays(self._identity, new, begun)
-                if numbers and numbers[-1] == len(self.plan.rows) - 1:
+                    record_array_versions(self._identity, new, begun)
+                if indices and indices[-1] == len(self.plan.rows) - 1:
                     self.version = begun
                     record_version(self._identity, model, begun)
             del new
@@ -124,34 +126,36 @@ class Sync:
         return self.plan._repr_html_()  # pyright: ignore[reportPrivateUsage]
 
     def _get_movers(
-        self, donate: bool, arrays: Sequence[Array], likes: Mapping[str, Array]
+        self, donate: bool, arrays: Sequence[Array], old: Mapping[str, Array]
     ) -> list[tuple[Sequence[int], Mover]]:
-        """Return functions that each make the new arrays of some rows. The first sync compiles them."""
+        """Return groups of row indices, each with a compiled function that makes their new arrays."""
         if donate not in self._movers:
-            steps = _split_rows(self.plan, _STEP_BYTES) if donate else [range(len(self.plan.rows))]
-            self._movers[donate] = [(step, self._make_mover(step, arrays, likes)) for step in steps]
+            steps = _group_rows_into_steps(self.plan, _STEP_BYTES) if donate else [range(len(self.plan.rows))]
+            self._movers[donate] = [(step, self._make_mover(step, arrays, old)) for step in steps]
         return self._movers[donate]
 
-    def _make_mover(
-        self, numbers: Sequence[int], arrays: Sequence[Array], likes: Mapping[str, Array]
-    ) -> Mover:
-        moves = [self._moves[n] for n in numbers]
-        variables = [self.plan.rows[n].variable for n in numbers]
-        own = [likes[each.path] for each in variables]
+    def _make_mover(self, indices: Sequence[int], arrays: Sequence[Array], old: Mapping[str, Array]) -> Mover:
+        """Return a function that makes the sampler's new arrays of some rows from all arrays of the trainer."""
+        moves = [self._moves[n] for n in indices]
+        variables = [self.plan.rows[n].variable for n in indices]
+        own = [old[each.path] for each in variables]
         engine = self._sampler.engine
-        # JAX programs accept neither padded arrays nor uneven shapes, so these move through the host (decisions/0230).
+        # JAX programs accept neither padded arrays nor uneven shapes, so move those through the host (decisions/0230).
         is_padded = any(getattr(array, "is_padded", False) for array in (*arrays, *own))
         if engine is self._trainer.engine and engine.make_mover is not None and not is_padded:
             return engine.make_mover(moves, arrays, own)
         layouts = [engine.get_layout(each) for each in own]
         return lambda new: [
-            _move_through_host(self._trainer, self._sampler, *each, new)
+            _make_array_through_host(self._trainer, self._sampler, *each, new)
             for each in zip(moves, variables, layouts, strict=True)
         ]
 
-    def _verify(self, numbers: Sequence[int], arrays: Sequence[Array], new: Sequence[Array]) -> None:
-        rows = [self.plan.rows[n] for n in numbers]
-        wrong = find_wrong_variables(self._trainer, self._sampler, rows, arrays, new, self._add_processes)
+    def _verify_arrays(self, indices: Sequence[int], arrays: Sequence[Array], new: Sequence[Array]) -> None:
+        """Raise if checksums of new arrays differ from those of the trainer's values."""
+        rows = [self.plan.rows[n] for n in indices]
+        wrong = find_wrong_variables(
+            self._trainer, self._sampler, rows, arrays, new, self._sum_over_processes
+        )
         if wrong:
             raise CheckpointError(
                 f"{format_count(len(wrong), 'variable')} arrived with wrong values",
@@ -160,18 +164,24 @@ class Sync:
                 fix="sync again; if the error persists, report it with this plan",
             )
 
-    def _run_together(self, compute: Callable[[], list[Array]]) -> list[Array]:
-        return run_together(compute, self._gather, "sync") if self._mesh is not None else compute()
+    def _run_in_all_processes(self, compute: Callable[[], list[Array]]) -> list[Array]:
+        """Call a function. If it raises in one process, raise in all of them."""
+        return (
+            call_and_share_errors(compute, self._gather_values, "sync")
+            if self._mesh is not None
+            else compute()
+        )
 
-    def _gather(self, values: NumpyArray) -> NumpyArray:
-        """Gather the values of all processes. 64-bit numbers are sent as bytes."""
+    def _gather_values(self, values: NumpyArray) -> NumpyArray:
+        """Return the values of all processes, one row each."""
         assert self._mesh is not None
-        return self._trainer.engine.all_gather(values, self._mesh)
+        return self._trainer.engine.gather_from_processes(values, self._mesh)
 
-    def _add_processes(self, values: NumpyArray) -> NumpyArray:
+    def _sum_over_processes(self, values: NumpyArray) -> NumpyArray:
+        """Return the sums of unsigned 64-bit numbers over all processes."""
         if self._mesh is None:
             return values
-        return self._gather(values.view(np.uint32)).view(np.uint64).sum(axis=0)
+        return self._gather_values(values.view(np.uint32)).view(np.uint64).sum(axis=0)
 
 
 def plan_sync(
@@ -222,15 +232,15 @@ def plan_sync(
         >>> float(sampler["w"].sum()), sampler["w"].dtype.name, sync.version
         (64.0, 'bfloat16', 1)
     """
-    ends = End("trainer", trainer), End("sampler", sampler)
-    table = None if names is None else read_names(names)
-    matching = Matching(*ends, table, [ignore] if isinstance(ignore, str) else ignore)
-    matching.check()
+    ends = SyncEnd("trainer", trainer), SyncEnd("sampler", sampler)
+    table = None if names is None else read_name_table(names)
+    matching = SyncMatching(*ends, table, [ignore] if isinstance(ignore, str) else ignore)
+    matching.raise_problems()
     return Sync(*ends, matching.plan, matching.moves)
 
 
-def _split_rows(plan: SyncPlan, step_bytes: int) -> Iterator[range]:
-    """Split the rows into steps of bounded size. A large variable is a step of its own."""
+def _group_rows_into_steps(plan: SyncPlan, step_bytes: int) -> Iterator[range]:
+    """Yield ranges of rows, each of at most `step_bytes`. A larger variable has a range of its own."""
     begin, total = 0, 0
     for number, row in enumerate(plan.rows):
         if number > begin and total + row.variable.global_bytes > step_bytes:
@@ -240,49 +250,52 @@ def _split_rows(plan: SyncPlan, step_bytes: int) -> Iterator[range]:
     yield range(begin, len(plan.rows))
 
 
-def _make_shared_mesh(trainer: End, sampler: End) -> Mesh | None:
-    """Return a mesh of the devices of both ends, or `None` if all of them are in this process.
+def _make_shared_mesh(trainer: SyncEnd, sampler: SyncEnd) -> Mesh | None:
+    """Return a mesh of the devices of both ends, or None if all of them are in this process.
 
     A process may have devices of one end only, so the mesh of one end cannot reach all processes.
     """
     engine = trainer.engine
     stored = [*trainer.stored, *(sampler.stored if sampler.engine is engine else ())]
     layouts = (engine.get_layout(each.array) for each in stored)
-    meshes = dict.fromkeys(engine.bind(layout.mesh) for layout in layouts if layout is not None)
+    meshes = dict.fromkeys(engine.bind_mesh(layout.mesh) for layout in layouts if layout is not None)
     if all(len(mesh.local_device_ids) == mesh.size for mesh in meshes):
         return None
     devices = sorted({device for mesh in meshes for device in mesh.devices or ()})
-    return engine.bind(Mesh(devices, {"all": len(devices)}))
+    return engine.bind_mesh(Mesh(devices, {"all": len(devices)}))
 
 
-def _move_through_host(
-    trainer: End,
-    sampler: End,
-    move: Move,
+def _make_array_through_host(
+    trainer: SyncEnd,
+    sampler: SyncEnd,
+    move: ArrayMove,
     variable: VariableSpec,
     layout: Layout | None,
     arrays: Sequence[Array],
 ) -> Array:
-    """Make one new array from the shards of this process."""
+    """Return a new array of the sampler, made of the trainer's shards in the memory of this process."""
     dtype = get_numpy_dtype(variable.dtype, variable.path)
-    readers = [_make_reader(trainer, number, arrays) for number in move.sources]
+    readers = [_make_block_reader(trainer, number, arrays) for number in move.sources]
 
-    def read(index: Index) -> NumpyArray:
+    def read_block(index: Index) -> NumpyArray:
         if move.conversion is None:
             return readers[0](index).astype(dtype, copy=False)
         spec = trainer.stored[move.sources[0]].variable
-        return move.conversion.fill(index, readers, get_numpy_dtype(spec.dtype, spec.path)).astype(
+        return move.conversion.compute_block(index, readers, get_numpy_dtype(spec.dtype, spec.path)).astype(
             dtype, copy=False
         )
 
     if layout is None:
-        return read(make_full_index(variable.shape))
+        return read_block(make_full_index(variable.shape))
     is_padded = bool(layout.find_uneven_axes(variable.shape))
-    return sampler.engine.from_shards(Assignment(variable, layout, is_padded=is_padded), read)
+    return sampler.engine.create_from_shards(Assignment(variable, layout, is_padded=is_padded), read_block)
 
 
-def _make_reader(trainer: End, number: int, arrays: Sequence[Array]) -> BlockReader:
-    variable = trainer.stored[number].variable
-    shards = [(index, np.asarray(v)) for index, v in trainer.engine.to_shards(arrays[number], copy=False)]
+def _make_block_reader(trainer: SyncEnd, source_index: int, arrays: Sequence[Array]) -> BlockReader:
+    """Return a function that reads any block of one of the trainer's arrays."""
+    variable = trainer.stored[source_index].variable
+    shards = [
+        (index, np.asarray(v)) for index, v in trainer.engine.iterate_shards(arrays[source_index], copy=False)
+    ]
     dtype = get_numpy_dtype(variable.dtype, variable.path)
     return lambda index: np.asarray(assemble_blocks(shards, variable.shape, dtype, index))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from layoutmap.adapters.protocol import Stored
+from layoutmap.adapters.protocol import StoredVariable
 from layoutmap.checkpoint.dtypes import get_numpy_dtype
 from layoutmap.core.blocks import (
     Ends,
@@ -21,50 +21,50 @@ from layoutmap.core.blocks import (
 from layoutmap.core.checksums import compute_position_checksum
 from layoutmap.core.pieces import Conversion
 from layoutmap.engines.protocol import Array
-from layoutmap.saving.sync_plan import End, SyncRow
+from layoutmap.saving.sync_plan import SyncEnd, SyncRow
 
-Sums = dict[Ends, int]
+BlockChecksums = dict[Ends, int]
 """The checksum of each distinct block on the sampler's devices."""
 
 
 def find_wrong_variables(
-    trainer: End,
-    sampler: End,
+    trainer: SyncEnd,
+    sampler: SyncEnd,
     rows: Sequence[SyncRow],
     arrays: Sequence[Array],
     new: Sequence[Array],
-    add_processes: Callable[[NumpyArray], NumpyArray],
+    sum_over_processes: Callable[[NumpyArray], NumpyArray],
 ) -> list[str]:
     """Return the paths of variables with other values on this process's devices than in the trainer.
 
     Args:
-        trainer: The end with the values.
-        sampler: The end that got them.
-        rows: The variables.
+        trainer: The end that provides the values.
+        sampler: The end that gets them.
+        rows: The variables to compare.
         arrays: All arrays of the trainer.
-        new: The arrays that the sampler is about to get.
-        add_processes: Returns the sums of numbers over all processes. All of them call it once.
+        new: The new arrays of the sampler, one for each row.
+        sum_over_processes: Returns the sums of numbers over all processes. All of them call it once.
     """
     targets = {each.variable.path: each for each in sampler.stored}
     numbers = {each.variable.path: n for n, each in enumerate(trainer.stored)}
-    held = [sampler.index_devices(targets[row.variable.path]) for row in rows]
-    expected: list[Sums] = []
-    for row, blocks in zip(rows, held, strict=True):
+    device_blocks = [sampler.find_device_blocks(targets[row.variable.path]) for row in rows]
+    expected: list[BlockChecksums] = []
+    for row, blocks in zip(rows, device_blocks, strict=True):
         sums = dict.fromkeys(map(get_slice_ends, blocks.values()), 0)
         sources = [(trainer.stored[numbers[path]], arrays[numbers[path]]) for path in row.sources]
         positions: dict[str, NumpyArray] = {}
         if row.conversion is not None:
-            positions = _label_sources(row.conversion, [source for source, _ in sources])
+            positions = _find_result_positions(row.conversion, [source for source, _ in sources])
         for source, array in sources:
-            _add_source(sums, trainer, source, array, row, positions.get(source.variable.path))
+            _add_source_checksums(sums, trainer, source, array, row, positions.get(source.variable.path))
         expected.append(sums)
     flat = np.array([value for sums in expected for value in sums.values()], np.uint64)
-    totals = iter(add_processes(flat).tolist())
+    totals = iter(sum_over_processes(flat).tolist())
     expected = [{ends: next(totals) for ends in sums} for sums in expected]
     wrong: list[str] = []
-    for row, blocks, sums, array in zip(rows, held, expected, new, strict=True):
+    for row, blocks, sums, array in zip(rows, device_blocks, expected, new, strict=True):
         shape = row.variable.shape
-        for device, values in sampler.engine.iterate_by_device(array):
+        for device, values in sampler.engine.iterate_device_values(array):
             index = blocks[device]
             begins = [part.start for part in index]
             if compute_position_checksum(values, shape, begins) != sums[get_slice_ends(index)]:
@@ -73,15 +73,17 @@ def find_wrong_variables(
     return wrong
 
 
-def _label_sources(conversion: Conversion, sources: Sequence[Stored]) -> dict[str, NumpyArray]:
-    """Return, for each source, the position of each element in the result, or -1 for unused elements."""
+def _find_result_positions(
+    conversion: Conversion, sources: Sequence[StoredVariable]
+) -> dict[str, NumpyArray]:
+    """Return, for each source, the position of each of its elements in the converted result, or -1 if unused."""
     sizes = [math.prod(source.variable.shape) for source in sources]
     begins = np.cumsum([0, *sizes])
     labels: list[NumpyArray] = []
     for begin, size, source in zip(begins, sizes, sources, strict=False):
         numbers = np.arange(begin, begin + size, dtype=np.int64)
         labels.append(numbers.reshape(source.variable.shape))
-    made = conversion.compute(np, labels).reshape(-1)
+    made = conversion.compute_array(np, labels).reshape(-1)
     positions = np.full(begins[-1], -1, np.int64)
     positions[made] = np.arange(made.size)
     return {
@@ -90,17 +92,22 @@ def _label_sources(conversion: Conversion, sources: Sequence[Stored]) -> dict[st
     }
 
 
-def _add_source(
-    sums: Sums, trainer: End, source: Stored, array: Array, row: SyncRow, positions: NumpyArray | None
+def _add_source_checksums(
+    sums: BlockChecksums,
+    trainer: SyncEnd,
+    source: StoredVariable,
+    array: Array,
+    row: SyncRow,
+    positions: NumpyArray | None,
 ) -> None:
-    """Add checksums of the shards in this process. A replicated shard counts once, for its first device."""
+    """Add checksums of the shards in this process to `sums`. A replicated shard counts once, for its first device."""
     dtype, shape = get_numpy_dtype(row.variable.dtype, row.variable.path), row.variable.shape
-    held = trainer.index_devices(source)
+    device_blocks = trainer.find_device_blocks(source)
     first: dict[Ends, str] = {}
-    for device, index in held.items():
+    for device, index in device_blocks.items():
         first.setdefault(get_slice_ends(index), device)
-    for device, values in trainer.engine.iterate_by_device(array):
-        index = held[device]
+    for device, values in trainer.engine.iterate_device_values(array):
+        index = device_blocks[device]
         if first[get_slice_ends(index)] != device:
             continue
         values = values.astype(dtype, copy=False)
@@ -119,8 +126,9 @@ def _add_source(
 
 
 def _is_in_block(positions: NumpyArray, shape: Sequence[int], block: Index) -> NumpyArray:
+    """Return a mask of the flat positions that are inside a block of an array."""
     if not compute_block_shape(block):
         return positions >= 0
     places = np.unravel_index(np.maximum(positions, 0), tuple(shape))
-    inside = [(p.start <= place) & (place < p.stop) for p, place in zip(block, places, strict=True)]
-    return np.logical_and.reduce(inside) & (positions >= 0)
+    is_inside = [(p.start <= place) & (place < p.stop) for p, place in zip(block, places, strict=True)]
+    return np.logical_and.reduce(is_inside) & (positions >= 0)

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layoutmap.adapters import Keeping, get_model_adapter, require_capability
-from layoutmap.adapters.protocol import Stored
+from layoutmap.adapters import Checkpointing, get_model_adapter, require_capability
+from layoutmap.adapters.protocol import StoredVariable
 from layoutmap.checkpoint.axes import AxisConversion
 from layoutmap.checkpoint.dtypes import get_numpy_dtype
 from layoutmap.checkpoint.name_tables import NameTable
@@ -20,13 +20,13 @@ from layoutmap.core.errors import LayoutError, PlanError, format_count
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import merge_paths, split_at_numbers
-from layoutmap.core.pieces import Move, find_pieces
-from layoutmap.core.text_table import format_bytes, format_html_table, format_pre, format_table
+from layoutmap.core.pieces import ArrayMove, find_block_transfers
+from layoutmap.core.text_table import format_bytes, format_html_pre, format_html_table, format_table
 from layoutmap.core.variables import Kind, VariableSpec, get_itemsize
 from layoutmap.engines import Engine, get_engine
 from layoutmap.engines.protocol import Array
-from layoutmap.plan.problems import Problem, group_problems
-from layoutmap.rules.near_misses import Candidates
+from layoutmap.plan.problems import Problem, merge_problems
+from layoutmap.rules.near_misses import NearMissSearch
 
 _COLUMNS = ("variable", "times", "shape", "dtype", "from", "to", "bytes")
 _RIGHT_ALIGNED = {"times", "bytes"}
@@ -38,16 +38,16 @@ DeviceBlocks = Mapping[str, Index]
 
 @dataclass(frozen=True)
 class SyncRow:
-    """A variable of the sampler with its sources in the trainer.
+    """Describe a variable of the sampler and its sources in the trainer.
 
     Args:
         variable: The variable of the sampler.
         sources: Paths of the trainer's variables that provide its values.
-        source_dtype: Their dtype.
-        source_layout: The trainer's layout of the first of them, as text.
+        source_dtype: Dtype of the sources.
+        source_layout: The trainer's layout of the first source, as text.
         target_layout: The sampler's layout of the variable, as text.
         sent_bytes: Bytes sent from one device to another, by the names of both.
-        conversion: How its values are computed from the sources; `None`: they are copied from one variable.
+        conversion: How the values are computed from the sources; `None`: they are copied from one source.
     """
 
     variable: VariableSpec
@@ -65,14 +65,14 @@ class SyncRow:
 
     @property
     def dtypes(self) -> str:
-        """The dtype, or both dtypes if values are cast."""
+        """The dtype, or both dtypes as text if values are cast."""
         own = self.variable.dtype
         return own if own == self.source_dtype else f"{self.source_dtype} -> {own}"
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """The bytes that a sync moves from a trainer to a sampler.
+    """Describe the bytes that a sync moves from a trainer to a sampler.
 
     A device receives the part of its new shard that it does not store yet, in the smaller of both dtypes.
 
@@ -106,20 +106,20 @@ class SyncPlan:
     def to_text(self, width: int | None = None) -> str:
         """Return the text that `print` shows. For `width`, see `Plan.to_text`."""
         table = format_table(_COLUMNS, self._list_cells(), _RIGHT_ALIGNED, width=width, drop=_DROPPABLE)
-        return "\n".join([f"Sync of {self.summary}", "", *table, "", *self._list_notes()])
+        return "\n".join([f"Sync of {self.summary}", "", *table, "", *self._iterate_notes()])
 
     __str__ = to_text
 
     def _repr_html_(self) -> str:
         table = format_html_table(f"Sync of {self.summary}", _COLUMNS, self._list_cells())
-        return table + format_pre("\n".join(self._list_notes()))
+        return table + format_html_pre("\n".join(self._iterate_notes()))
 
     @property
     def summary(self) -> str:
-        """Return the number of variables and bytes as text."""
+        """The number of variables and of bytes, as text."""
         return f"{format_count(len(self.rows), 'variable')}, {format_bytes(self.num_bytes)} sent"
 
-    def _list_notes(self) -> Iterator[str]:
+    def _iterate_notes(self) -> Iterator[str]:
         if self.device_bytes:
             device, most = max(self.device_bytes.items(), key=lambda each: each[1])
             yield f"most sent by one device: {format_bytes(most)}, {escape_text(device)}"
@@ -153,8 +153,8 @@ class SyncPlan:
         ]
 
 
-class End:
-    """A model at one end of a sync: the trainer or the sampler.
+class SyncEnd:
+    """Read and describe the variables of one end of a sync: the trainer or the sampler.
 
     Args:
         name: `"trainer"` or `"sampler"`.
@@ -167,28 +167,28 @@ class End:
     def __init__(self, name: str, model: object):
         self.name = name
         self.model = model
-        self.adapter = require_capability(get_model_adapter(model), Keeping, "plan_sync")
+        self.adapter = require_capability(get_model_adapter(model), Checkpointing, "plan_sync")
         self.engine: Engine = get_engine(self.adapter.engine_name)
-        self.stored = self._list_stored()
-        self._planned = {each.variable.path: self.describe(each) for each in self.stored}
+        self.stored = self._list_stored_weights()
+        self._planned = {each.variable.path: self.describe_variable(each) for each in self.stored}
 
-    def _list_stored(self) -> list[Stored]:
+    def _list_stored_weights(self) -> list[StoredVariable]:
         kinds = (Kind.WEIGHT, Kind.STATE)
         return [
             each for each in self.adapter.list_stored_variables(self.model) if each.variable.kind in kinds
         ]
 
-    def read(self, model: object) -> dict[str, Array]:
-        """Return the arrays of the model, or of its successor, by path.
+    def read_arrays(self, model: object) -> dict[str, Array]:
+        """Return the arrays of the model by path. If `model` is passed, it replaces the end's model.
 
         Raises:
-            PlanError: Its variables are others than those of the plan.
+            PlanError: A variable was added or removed, or its dtype, shape, or layout differs from the plan.
         """
         planned = self._planned
         if model is not None:
             self.model = model
-        self.stored = self._list_stored()
-        found = {each.variable.path: self.describe(each) for each in self.stored}
+        self.stored = self._list_stored_weights()
+        found = {each.variable.path: self.describe_variable(each) for each in self.stored}
         if found != planned:
             changed = [path for path in {**planned, **found} if planned.get(path) != found.get(path)]
             raise PlanError(
@@ -199,41 +199,44 @@ class End:
             )
         return {each.variable.path: each.array for each in self.stored}
 
-    def describe(self, each: Stored) -> str:
-        """Describe the dtype, shape, and placement of a variable."""
-        return f"{each.variable.dtype}{list(each.variable.shape)} {self.format_layout(each.array)}"
+    def describe_variable(self, stored: StoredVariable) -> str:
+        """Return the dtype, shape, and layout of a variable as text."""
+        return f"{stored.variable.dtype}{list(stored.variable.shape)} {self.format_layout(stored.array)}"
 
     def format_layout(self, array: Array) -> str:
-        """Format the layout of an array with its mesh, or describe its placement."""
-        place = self.engine.describe_placement(array)
-        return f"{place} on {place.mesh}" if isinstance(place, Layout) else place.what
+        """Return an array's layout and mesh as text, or where it is stored if it has no layout."""
+        placement = self.engine.find_placement(array)
+        return f"{placement} on {placement.mesh}" if isinstance(placement, Layout) else placement.what
 
-    def index_devices(self, each: Stored) -> DeviceBlocks:
-        """Return the block of a variable that each device stores, or an empty mapping without a layout.
+    def find_device_blocks(self, stored: StoredVariable) -> DeviceBlocks:
+        """Return the block of a variable that each device stores, or an empty mapping if no devices are known.
 
         Raises:
-            LayoutError: It is sharded unevenly.
+            LayoutError: The variable is sharded unevenly.
         """
-        place = self.engine.describe_placement(each.array)
-        if not isinstance(place, Layout):
-            return dict.fromkeys(place.devices, make_full_index(each.variable.shape))
-        return _index_layout(self.engine.bind(place.mesh).devices or (), place, each.variable.shape)
+        placement = self.engine.find_placement(stored.array)
+        if not isinstance(placement, Layout):
+            return dict.fromkeys(placement.devices, make_full_index(stored.variable.shape))
+        return _find_blocks(
+            self.engine.bind_mesh(placement.mesh).devices or (), placement, stored.variable.shape
+        )
 
 
 @functools.lru_cache(1024)
-def _index_layout(devices: Sequence[str], layout: Layout, shape: tuple[int, ...]) -> DeviceBlocks:
+def _find_blocks(devices: Sequence[str], layout: Layout, shape: tuple[int, ...]) -> DeviceBlocks:
+    """Return the block that each device stores of an array in a layout, by the device's name."""
     return {device: layout.shard_slices(shape, number) for number, device in enumerate(devices)}
 
 
-class _TrainerNames(Source):
-    """Present the trainer's variables as a source without values, so that a name table can rename them."""
+class _TrainerVariables(Source):
+    """List the trainer's variables as a source without values, so that a name table can rename them."""
 
-    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
         raise NotImplementedError
 
 
-class Matching:
-    """Match the variables of two models.
+class SyncMatching:
+    """Find the sources in the trainer of each variable of the sampler, and the bytes to send.
 
     Args:
         trainer: The end that provides the values.
@@ -244,16 +247,16 @@ class Matching:
     Attributes:
         rows: The variables that are updated.
         left_out: See `SyncPlan`.
-        moves: For each row, the numbers of its sources in the trainer.
+        moves: For each row, the indices of its sources in the trainer, and how to convert their values.
         problems: Variables that cannot be synced.
     """
 
-    def __init__(self, trainer: End, sampler: End, names: NameTable | None, ignore: Sequence[str]):
+    def __init__(self, trainer: SyncEnd, sampler: SyncEnd, names: NameTable | None, ignore: Sequence[str]):
         self._trainer, self._sampler = trainer, sampler
         self._ignored = [re.compile(each) for each in ignore]
         self.rows: list[SyncRow] = []
         self.left_out: list[tuple[str, str]] = []
-        self.moves: list[Move] = []
+        self.moves: list[ArrayMove] = []
         self.problems: list[Problem] = []
         self._sources = {each.variable.path: n for n, each in enumerate(trainer.stored)}
         self._aliases = {a: n for n, each in enumerate(trainer.stored) for a in each.variable.aliases}
@@ -264,27 +267,27 @@ class Matching:
             for path in (v.path, *v.aliases)
         }
         self._renamed = (
-            None if names is None else RenamedSource(_TrainerNames("the trainer", variables), names)
+            None if names is None else RenamedSource(_TrainerVariables("the trainer", variables), names)
         )
         self._used: set[int] = set()
         for each in sampler.stored:
-            self._match(each)
-        self._check_rest()
+            self._match_variable(each)
+        self._record_unused_sources()
 
     @property
     def plan(self) -> SyncPlan:
         """The plan for all matched variables."""
         return SyncPlan(tuple(self.rows), tuple(self.left_out))
 
-    def check(self) -> None:
-        """Raise one error with all problems.
+    def raise_problems(self) -> None:
+        """Raise one error with all problems, or do nothing if there are none.
 
         Raises:
-            PlanError: There are some.
+            PlanError: There are problems.
         """
         if not self.problems:
             return
-        grouped = group_problems(self.problems)
+        grouped = merge_problems(self.problems)
         if len(grouped) == 1:
             (only,) = grouped
             raise PlanError(
@@ -294,13 +297,14 @@ class Matching:
             f"{len(self.problems)} problems\n" + "\n\n".join(map(str, grouped)), problems=tuple(self.problems)
         )
 
-    def _match(self, target: Stored) -> None:
+    def _match_variable(self, target: StoredVariable) -> None:
+        """Add a row, a problem, or an ignored variable for a variable of the sampler."""
         variable = target.variable
-        numbers, conversion = self._find_sources(variable)
+        numbers, conversion = self._find_source_indices(variable)
         if self._is_ignored(variable.path):
             self._used.update(numbers)
         if not numbers or self._is_ignored(variable.path):
-            self._note_unmatched("sampler", variable)
+            self._record_unmatched("sampler", variable)
             return
         self._used.update(numbers)
         sources = [self._trainer.stored[number] for number in numbers]
@@ -308,7 +312,7 @@ class Matching:
             self.problems.append(problem)
             return
         try:
-            sent = self._count_bytes(target, sources, conversion)
+            sent = self._count_sent_bytes(target, sources, conversion)
         except LayoutError as error:
             facts = tuple((name, str(value)) for name, value in error.facts.items())
             self.problems.append(
@@ -334,87 +338,94 @@ class Matching:
                 conversion,
             )
         )
-        self.moves.append(Move(tuple(numbers), conversion, variable.path))
+        self.moves.append(ArrayMove(tuple(numbers), conversion, variable.path))
 
-    def _find_sources(self, variable: VariableSpec) -> tuple[list[int], AxisConversion | None]:
-        """Return the numbers of the trainer's variables that provide a variable's values, and the conversion."""
+    def _find_source_indices(self, variable: VariableSpec) -> tuple[list[int], AxisConversion | None]:
+        """Return the indices of the trainer's variables with a variable's values, and how these are converted."""
         paths = (variable.path, *variable.aliases)
         if self._renamed is not None:
-            self._renamed.fit(paths, variable.shape)
+            self._renamed.add_from_table(paths, variable.shape)
             for path in paths:
-                if parts := self._renamed.find_parts(path):
-                    numbers = [self._get_number(part.name) for part in parts]
-                    is_same = len(parts) == 1 and parts[0].here == parts[0].there
-                    sides = tuple((part.here, part.there, part.sizes) for part in parts)
+                if parts := self._renamed.get_source_parts(path):
+                    numbers = [self._get_source_index(part.name) for part in parts]
+                    is_same = len(parts) == 1 and parts[0].variable_axes == parts[0].tensor_axes
+                    sides = tuple((part.variable_axes, part.tensor_axes, part.sizes) for part in parts)
                     return numbers, None if is_same else AxisConversion(variable.shape, sides)
-        found = next((n for path in paths if (n := self._get_number(path)) >= 0), -1)
+        found = next((n for path in paths if (n := self._get_source_index(path)) >= 0), -1)
         return [found] * (found >= 0), None
 
-    def _get_number(self, path: str) -> int:
+    def _get_source_index(self, path: str) -> int:
+        """Return the index of the trainer's variable with a path or alias, or -1 if there is none."""
         return self._sources.get(path, self._aliases.get(path, -1))
 
     def _find_problem(
-        self, target: Stored, sources: Sequence[Stored], conversion: AxisConversion | None
+        self, target: StoredVariable, sources: Sequence[StoredVariable], conversion: AxisConversion | None
     ) -> Problem | None:
+        """Return the reason why values cannot be copied from the sources as a problem, or None."""
         variable, source = target.variable, sources[0].variable
         path = variable.path
         if conversion is None and source.shape != variable.shape:
             facts = ("sampler", str(variable.shape)), ("trainer", f"{source.shape}, {source.path}")
-            why = "a sync moves values, and neither pads nor cuts them"
-            fix = "make both models of one size, or name the variable's parts and axes in names="
+            why = "a sync copies values, and neither pads nor slices them"
+            fix = "build both models with equal sizes, or write the variable's sources and axes in names="
             return Problem("shape", "error", path, f"{path}: its shapes differ", facts, why, fix)
         if _find_number_kind(source.dtype) != _find_number_kind(variable.dtype):
             facts = ("sampler", variable.dtype), ("trainer", source.dtype)
             why = "a cast between these kinds of numbers changes more than their rounding"
-            fix = "quantize with the tool of the library, and sync models of floating-point numbers"
+            fix = "sync models with dtypes of the same kind, and quantize the sampler with its library afterwards"
             return Problem(
                 "dtype", "error", path, f"{path}: its element types differ in kind", facts, why, fix
             )
         for end, each in ((self._sampler, target), *((self._trainer, source) for source in sources)):
-            if not end.index_devices(each):
-                what = f"{each.variable.path}: no layout says how the {end.name} holds it"
-                facts = (("held", end.format_layout(each.array)),)
-                why = "the bytes that move follow from the layouts at both ends"
+            if not end.find_device_blocks(each):
+                what = f"{each.variable.path}: its placement on the {end.name}'s devices is unknown"
+                facts = (("placement", end.format_layout(each.array)),)
+                why = "the layouts at both ends determine which bytes devices send"
                 fix = "shard the model with a layout map, or move its arrays to devices"
                 return Problem("no layout", "error", path, what, facts, why, fix)
         return None
 
-    def _count_bytes(
-        self, target: Stored, sources: Sequence[Stored], conversion: AxisConversion | None
+    def _count_sent_bytes(
+        self, target: StoredVariable, sources: Sequence[StoredVariable], conversion: AxisConversion | None
     ) -> dict[tuple[str, str], int]:
-        wanted = self._sampler.index_devices(target)
-        # Devices of two engines may have the same name without sharing memory, so add the engine's name.
+        """Return the bytes sent from one device to another, by the names of both."""
+        target_blocks = self._sampler.find_device_blocks(target)
+        # Devices of two engines may have equal names but do not share memory, so add the engine's name.
         label = "" if self._trainer.engine is self._sampler.engine else f"{self._trainer.engine.name} "
         found: Counter[tuple[str, str]] = Counter()
         for number, source in enumerate(sources):
-            held = {
-                f"{label}{device}": index for device, index in self._trainer.index_devices(source).items()
+            source_blocks = {
+                f"{label}{device}": index
+                for device, index in self._trainer.find_device_blocks(source).items()
             }
             blocks = {
-                device: [index] if conversion is None else conversion.list_blocks(index)[number]
-                for device, index in wanted.items()
+                device: [index] if conversion is None else conversion.list_source_blocks(index)[number]
+                for device, index in target_blocks.items()
             }
             itemsize = min(get_itemsize(target.variable.dtype), get_itemsize(source.variable.dtype))
-            for piece in find_pieces(held, blocks):
+            for piece in find_block_transfers(source_blocks, blocks):
                 if piece.sender != piece.receiver:
                     found[piece.sender, piece.receiver] += int(piece.num_elements * itemsize)
         return {pair: count for pair, count in found.items() if count}
 
-    def _check_rest(self) -> None:
+    def _record_unused_sources(self) -> None:
         for number, each in enumerate(self._trainer.stored):
             if number not in self._used:
-                self._note_unmatched("trainer", each.variable)
+                self._record_unmatched("trainer", each.variable)
 
     def _is_ignored(self, path: str) -> bool:
         return any(pattern.match(path) for pattern in self._ignored)
 
-    def _note_unmatched(self, end: str, variable: VariableSpec) -> None:
+    def _record_unmatched(self, end: str, variable: VariableSpec) -> None:
+        """Record a variable that only one end has, as ignored or as a problem."""
         path = variable.path
         if self._is_ignored(path):
             self.left_out.append((end, path))
             return
         other = self._trainer if end == "sampler" else self._sampler
-        near = Candidates([each.variable.path for each in other.stored], most=10_000).find_nearest(path, 1)
+        near = NearMissSearch(
+            [each.variable.path for each in other.stored], max_comparisons=10_000
+        ).find_nearest(path, 1)
         facts = (("shape", str(variable.shape)), *(("near", name) for name in near))
         self.problems.append(
             Problem(
@@ -423,13 +434,14 @@ class Matching:
                 path,
                 f"{path}: only the {end} has it",
                 facts,
-                "what is not synced keeps its old values, and nothing says so later",
+                "a variable that is not synced keeps its old values without a warning",
                 f"name its counterpart in names=, or pass ignore=[{path!r}]",
             )
         )
 
 
 def _find_number_kind(dtype: str) -> str:
+    """Return the kind of numbers of a dtype, such as `"f"` for all floating-point ones. Casts stay within a kind."""
     if dtype == "bool":
         return "bool"
     kind = get_numpy_dtype(dtype).kind

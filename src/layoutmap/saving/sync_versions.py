@@ -16,11 +16,11 @@ _received: MutableMapping[object, Versions] = WeakKeyDictionary()
 
 
 class TreeIdentity:
-    """Identity of a tree that is trained, since each update makes another tree of other arrays."""
+    """Identify a tree of arrays during training, because each update makes a new tree of new arrays."""
 
 
-# Trees change with each update, so their versions are stored by their arrays (decisions/0241). Arrays cannot be hashed,
-# so tables have their ids, and lose an entry with its array.
+# Each update makes a new tree, so versions of trees are stored by their arrays (decisions/0241). Arrays cannot be
+# hashed, so the keys of tables are ids, and an entry is removed when its array is garbage-collected.
 _Table = dict[int, tuple[ref[Any], Any]]
 _trained: _Table = {}
 _synced: _Table = {}
@@ -46,12 +46,12 @@ def has_identity(model: object) -> bool:
 
 
 def find_identity(trainer: object, arrays: Iterable[Array], last: object) -> object:
-    """Return the trainer, or the identity of a tree, which another sync of the same tree may have given it.
+    """Return the identity of a trainer: the trainer itself, or for a tree an object that its arrays refer to.
 
     Args:
         trainer: The trainer.
-        arrays: Its arrays.
-        last: Identity of the tree that an update has replaced by this one. `None`: there is none.
+        arrays: The arrays of the trainer.
+        last: Identity of the tree before the last update. `None`: there is none.
     """
     first = None if has_identity(trainer) else next(iter(arrays), None)
     if first is None:
@@ -62,7 +62,7 @@ def find_identity(trainer: object, arrays: Iterable[Array], last: object) -> obj
 
 
 def begin_version(identity: object, version: int | None, last: int) -> int:
-    """Return the version number of the trainer's next sync. The sampler has version `last`."""
+    """Return the version number of the next sync, and record it as the trainer's newest one."""
     newest = _newest.get(identity, 0)
     begun = max(last + 1, newest) if version is None else version
     _newest[identity] = max(begun, newest)
@@ -70,13 +70,13 @@ def begin_version(identity: object, version: int | None, last: int) -> int:
 
 
 def record_version(identity: object, sampler: object, version: int) -> None:
-    """Record the version of the trainer's weights that the sampler now has."""
+    """Record which version of the trainer's weights a sampler now has. Do nothing for a tree."""
     if has_identity(sampler):
         _received.setdefault(sampler, WeakKeyDictionary())[identity] = version
 
 
-def record_arrays(identity: object, arrays: Iterable[Array], version: int) -> None:
-    """Record that arrays of a tree have this version, unless they have one of this trainer already."""
+def record_array_versions(identity: object, arrays: Iterable[Array], version: int) -> None:
+    """Record the version of a tree's arrays, except of arrays that have a version of this trainer already."""
     versions: Versions = WeakKeyDictionary({identity: version})
     for array in arrays:
         own = _get_entry(_synced, array)
@@ -89,7 +89,7 @@ def record_arrays(identity: object, arrays: Iterable[Array], version: int) -> No
 def find_missed_version(
     sampler: object, list_arrays: Callable[[], Iterable[Array]]
 ) -> tuple[int, int] | None:
-    """Return the sampler's version and the trainer's newest one, or `None` if they are equal."""
+    """Return the sampler's version and the trainer's newer one, or None if the sampler has the newest."""
     found: list[Versions] = []
     if has_identity(sampler):
         found.append(_received.get(sampler, {}))

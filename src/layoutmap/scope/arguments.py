@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from layoutmap.adapters import find_adapter
+from layoutmap.adapters import find_model_adapter
 from layoutmap.adapters.options import ScopeOptions
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError, shorten_repr
@@ -18,50 +18,50 @@ from layoutmap.rules.rule_set import RuleSet
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def add_scope_options(function: F) -> F:
-    """Replace `**options` by the scope's options in a function's signature and help."""
-    shown = list(inspect.signature(function).parameters.values())[:-1]
+def document_scope_options(function: F) -> F:
+    """Show the scope's options in place of `**options` in a function's signature and docstring, and return it."""
+    parameters = list(inspect.signature(function).parameters.values())[:-1]
     for field in dataclasses.fields(ScopeOptions):
         kind, default = inspect.Parameter.KEYWORD_ONLY, field.default
         if field.name == "own":
             kind, default = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.empty
-        shown.append(inspect.Parameter(field.name, kind, default=default, annotation=field.type))
-    found: Any = function
-    found.__signature__ = inspect.signature(function).replace(parameters=shown)
+        parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=field.type))
+    documented: Any = function
+    documented.__signature__ = inspect.signature(function).replace(parameters=parameters)
     if function.__doc__ is not None and ScopeOptions.__doc__ is not None:
         options = inspect.cleandoc(ScopeOptions.__doc__).partition("Args:\n")[2].partition("\n\n")[0]
-        found.__doc__ = re.sub(
+        documented.__doc__ = re.sub(
             r"    \*\*options: .*\n", lambda _: f"{options}\n", inspect.cleandoc(function.__doc__), count=1
         )
     return function
 
 
-def check_maker(make_model: object, layout_map: object, function: str) -> None:
-    """Check the model function and the layout map of a call."""
-    _check_order(make_model, layout_map, function, "make_model")
-    check_layout_map(layout_map, function)
-    if find_adapter(make_model) is not None:
+def check_model_function(make_model: object, layout_map: object, caller: str) -> None:
+    """Raise unless the arguments of a call are a function that creates a model, and a layout map."""
+    _check_not_swapped(make_model, layout_map, caller, "make_model")
+    check_layout_map(layout_map, caller)
+    if find_model_adapter(make_model) is not None:
         raise ScopeError(
-            f"{function}: {type(make_model).__name__} is a model, not a function that creates one",
-            why=f"{function} creates the model itself, so that every variable is created in its layout",
-            fix=f"pass the function: lm.{function}(make_model, layout_map); "
+            f"{caller}: {type(make_model).__name__} is a model, not a function that creates one",
+            why=f"{caller} creates the model itself, so that every variable is created in its layout",
+            fix=f"pass the function: lm.{caller}(make_model, layout_map); "
             "to shard an existing model, call lm.apply(model, layout_map)",
         )
     if not callable(make_model):
         raise ScopeError(
-            f"{function}: there is no function that creates a model",
+            f"{caller}: there is no function that creates a model",
             why=f"the first argument is {describe_type(make_model)}",
-            fix=f"pass a function: lm.{function}(lambda: keras.Sequential([...]), layout_map)",
+            fix=f"pass a function: lm.{caller}(lambda: keras.Sequential([...]), layout_map)",
         )
 
 
-def check_model(model: object, layout_map: object) -> None:
-    """Check the arguments of `apply`.
+def check_apply_arguments(model: object, layout_map: object) -> None:
+    """Raise unless the arguments of `apply` are a model and a layout map.
 
     Raises:
-        ScopeError: They are a function and no model, or swapped; or there is no layout map.
+        ScopeError: The first argument is a function, the arguments are swapped, or there is no layout map.
     """
-    _check_order(model, layout_map, "apply", "model")
+    _check_not_swapped(model, layout_map, "apply", "model")
     check_layout_map(layout_map, "apply")
     if _is_function(model):
         raise ScopeError(
@@ -71,39 +71,39 @@ def check_model(model: object, layout_map: object) -> None:
         )
 
 
-def check_layout_map(layout_map: object, function: str) -> None:
-    """Raise unless an argument is a layout map."""
+def check_layout_map(layout_map: object, caller: str) -> None:
+    """Raise unless the layout map argument of a call is a layout map."""
     if isinstance(layout_map, RuleSet):
         return
     rules = "rules" if isinstance(layout_map, Mapping) else "{...}"
     raise ScopeError(
-        f"{function}: there is no layout map",
+        f"{caller}: there is no layout map",
         why=f"the argument for it is {describe_type(layout_map)}",
         fix=f'pass lm.LayoutMap(lm.create_mesh("batch=2,model=4"), {rules})',
     )
 
 
 def _is_function(value: object) -> bool:
-    """Return whether a value is a function or class, and not a callable model."""
+    """Return whether a value is a function, a class, or a `functools.partial`. Callable models are none of these."""
     return inspect.isroutine(value) or inspect.isclass(value) or isinstance(value, functools.partial)
 
 
-def _check_order(first: object, second: object, function: str, name: str) -> None:
-    """Raise if the model and the layout map are swapped."""
-    if isinstance(first, RuleSet) and not isinstance(second, RuleSet):
+def _check_not_swapped(model: object, layout_map: object, caller: str, model_argument: str) -> None:
+    """Raise if the model and the layout map of a call are swapped."""
+    if isinstance(model, RuleSet) and not isinstance(layout_map, RuleSet):
         raise ScopeError(
-            f"{function}: the arguments are swapped",
+            f"{caller}: the arguments are swapped",
             why="the layout map is the second argument",
-            fix=f"write lm.{function}({name}, layout_map)",
+            fix=f"write lm.{caller}({model_argument}, layout_map)",
         )
 
 
-def check_step_options(on: object, num_devices: int, options: Mapping[str, object]) -> None:
-    """Raise for options of a step's cost if no cost is requested.
+def check_cost_options(on: object, num_devices: int, options: Mapping[str, object]) -> None:
+    """Raise if an option of `plan` for the cost of a step is given, but no machine for which to count the cost.
 
     Args:
-        on: The machine that `plan` was given; `None` asks for no cost.
-        num_devices: The size of the mesh, for the fix.
+        on: The machine; `None`: no cost is counted.
+        num_devices: The size of the mesh, for the fix in the message.
         options: The options by name.
     """
     for name, value in options.items():
@@ -124,6 +124,6 @@ def check_remat(remat: Any) -> None:
     except (re.error, TypeError) as error:
         raise ScopeError(
             f"remat={shorten_repr(remat)} is not a regex for layers",
-            why=f"it is not a regex: {error}",
+            why=f"{error}",
             fix="write remat='blocks', or a regex for the paths of layers, as in remat=r'blocks\\.0$'",
         ) from error

@@ -1,4 +1,4 @@
-"""Keep the state of a scope: the plan for the user, and layouts and checks for the adapter."""
+"""Define `Scope`: the state of a scope, which has the plan for the user, and layouts and values for the adapter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from layoutmap.adapters import REFUSED, Building
+from layoutmap.adapters import REFUSED_LIBRARIES, Building
 from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.protocol import Session
 from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, format_message, join_names
@@ -20,13 +20,13 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.specs import list_batch_dims
 from layoutmap.core.uneven import keep_largest_dims
-from layoutmap.core.unsupported import Unsupported
+from layoutmap.core.unsupported import UnsupportedFeature
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Assignment, VariableSpec, has_several_models
 from layoutmap.engines import Engine, get_engine
 from layoutmap.plan.completeness import make_unbuilt_problem
 from layoutmap.plan.problems import Problem
-from layoutmap.report.text import format_warnings
+from layoutmap.report.text import format_plan_warnings
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Progress
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 
 class Scope:
-    """Hold the state of an open or finished scope, with its plan. Adapters get layouts and values from it.
+    """The state of an open or finished scope, with its plan. Adapters get layouts and values from it.
 
     Attributes:
         layout_map: A copy of the rules, as they were when the scope was opened.
-        options: The options of the user.
-        across: Whether the mesh has devices of other processes.
+        options: The options with which the scope was opened.
+        spans_processes: Whether the mesh has devices of other processes.
         plan: The plan so far, which grows as models create weights.
         layers: The paths of all layers so far, if the adapter reports them.
         values: Checkpoint values that replace the initializers; `None`: no checkpoint.
@@ -55,19 +55,21 @@ class Scope:
         engine: Engine | None = None,
         options: ScopeOptions | None = None,
         *,
-        across: bool = False,
+        spans_processes: bool = False,
     ):
         # Copy the map, because models may create weights after the user has changed it.
         self.layout_map = copy.copy(layout_map)
-        mesh, activations = get_mesh(layout_map), self.layout_map.activations
-        usual = ScopeOptions()
-        self.options = options or replace(usual, own=adapter.read_own_options({}, usual, across=False))
+        mesh, activations = get_map_mesh(layout_map), self.layout_map.activations
+        default_options = ScopeOptions()
+        self.options = options or replace(
+            default_options, own=adapter.read_library_options({}, default_options, spans_processes=False)
+        )
         self.several_dims = get_engine(adapter.engine_name).several_dims
         lookup = self._find_output_layout if activations else None
         self.policy = LayoutPolicy(mesh, self.options.batch_dim, lookup)
         self.plan = Plan(mesh, ())
         self.plan_only = engine is None  # true in a dry run, which creates no values
-        self.across = across  # whether the mesh has devices of other processes
+        self.spans_processes = spans_processes  # whether the mesh has devices of other processes
         self._engine = engine
         self._warned: set[str] = set()
         self._has_stepped = False
@@ -76,7 +78,7 @@ class Scope:
         self.free_activations = False
         self.adapter = adapter
         self._engine_name = adapter.engine_name
-        self.session: Session = adapter.begin(self)
+        self.session: Session = adapter.make_session(self)
         later = self.options.later
         self._later = adapter.describe_later_variables(later, mesh) if later else ()
 
@@ -91,59 +93,59 @@ class Scope:
         """Mesh of the layout map."""
         return self.policy.mesh
 
-    def assign(
+    def assign_layouts(
         self,
         variables: Sequence[VariableSpec],
         global_init: Mapping[tuple[str, str], str],
-        unsupported: Sequence[Unsupported],
-        complete: bool,
+        unsupported: Sequence[UnsupportedFeature],
+        is_complete: bool,
         layers: Sequence[str] | None = None,
         free_activations: bool = False,
     ) -> Sequence[Assignment]:
         """Return a layout for each variable, or raise one error with all problems before anything is created."""
         self.layers, self.free_activations = layers, free_activations
         plan = make_plan(
-            [*variables, *(self._later if complete else ())],
+            [*variables, *(self._later if is_complete else ())],
             self.layout_map,
             global_init=global_init,
             unsupported=unsupported,
-            complete=complete,
+            complete=is_complete,
             layers=layers,
             free_activations=free_activations,
             several_dims=self.several_dims,
             explain_no_padding=self.adapter.explain_no_padding,
         )
-        unused = self._find_unused_dims(plan) if complete and not self.plan_only else ()
+        unused = self._iterate_unused_dim_problems(plan) if is_complete and not self.plan_only else ()
         self.plan = replace(plan, batches=None if self.plan_only else self.batches)
-        self.plan = self.plan.add_problems([*self._find_unsupported(plan), *unused])
+        self.plan = self.plan.add_problems([*self._iterate_unsupported_problems(plan), *unused])
         if not self.plan_only:
-            if self.across:
-                # Imported here and below, because numpy loads slowly.
-                from layoutmap.adapters.fingerprints import list_versions
-                from layoutmap.scope.process_group import check_plans
+            if self.spans_processes:
+                # Imported here and below, because these modules load numpy, which is slow.
+                from layoutmap.adapters.fingerprints import iterate_versions
+                from layoutmap.scope.process_group import check_same_plans
 
-                check_plans(
+                check_same_plans(
                     self.plan,
-                    self.gather,
+                    self.gather_from_processes,
                     strict=self.options.strict,
                     rules=str(self.layout_map),
-                    versions=list_versions(*dict.fromkeys((self._engine_name, self.adapter.name))),
+                    versions=iterate_versions(*dict.fromkeys((self._engine_name, self.adapter.name))),
                 )
             self.plan.check(strict=self.options.strict)
             unbuilt = self.session.list_unbuilt_layers()
             if unbuilt:
                 self.plan = self.plan.add_problem(make_unbuilt_problem("", unbuilt, called=False))
-            if complete:
+            if is_complete:
                 if self.values is not None:
-                    self.values.check(variables)
-                self._warn_once()
+                    self.values.check_all(variables)
+                self._warn_of_plan_once()
         return self.plan.assignments[: len(variables)]
 
-    def note(self, subject: str, what: str) -> None:
+    def add_note(self, subject: str, message: str) -> None:
         """Add a note to the plan."""
-        self.plan = self.plan.add_problem(Problem("gathering", "note", subject, what))
+        self.plan = self.plan.add_problem(Problem("gathering", "note", subject, message))
 
-    def assign_one(self, variable: VariableSpec) -> Assignment:
+    def assign_single_layout(self, variable: VariableSpec) -> Assignment:
         """Return the layout of one variable, before the others are known: its rule's layout if it fits."""
         plan = make_plan(
             [variable],
@@ -153,10 +155,10 @@ class Scope:
             explain_no_padding=self.adapter.explain_no_padding,
         )
         if plan.errors:
-            return Assignment(variable, self.policy.replicated(len(variable.shape)))
+            return Assignment(variable, self.policy.make_replicated_layout(len(variable.shape)))
         return plan.assignments[0]
 
-    def create(
+    def create_arrays(
         self, assignments: Mapping[str, Assignment], initializers: Mapping[str, Initializer]
     ) -> Mapping[str, Any]:
         """Create initial values in their layouts. All processes of the mesh must call this."""
@@ -165,57 +167,57 @@ class Scope:
             {} if values is None else {key: values.make_reader(a.variable) for key, a in assignments.items()}
         )
         computed = {key: a for key, a in assignments.items() if readers.get(key) is None}
-        if self.across:
-            from layoutmap.scope.process_group import check_recipes
+        if self.spans_processes:
+            from layoutmap.scope.process_group import check_same_initializers
 
             recipes = {key: initializers[key].recipe for key in computed}
             recipes_by_path = [
                 (assignments[key].variable.path, make() if make else "") for key, make in recipes.items()
             ]
-            check_recipes(recipes_by_path, self.gather)
+            check_same_initializers(recipes_by_path, self.gather_from_processes)
         variables = {key: assignment.variable for key, assignment in assignments.items()}
         with Progress(variables, enabled=self.options.progress) as progress:
 
-            def read_all() -> dict[str, Any]:
-                made: dict[str, Any] = {}
+            def read_saved_values() -> dict[str, Any]:
+                arrays: dict[str, Any] = {}
                 for key, read in readers.items():
                     if read is not None:
-                        made[key] = self.engine.from_shards(assignments[key], read, copy=False)
+                        arrays[key] = self.engine.create_from_shards(assignments[key], read, copy=False)
                         progress(key)
-                return made
+                return arrays
 
-            if readers and self.across:
-                from layoutmap.engines.agreement import run_together
+            if readers and self.spans_processes:
+                from layoutmap.engines.agreement import call_and_share_errors
 
-                made = run_together(read_all, self.gather)
+                arrays = call_and_share_errors(read_saved_values, self.gather_from_processes)
             else:
-                made = read_all()
-            return made | self.engine.create(computed, initializers, progress=progress)
+                arrays = read_saved_values()
+            return arrays | self.engine.create_initial_values(computed, initializers, progress=progress)
 
-    def gather(self, values: Any) -> Any:
+    def gather_from_processes(self, values: Any) -> Any:
         """Gather numpy values, with one row for each process of the mesh. All processes must call this."""
-        return self.engine.all_gather(values, self.mesh)
+        return self.engine.gather_from_processes(values, self.mesh)
 
     def _find_output_layout(self, path: str) -> Layout | None:
         layout = self.layout_map.activations[path]
         return layout if layout is None or self.several_dims else keep_largest_dims(layout)
 
-    def _find_unsupported(self, plan: Plan) -> Iterator[Problem]:
-        """Yield a problem for each layout or dtype that the engine cannot store, without using a device."""
+    def _iterate_unsupported_problems(self, plan: Plan) -> Iterator[Problem]:
+        """Yield an error for each layout or dtype in the plan that the engine cannot store. Devices are not used."""
         engine = get_engine(self._engine_name)
         refusals: dict[Layout | str, EngineError | None] = {}
         for path in (match.path for match in plan.activations):
             layout = self._find_output_layout(path)
-            if layout is not None and (error := _get_refusal(engine.check_layout, layout)) is not None:
+            if layout is not None and (error := _catch_engine_error(engine.check_layout, layout)) is not None:
                 yield Problem("unsupported layout", *_make_problem_fields(path, error))
         several = has_several_models([a.variable for a in plan.assignments])
         for assignment in plan.assignments:
             layout, variable = assignment.layout, assignment.variable
             if layout not in refusals:
-                refusals[layout] = _get_refusal(engine.check_layout, layout)
+                refusals[layout] = _catch_engine_error(engine.check_layout, layout)
             if variable.dtype not in refusals:
-                refusals[variable.dtype] = _get_refusal(engine.check_dtype, variable.dtype, "")
-            # A derived variable has its parent's layout, so report only the parent's problem.
+                refusals[variable.dtype] = _catch_engine_error(engine.check_dtype, variable.dtype, "")
+            # A variable without its own rule has its parent's layout, for which the parent's problem is enough.
             if assignment.match and (error := refusals[layout]) is not None:
                 yield Problem(
                     "unsupported layout",
@@ -227,8 +229,8 @@ class Scope:
                     *_make_problem_fields(variable.path, error, variable.model if several else ""),
                 )
 
-    def _find_unused_dims(self, plan: Plan) -> Iterator[Problem]:
-        """Yield a note for each unused mesh dim. A dry run has no batch dim, so it skips this."""
+    def _iterate_unused_dim_problems(self, plan: Plan) -> Iterator[Problem]:
+        """Yield a note for each mesh dim that shards no weight, layer output, or batch."""
         for dim in plan.unused_dims:
             if dim.name not in list_batch_dims(self.policy.batch_dim):
                 yield Problem(
@@ -248,7 +250,7 @@ class Scope:
         dim, seen = self.policy.batch_dim, self.policy.batches
         if dim is not None:
             return () if seen and True not in seen else list_batch_dims(dim)
-        return () if self.adapter.places_batches else None
+        return () if self.adapter.shards_batches else None
 
     def warn_of_idle_dims(self, step: str, sharded: Collection[str] = ()) -> None:
         """Warn once about mesh dims that shard nothing. See `ScopeContext`."""
@@ -262,38 +264,36 @@ class Scope:
             warnings.warn(warning, stacklevel=find_user_stacklevel({self.adapter.name}))
 
     def warn_if_empty(self) -> None:
-        """Warn if no variable was created in the scope, with the likely reason."""
+        """Warn if no layer and no variable was created in the scope, with the likely reason."""
         if len(self.plan) or self.session.list_unbuilt_layers():
             return
         what = "the scope saw no layer and no variable"
-        why = "a scope lays out what is built in its block, and not what other threads and tasks build meanwhile"
-        fix = (
-            "build the model in the block; another thread or task can do it with layout_map.build(make_model)"
-        )
-        unseen = next((name for name in REFUSED if name in sys.modules), None)
+        why = "a scope shards only models that its own thread and task build in its block"
+        fix = "build the model in the block, or in another thread or task with layout_map.build(make_model)"
+        unseen = next((name for name in REFUSED_LIBRARIES if name in sys.modules), None)
         if unseen is not None:
-            what, (why, fix) = f"{what}; models of {unseen} are not laid out", REFUSED[unseen]
+            what, (why, fix) = f"{what}; models of {unseen} are not laid out", REFUSED_LIBRARIES[unseen]
         text = format_message(what, {}, why, fix)
         warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({self.adapter.name}))
 
     def warn_of_unbuilt_layers(self) -> None:
-        """Warn that `strict` checks layers without weights only later."""
+        """Warn, with the option `strict`, that layers without weights are checked only when they create weights."""
         unbuilt = self.session.list_unbuilt_layers()
         if not self.options.strict or not unbuilt:
             return
         used = {a.match.rule for a in self.plan.assignments if a.match}
         waiting = [str(rule) for rule in self.layout_map.rules if rule not in used]
         text = format_message(
-            "strict: the layout map is not checked yet, since layers have no weights",
+            "strict: some rules of the layout map are not checked yet, because layers have no weights",
             {"layers": join_names(unbuilt), "rules to check": join_names(waiting)},
-            "a model makes its weights at its first call: errors, and rules that match no variable, are raised then",
+            "a model creates weights in its first call, which then raises for errors and for rules without a match",
             "to check now, build the model with inputs=: an example batch, or keras.Input(...)",
         )
         warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({self.adapter.name}))
 
-    def _warn_once(self) -> None:
-        """Report the plan's warnings, unless the same text was already reported."""
-        text = format_warnings(self.plan)
+    def _warn_of_plan_once(self) -> None:
+        """Warn with the plan's warnings, unless the same text was already reported."""
+        text = format_plan_warnings(self.plan)
         if text and text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({self.adapter.name, "jax"}))
@@ -302,27 +302,28 @@ class Scope:
         return f"<Scope: {self.plan!r}>"
 
 
-def get_mesh(layout_map: RuleSet) -> Mesh:
+def get_map_mesh(layout_map: RuleSet) -> Mesh:
     """Return the mesh of a layout map, or raise a `ScopeError` without one."""
     if layout_map.mesh is None:
         raise ScopeError(
             "the layout map has no mesh",
             why="it was created without a mesh and without rules",
-            fix='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
+            fix='create it with a mesh: LayoutMap(create_mesh("batch=2,model=4"))',
         )
     return layout_map.mesh
 
 
 def _make_problem_fields(path: str, error: EngineError, model: str = "") -> tuple[Any, ...]:
-    """Return the last fields of a `Problem` for a refusal of the engine."""
+    """Return the fields of a `Problem` after its kind, for an error of the engine about a variable or layer."""
     what = f"{path}: {error.what.removeprefix(': ')}"
     facts = tuple((name, str(value)) for name, value in error.facts.items())
     return "error", path, what, facts, error.why, error.fix, model
 
 
-def _get_refusal(check: Callable[..., None], *asked: object) -> EngineError | None:
+def _catch_engine_error(check: Callable[..., None], *arguments: object) -> EngineError | None:
+    """Call an engine's check, and return the error that it raises, or `None`."""
     try:
-        check(*asked)
+        check(*arguments)
     except EngineError as error:
         return error
     return None

@@ -1,4 +1,4 @@
-"""List devices, and make meshes of them."""
+"""List or simulate devices, and create meshes of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from layoutmap.core.arguments import as_int
 from layoutmap.core.errors import EngineError, MeshError, shorten_repr
 from layoutmap.core.mesh import Mesh, MeshDimension
-from layoutmap.core.mesh_devices import check_device_names
-from layoutmap.core.mesh_dims import fill_in_size, parse_mesh_dims, set_axis_types
+from layoutmap.core.mesh_devices import validate_device_names
+from layoutmap.core.mesh_dims import infer_unknown_size, parse_mesh_dims, replace_axis_types
 from layoutmap.engines import ENGINES, get_engine, list_installed_engines
 
 
@@ -54,13 +54,13 @@ def create_mesh(
         `tf.experimental.dtensor.create_mesh`,
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/create_mesh
     """
-    dims = set_axis_types(parse_mesh_dims(mesh_dims), axis_types)
+    dims = replace_axis_types(parse_mesh_dims(mesh_dims), axis_types)
     open_size = any(dim.size == -1 for dim in dims)
-    names = None if devices is None else check_device_names(devices, dims)
+    names = None if devices is None else validate_device_names(devices, dims)
     if names is None and device_type is None and engine is None and not open_size:
         return Mesh(None, dims, mesh_name)
     if names is not None:
-        mesh = Mesh(names, fill_in_size(dims, len(names)), mesh_name)
+        mesh = Mesh(names, infer_unknown_size(dims, len(names)), mesh_name)
         if device_type is not None and mesh.device_type not in (None, device_type.upper()):
             raise MeshError(
                 f"devices of type {mesh.device_type} contradict device_type={device_type!r}",
@@ -68,13 +68,14 @@ def create_mesh(
                 why="a mesh has devices of one type",
                 fix="leave device_type out",
             )
-        return mesh if engine is None else get_engine(engine).bind(mesh)
-    held_by = get_engine(choose_engine_name() if engine is None else engine)
-    there = held_by.devices(device_type)
-    mesh = Mesh(None, fill_in_size(dims, len(there)), mesh_name)
-    kind = there[0].partition(":")[0]
-    missing = [f"{kind}:{i}" for i in range(len(there), mesh.size)]  # the engine's error explains the fix
-    return held_by.bind(mesh.with_devices([*there, *missing][: mesh.size]))
+        return mesh if engine is None else get_engine(engine).bind_mesh(mesh)
+    mesh_engine = get_engine(choose_engine_name() if engine is None else engine)
+    available = mesh_engine.list_device_names(device_type)
+    mesh = Mesh(None, infer_unknown_size(dims, len(available)), mesh_name)
+    kind = available[0].partition(":")[0]
+    # Name devices that do not exist, because the engine then raises an error that says how to get more.
+    missing = [f"{kind}:{i}" for i in range(len(available), mesh.size)]
+    return mesh_engine.bind_mesh(mesh.with_devices([*available, *missing][: mesh.size]))
 
 
 def list_device_names(engine: str | None = None, device_type: str | None = None) -> tuple[str, ...]:
@@ -91,7 +92,7 @@ def list_device_names(engine: str | None = None, device_type: str | None = None)
         >>> list_device_names("jax", "CPU")[0]
         'CPU:0'
     """
-    return get_engine(choose_engine_name() if engine is None else engine).devices(device_type)
+    return get_engine(choose_engine_name() if engine is None else engine).list_device_names(device_type)
 
 
 def simulate_devices(number: int, engine: str | None = None) -> None:
@@ -121,11 +122,11 @@ def simulate_devices(number: int, engine: str | None = None) -> None:
             why="a mesh has one device or more",
             fix="pass a whole number, as in simulate_devices(8)",
         )
-    get_engine(choose_engine_name() if engine is None else engine).simulate(wanted)
+    get_engine(choose_engine_name() if engine is None else engine).simulate_devices(wanted)
 
 
 def choose_engine_name() -> str:
-    """Return the engine of Keras's backend, or of the only framework that is imported or installed.
+    """Return the name of the framework in use: Keras's backend, else the only imported or the only installed framework.
 
     Raises:
         EngineError: Several frameworks could be meant, or Keras's backend has no engine.
@@ -142,20 +143,20 @@ def choose_engine_name() -> str:
             fix=f"set KERAS_BACKEND={next(iter(ENGINES))} before Keras is imported",
         )
     imported = [name for name in ENGINES if name in sys.modules]
-    there = imported or _guess_frameworks()
-    if len(there) == 1:
-        return there[0]
+    available = imported or _list_candidate_engines()
+    if len(available) == 1:
+        return available[0]
     raise EngineError(
         f"the engine is ambiguous: {' and '.join(imported)} are imported"
         if imported
         else "the engine is ambiguous: no framework is imported",
-        facts={} if imported else {"installed": ", ".join(there)},
+        facts={} if imported else {"installed": ", ".join(available)},
         why="without engine=, the imported framework decides",
         fix=fix,
     )
 
 
-def _guess_frameworks() -> list[str]:
-    """Return the backend in `KERAS_BACKEND`, otherwise all installed frameworks."""
+def _list_candidate_engines() -> list[str]:
+    """Return the backend in `KERAS_BACKEND` if it has an engine, otherwise all installed frameworks."""
     backend = os.environ.get("KERAS_BACKEND")
     return [backend] if backend in ENGINES else list_installed_engines()

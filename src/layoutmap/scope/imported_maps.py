@@ -8,15 +8,20 @@ from importlib import import_module
 from typing import Any, Self
 
 from layoutmap.core.errors import LayoutMapWarning, MeshError, RuleError, format_count
-from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.mesh import Mesh, check_dims_in_mesh
 from layoutmap.core.specs import BatchDim
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.to_rules import derive_rules
 from layoutmap.rules.keras_rules import read_keras_map
 from layoutmap.rules.logical_axes import Semantics, resolve_logical_axes
-from layoutmap.rules.partition_specs import make_path_rules, read_shapes, read_spec_tree, search_specs
-from layoutmap.rules.rule_set import RuleSet, read_mesh
+from layoutmap.rules.partition_specs import (
+    make_path_rules,
+    read_shapes_by_path,
+    read_spec_tree,
+    resolve_partition_rules,
+)
+from layoutmap.rules.rule_set import RuleSet, parse_or_convert_mesh
 from layoutmap.rules.tp_plan import convert_tp_plan, is_model_function, read_tp_plan
 from layoutmap.scope.plan import make_plan
 from layoutmap.scope.scope import plan
@@ -58,7 +63,7 @@ class ImportedMaps(RuleSet):
         """
         rules = derive_rules(plan)
         if lost := _find_lost_layouts(plan, rules):
-            _warn(
+            _warn_user(
                 f"from_plan: {format_count(len(lost), 'variable')} of the plan "
                 f"{'is' if len(lost) == 1 else 'are'} not in the map",
                 lost,
@@ -82,7 +87,7 @@ class ImportedMaps(RuleSet):
             RuleError: Rules cannot give a variable its layout.
             ScopeError: `model` is not a model of a supported library.
         """
-        # Import by name, because `inspect` is in a higher package.
+        # Import by name, because the package of `inspect` imports this package.
         plan = model if isinstance(model, PlanTable) else import_module("layoutmap").inspect(model, optimizer)
         return cls.from_plan(plan)
 
@@ -135,12 +140,14 @@ class ImportedMaps(RuleSet):
         References:
             `transformers.distributed.tensor_parallel` of transformers 5.23.
         """
-        mesh = read_mesh(mesh) or mesh
-        check_dim("from_tp_plan: dim", dim, mesh, "weights are sharded over it", RuleError, "")
-        check_dim("from_tp_plan: batch_dim", batch_dim, mesh, "batches are sharded over it", RuleError)
+        mesh = parse_or_convert_mesh(mesh) or mesh
+        check_dims_in_mesh("from_tp_plan: dim", dim, mesh, "weights are sharded over it", RuleError, "")
+        check_dims_in_mesh(
+            "from_tp_plan: batch_dim", batch_dim, mesh, "batches are sharded over it", RuleError
+        )
         layers: list[str] | None = None
         if is_model_function(plan):
-            plan, parameters = _make_dry(plan, mesh)
+            plan, parameters = _build_in_dry_run(plan, mesh)
         if hasattr(plan, "named_parameters"):
             layers = [path for path, _ in plan.named_modules(remove_duplicate=False)]
             parameters = parameters or dict(plan.named_parameters(remove_duplicate=False))
@@ -190,7 +197,7 @@ class ImportedMaps(RuleSet):
             LayoutMap on batch=2, model=4, 1 rule
                1  keras:up/kernel  (unsharded, model)
         """
-        found, rules = read_keras_map(keras_map, read_mesh(mesh))
+        found, rules = read_keras_map(keras_map, parse_or_convert_mesh(mesh))
         return cls(found, rules)
 
     @classmethod
@@ -219,7 +226,9 @@ class ImportedMaps(RuleSet):
                2  d1\\.bias$    (unsharded,)
         """
         where, on = "from_partition_specs", _require_mesh(mesh)
-        return cls(on, make_path_rules(read_spec_tree(specs, read_shapes(parameters, where), on, where)))
+        return cls(
+            on, make_path_rules(read_spec_tree(specs, read_shapes_by_path(parameters, where), on, where))
+        )
 
     @classmethod
     def from_partition_rules(cls, rules: object, mesh: Mesh | str, parameters: object) -> Self:
@@ -255,9 +264,9 @@ class ImportedMaps(RuleSet):
             `match_partition_rules` of EasyLM.
         """
         where, on = "from_partition_rules", _require_mesh(mesh)
-        specs, unused = search_specs(rules, read_shapes(parameters, where), where)
+        specs, unused = resolve_partition_rules(rules, read_shapes_by_path(parameters, where), where)
         if unused:
-            _warn(
+            _warn_user(
                 f"{where}: {format_count(len(unused), 'rule')} without effect",
                 {"rules": ", ".join(unused)},
                 "they match no path, or earlier rules match first",
@@ -311,9 +320,11 @@ class ImportedMaps(RuleSet):
             `flax.linen.logical_to_mesh_axes` and `flax.nnx.get_partition_spec` of flax 0.12.8.
         """
         where, on = "from_logical_axes", _require_mesh(mesh)
-        specs, without = resolve_logical_axes(rules, axes, read_shapes(parameters, where), semantics, where)
+        specs, without = resolve_logical_axes(
+            rules, axes, read_shapes_by_path(parameters, where), semantics, where
+        )
         if without:
-            _warn(
+            _warn_user(
                 f"{where}: {len(without)} names of axes have no rule",
                 {"names": ", ".join(without)},
                 "linen leaves such an axis unsharded",
@@ -323,46 +334,46 @@ class ImportedMaps(RuleSet):
 
 
 def _require_mesh(mesh: Mesh | str) -> Mesh:
-    """Return the mesh of a map, or raise without one."""
-    found = read_mesh(mesh)
+    """Convert the mesh argument of a constructor to a mesh, or raise if it is missing."""
+    found = parse_or_convert_mesh(mesh)
     if found is None:
         raise MeshError(
             "the mesh is missing",
             why="specs name dims of a mesh",
-            fix='pass one, as in lm.create_mesh("batch=2,model=4"), or that text',
+            fix='pass a mesh, as in lm.create_mesh("batch=2,model=4"), or this text',
         )
     return found
 
 
-def _find_lost_layouts(found: PlanTable, rules: RuleSet) -> dict[str, object]:
-    """Return the variables with layouts that no rule can express, by path, with the reason."""
-    planned = make_plan([a.variable for a in found.assignments], rules, complete=False)
+def _find_lost_layouts(plan: PlanTable, rules: RuleSet) -> dict[str, object]:
+    """Return why the rules do not give the layout in the plan, for each variable for which that is so, by path."""
+    planned = make_plan([a.variable for a in plan.assignments], rules, complete=False)
     lost: dict[str, object] = {
         problem.subject: problem.what.removeprefix(f"{problem.subject}: ")
-        for problem in found.problems
+        for problem in plan.problems
         if problem.kind in ("no layout", "another mesh", "uneven") and problem.severity == "warning"
     }
-    for here, there in zip(found.assignments, planned.assignments, strict=True):
+    for here, there in zip(plan.assignments, planned.assignments, strict=True):
         if here.layout != there.layout:
             lost[here.variable.path] = f"in {here.layout}, and as its weight it would be in {there.layout}"
     return lost
 
 
-def _warn(what: str, facts: Mapping[str, object], why: str, fix: str) -> None:
+def _warn_user(what: str, facts: Mapping[str, object], why: str, fix: str) -> None:
     warnings.warn(LayoutMapWarning(what, facts=facts, why=why, fix=fix), stacklevel=find_user_stacklevel())
 
 
-def _make_dry(make_model: Callable[[], Any], mesh: Mesh) -> tuple[Any, dict[str, tuple[int, ...]]]:
+def _build_in_dry_run(make_model: Callable[[], Any], mesh: Mesh) -> tuple[Any, dict[str, tuple[int, ...]]]:
     """Build a model in a dry run, and return it with the shapes of its variables by path."""
-    made: list[Any] = []
+    built_models: list[Any] = []
 
     def make_and_keep() -> Any:
-        made.append(make_model())
-        return made[0]
+        built_models.append(make_model())
+        return built_models[0]
 
     weights = [
         a.variable
         for a in plan(make_and_keep, RuleSet(mesh), library="torch").assignments
         if a.variable.kind == "weight"
     ]
-    return made[0], {path: v.shape for v in weights for path in (v.path, *v.aliases)}
+    return built_models[0], {path: v.shape for v in weights for path in (v.path, *v.aliases)}

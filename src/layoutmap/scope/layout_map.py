@@ -106,7 +106,7 @@ class LayoutMap(ImportedMaps):
         return self._plan_tree(tree).to_named_shardings(tree)
 
     def _plan_tree(self, tree: object) -> Plan:
-        # imported here, so that plans need not load JAX
+        # imported here, because most plans need not load JAX
         from layoutmap.engines.jax.trees import list_variables
 
         return make_plan(list_variables(tree), self).check()

@@ -1,4 +1,4 @@
-"""Detect the library of a model that a function returns, if several libraries are imported."""
+"""Find out the library of the model that a function returns, if several libraries are imported."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class OtherLibraryError(ScopeError):
         )
 
 
-def check_owner(model: object, library: str) -> None:
+def check_model_library(model: object, library: str) -> None:
     """Raise if a model belongs to another library than the scope.
 
     Raises:
-        OtherLibraryError: It is of another library.
-        ScopeError: It is no model.
+        OtherLibraryError: The model is of another library.
+        ScopeError: The value is not a model of a supported library.
     """
     owner = get_model_adapter(model).name
     if owner != library:
@@ -52,9 +52,9 @@ _MOST_NAMES = 200
 
 
 def find_named_libraries(function: object) -> set[str]:
-    """Find the libraries that a function's code refers to, without calling it.
+    """Return the model libraries that a function's code refers to, without calling it.
 
-    Functions that it names are read, too. A class has the libraries of its base classes.
+    The code of functions that it names is searched, too. A class belongs to the libraries of its base classes.
     """
     libraries, seen, queue = set[str](), dict[int, object](), [function]
     while queue and len(seen) < _MOST_NAMES:
@@ -66,15 +66,15 @@ def find_named_libraries(function: object) -> set[str]:
         if id(value) in seen:
             continue
         seen[id(value)] = value
-        found = _find_packages(value)
+        found = _find_libraries(value)
         libraries |= found
         if not found and isinstance(value, FunctionType):
-            queue += _resolve_names(value)
+            queue += _list_referenced_objects(value)
     return libraries
 
 
-def _find_packages(value: Any) -> set[str]:
-    """Return the libraries with a package that defines a value."""
+def _find_libraries(value: Any) -> set[str]:
+    """Return the model libraries that define a value. A class also belongs to the libraries of its base classes."""
     if isinstance(value, ModuleType):
         modules = [value.__name__]
     elif isinstance(value, type):
@@ -85,8 +85,8 @@ def _find_packages(value: Any) -> set[str]:
     return {_LIBRARY_OF_PACKAGE[root] for root in roots if root in _LIBRARY_OF_PACKAGE}
 
 
-def _resolve_names(function: FunctionType) -> list[object]:
-    """Return the existing objects that the names in a function's code refer to."""
+def _list_referenced_objects(function: FunctionType) -> list[object]:
+    """Return the objects that a function's code names: globals, closure variables, and attributes of modules."""
     names, codes = dict[str, None](), [function.__code__]
     while codes:
         code = codes.pop()
@@ -96,17 +96,20 @@ def _resolve_names(function: FunctionType) -> list[object]:
         closure = [cell.cell_contents for cell in function.__closure__ or ()]
         scope = {**function.__globals__, **dict(zip(function.__code__.co_freevars, closure, strict=True))}
         values = [scope[name] for name in (*names, *function.__code__.co_freevars) if name in scope]
-        own = [value for value in values if isinstance(value, ModuleType) and not _find_packages(value)]
-        return [*values, *(vars(module)[name] for module in own for name in names if name in vars(module))]
+        modules = [value for value in values if isinstance(value, ModuleType) and not _find_libraries(value)]
+        return [
+            *values,
+            *(vars(module)[name] for module in modules for name in names if name in vars(module)),
+        ]
     return []
 
 
-def infer_library(function: Callable[P, R]) -> Callable[P, R]:
-    """Retry a function with the model's library, if `library` is None and the first call found another one.
+def retry_with_model_library(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function so that it is called again with the library of the model, if the first guess was wrong.
 
-    The first call is for JAX if the function that makes the model names no other library, so that no unsharded array is
-    made (decisions/0259). Otherwise it is for the first imported library, since a Keras program on JAX has imported
-    both. It has changed nothing but random states, which are restored, so values are those of one call.
+    The first call is for JAX if the function that creates the model names no other library, so that no unsharded array
+    is created (decisions/0259). Otherwise it is for the first imported library, since a Keras program on JAX has
+    imported both. It changes only random states, which are restored, so values are those of one call.
     """
 
     @functools.wraps(function)
@@ -114,29 +117,29 @@ def infer_library(function: Callable[P, R]) -> Callable[P, R]:
         imported = [name for name in ADAPTERS if name in sys.modules]
         if kwargs.get("library") is not None or len(imported) < 2:
             return function(*args, **kwargs)
-        # Imported here, because it imports numpy.
+        # Imported here, because it loads numpy, which is slow.
         from layoutmap.adapters.random_states import read_states, restore_states
 
-        given = [*args, *kwargs.values()]
+        values = [*args, *kwargs.values()]
         # Without a layout map, `load` uses an existing model, so nothing must be rebuilt.
-        builds = any(isinstance(value, RuleSet) for value in given)
-        is_jax = builds and "jax" in imported and find_named_libraries(given[0]) == {"jax"}
+        builds = any(isinstance(value, RuleSet) for value in values)
+        is_jax = builds and "jax" in imported and find_named_libraries(values[0]) == {"jax"}
         states = read_states()
-        again: Callable[..., R] = function
+        call: Callable[..., R] = function
         try:
-            return again(*args, **{**kwargs, "library": "jax"}) if is_jax else function(*args, **kwargs)
+            return call(*args, **{**kwargs, "library": "jax"}) if is_jax else function(*args, **kwargs)
         except OtherLibraryError as error:
             restore_states(states)
-            return again(*args, **{**kwargs, "library": error.library})
+            return call(*args, **{**kwargs, "library": error.library})
         except LayoutMapError:
             raise
         except Exception as error:
-            # A JAX model that names mesh dims needs a mesh, which only a JAX scope sets, so retry with JAX.
+            # A JAX model that names mesh dims needs a mesh, and only a scope for JAX sets one, so retry with JAX.
             if is_jax or "jax" not in imported[1:] or "mesh" not in str(error):
                 raise
             restore_states(states)
             with suppress(Exception):
-                return again(*args, **{**kwargs, "library": "jax"})
+                return call(*args, **{**kwargs, "library": "jax"})
             raise
 
     return run_with_library

@@ -13,14 +13,14 @@ from layoutmap.plan.diff import PlanDiff, diff_plans
 from layoutmap.plan.keras_names import collect_keras_layouts
 from layoutmap.plan.lint import Findings, lint_plan
 from layoutmap.plan.memory import Memory, count_memory
-from layoutmap.plan.planner import make_table
+from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.verdict import Verdict, judge_plan
 from layoutmap.report.explain import explain_variable
-from layoutmap.report.text import format_html, format_line, format_text
+from layoutmap.report.text import format_plan_html, format_plan_summary, format_plan_text
 from layoutmap.rules.rule_set import RuleSet
 
-# Import JSON and page code inside methods, because it loads slowly.
+# Modules for JSON and HTML are imported inside methods, because they load slowly.
 
 P = ParamSpec("P")
 
@@ -57,7 +57,7 @@ class Plan(PlanTable):
     """
 
     @classmethod
-    def of(cls, table: PlanTable) -> Plan:
+    def from_table(cls, table: PlanTable) -> Plan:
         """Convert a plan table to a `Plan`."""
         return cls(**table.__getstate__())
 
@@ -118,7 +118,7 @@ class Plan(PlanTable):
         if layout_map is None:
             return explain_variable(self, path)
         variables = [a.variable for a in self.assignments]
-        return explain_variable(self, path, make_table(variables, layout_map, complete=False))
+        return explain_variable(self, path, make_plan_table(variables, layout_map, complete=False))
 
     def diff(self, other: PlanTable) -> PlanDiff:
         """Compare with another plan. The result is false if nothing differs.
@@ -183,7 +183,7 @@ class Plan(PlanTable):
                1  .*\\.\\d+\\.up$  (unsharded, model)
             the rest is replicated
         """
-        # Import by name, because the module of LayoutMap imports this one.
+        # Import by name, because the module of LayoutMap imports this module.
         return import_module("layoutmap.scope.layout_map").LayoutMap.from_plan(self)
 
     # -- exports
@@ -221,12 +221,12 @@ class Plan(PlanTable):
 
         return self._convert_to_jax(tree, make_named_sharding)
 
-    def _convert_to_jax(self, tree: object, made: Callable[[Layout], Any]) -> Any:
-        from layoutmap.engines.jax.trees import map_by_path
+    def _convert_to_jax(self, tree: object, convert_layout: Callable[[Layout], Any]) -> Any:
+        from layoutmap.engines.jax.trees import map_arrays_by_path
 
         if tree is None:
-            return {path: made(a.layout) for path, a in self.items()}
-        return map_by_path(tree, lambda path, _: made(self[path].layout))
+            return {path: convert_layout(a.layout) for path, a in self.items()}
+        return map_arrays_by_path(tree, lambda path, _: convert_layout(self[path].layout))
 
     def to_keras(self, device_mesh: object = None) -> Any:
         """Return the layouts as a `keras.distribution.LayoutMap` for `keras.distribution.ModelParallel`.
@@ -253,9 +253,9 @@ class Plan(PlanTable):
             >>> plan.to_keras()["model/d1/kernel"].axes
             (None, 'model')
         """
-        from layoutmap.adapters.keras.distribution import make_keras_map
+        from layoutmap.adapters.keras.distribution import make_keras_layout_map
 
-        return make_keras_map(self.mesh, collect_keras_layouts(self), device_mesh)
+        return make_keras_layout_map(self.mesh, collect_keras_layouts(self), device_mesh)
 
     def to_parallelize_plan(self) -> str:
         """Return Python code for torch programs: a function `parallelize(model, mesh)` that calls torch's functions.
@@ -349,7 +349,7 @@ class Plan(PlanTable):
         """
         from layoutmap.plan.json import plan_from_json
 
-        return Plan.of(plan_from_json(text))
+        return Plan.from_table(plan_from_json(text))
 
     def to_html(
         self, batch_dim: BatchDim | None = None, *, explained: Mapping[str, Any] | None = None
@@ -385,25 +385,25 @@ class Plan(PlanTable):
             width: Width of a table in characters, as of a terminal. Columns are left out or shortened, and the line
                 below the table names them. `None`: all columns.
         """
-        return format_text(self, width)
+        return format_plan_text(self, width)
 
     __str__ = to_text
 
     def __repr__(self) -> str:
-        return f"<Plan: {format_line(self)}>"
+        return f"<Plan: {format_plan_summary(self)}>"
 
     def _repr_html_(self) -> str:
-        return format_html(self)
+        return format_plan_html(self)
 
 
-def _return_plan(make: Callable[P, PlanTable]) -> Callable[P, Plan]:
+def _convert_result_to_plan(function: Callable[P, PlanTable]) -> Callable[P, Plan]:
     """Wrap a function that returns a plan table so that it returns a `Plan`."""
 
-    @wraps(make)
+    @wraps(function)
     def call_and_convert(*args: P.args, **options: P.kwargs) -> Plan:
-        return Plan.of(make(*args, **options))
+        return Plan.from_table(function(*args, **options))
 
     return call_and_convert
 
 
-make_plan = _return_plan(make_table)
+make_plan = _convert_result_to_plan(make_plan_table)

@@ -1,8 +1,8 @@
-"""Exchange texts and arrays between the processes of a program, and check that they act consistently.
+"""Exchange texts and arrays between the processes of a mesh, and check that they act consistently.
 
-A computation on a mesh of several processes is right only if each of them does its part of the same thing. Where they
-differ, a collective waits forever or returns wrong numbers. So what decides the computation is compared before it. Each
-check is called by all processes, with their own values, and raises in all of them.
+A computation on a mesh of several processes is right only if all processes compute parts of the same program. If they
+differ, a collective waits forever or returns wrong numbers. So the processes compare options, plans, and initializers
+before the computation. All processes call each check with their own values, and it raises in all of them.
 """
 
 from __future__ import annotations
@@ -16,113 +16,115 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.engines import Engine
 from layoutmap.engines.agreement import (
     Gather,
-    Part,
+    NamedText,
     Result,
-    check_alike,
-    check_equal,
+    call_and_share_errors,
+    check_same_texts,
+    compare_texts,
     describe_difference,
     find_difference,
     gather_texts,
-    label_processes,
-    run_together,
+    make_process_facts,
 )
 from layoutmap.plan.diff import diff_plans
 from layoutmap.plan.json import compute_fingerprint, plan_from_json, plan_to_json
 from layoutmap.plan.table import PlanTable
 
 
-class Group:
-    """The processes that have devices of a mesh.
+class MeshProcesses:
+    """The processes that have devices of a mesh, for exchanging values between them.
 
     Args:
         engine: The engine of the arrays.
-        mesh: Their mesh; `None`: only this process.
+        mesh: The mesh; `None`: only this process.
 
     Attributes:
-        number: The number of this process among them.
-        devices: For each process, the numbers of its devices in the mesh.
+        process_index: The position of this process among the processes of the mesh.
+        devices_by_process: For each process, the positions of its devices in the mesh.
     """
 
     def __init__(self, engine: Engine, mesh: Mesh | None):
         self._engine = engine
         self._mesh = mesh
-        self.number = 0
-        self.devices: list[tuple[int, ...]] = [tuple(range(mesh.size)) if mesh is not None else ()]
-        bound = None if mesh is None else engine.bind(mesh)
+        self.process_index = 0
+        self.devices_by_process: list[tuple[int, ...]] = [tuple(range(mesh.size)) if mesh is not None else ()]
+        bound = None if mesh is None else engine.bind_mesh(mesh)
         if bound is not None and 0 < len(bound.local_device_ids) < bound.size:
-            own = json.dumps(bound.local_device_ids)
-            texts = gather_texts(own, self.gather)
-            self.devices = [tuple(json.loads(text)) for text in texts]
-            self.number = texts.index(own)
+            own_ids = json.dumps(bound.local_device_ids)
+            texts = gather_texts(own_ids, self.gather_from_processes)
+            self.devices_by_process = [tuple(json.loads(text)) for text in texts]
+            self.process_index = texts.index(own_ids)
 
     @property
-    def count(self) -> int:
-        """Number of processes."""
-        return len(self.devices)
+    def num_processes(self) -> int:
+        """Number of processes with devices of the mesh."""
+        return len(self.devices_by_process)
 
     @property
-    def has_others(self) -> bool:
-        """Whether there are other processes."""
-        return self.count > 1
+    def has_other_processes(self) -> bool:
+        """Whether other processes have devices of the mesh, too."""
+        return self.num_processes > 1
 
-    def gather(self, values: Any) -> Any:
-        """Gather numpy values, with one row per process. All processes must call this."""
+    def gather_from_processes(self, values: Any) -> Any:
+        """Return the numpy values of all processes, stacked with one row per process. All processes must call this."""
         assert self._mesh is not None
-        return self._engine.all_gather(values, self._mesh)
+        return self._engine.gather_from_processes(values, self._mesh)
 
-    def texts(self, text: str) -> list[str]:
-        """Gather a text from each process. All processes must call this."""
-        return gather_texts(text, self.gather) if self.has_others else [text]
+    def gather_text(self, text: str) -> list[str]:
+        """Return the texts of all processes in order. All processes must call this."""
+        return gather_texts(text, self.gather_from_processes) if self.has_other_processes else [text]
 
     def find_differences(self, text: str) -> Sequence[str]:
-        """Return the text of each process if they differ, else nothing. All processes must call this."""
-        return check_alike(text, self.gather)[0] if self.has_others else []
+        """Return the texts of all processes if they differ, else an empty sequence. All processes must call this."""
+        return compare_texts(text, self.gather_from_processes)[0] if self.has_other_processes else []
 
-    def agreed(self, function: Callable[[], Result], verb: str = "load") -> Result:
-        """Call a function in each process, and raise in all processes if it raises in one."""
-        return run_together(function, self.gather, verb) if self.has_others else function()
+    def run_in_all(self, function: Callable[[], Result], verb: str = "load") -> Result:
+        """Call a function in each process, and return its result here. If it raises in one process, raise in all."""
+        if not self.has_other_processes:
+            return function()
+        return call_and_share_errors(function, self.gather_from_processes, verb)
 
-    def first(self, function: Callable[[], list[str]]) -> list[str]:
-        """Call a function in process 0, and return its texts in all processes, or raise in all."""
-        texts = self.agreed(lambda: function() if self.number == 0 else [], "save")
-        return json.loads(self.texts(json.dumps(texts))[0])
+    def run_in_first(self, function: Callable[[], list[str]]) -> list[str]:
+        """Call a function only in process 0, and return its texts in all processes. If it raises, raise in all."""
+        texts = self.run_in_all(lambda: function() if self.process_index == 0 else [], "save")
+        return json.loads(self.gather_text(json.dumps(texts))[0])
 
 
-def check_options(options: str, gather: Gather) -> None:
-    """Raise a `ScopeError` if processes open a scope with different or invalid options."""
-    texts, _ = check_alike(options, gather)
+def check_same_options(options: str, gather: Gather) -> None:
+    """Raise a `ScopeError` in all processes if their options for a scope, or the errors of these, differ."""
+    texts, _ = compare_texts(options, gather)
     if texts:
         raise ScopeError(
             "the processes open this scope with different options",
-            facts=label_processes(texts),
+            facts=make_process_facts(texts),
             why="the options decide what each process computes, and all must compute parts of the same "
             "program",
             fix="pass the same options in all processes",
         )
 
 
-def check_plans(
+def check_same_plans(
     plan: PlanTable,
     gather: Gather,
     *,
     strict: bool = False,
     rules: str = "",
-    versions: Iterable[Part] = (),
+    versions: Iterable[NamedText] = (),
 ) -> None:
-    """Raise a `PlanError` if the processes have different plans or different problems."""
+    """Raise a `PlanError` in all processes if their plans, problems, rules, or versions differ."""
     refusal = ""
     try:
         plan.check(strict=strict)
     except PlanError as error:
         refusal = str(error)
     devices = ", ".join(plan.mesh.devices or ())
-    own = [
+    own_parts = [
         *versions,
         ("plan", f"{compute_fingerprint(plan)} {devices}"),
         ("problems", refusal),
         ("rules", rules),
     ]
-    found = find_difference(own, gather)
+    found = find_difference(own_parts, gather)
     if found is None:
         return
     name, texts = found
@@ -133,7 +135,7 @@ def check_plans(
     if name == "problems":
         raise PlanError(
             "the processes find different problems in the same plan",
-            facts=label_processes([text or "no problem" for text in refusals]),
+            facts=make_process_facts([text or "no problem" for text in refusals]),
             why="their rules or models differ, although all variables have the same layouts",
             fix="use the same layout map and model in all processes",
         )
@@ -142,20 +144,20 @@ def check_plans(
     what = f"process {other} has a different plan from process 0"
     raise PlanError(
         what if name == "plan" else describe_difference(name, texts),
-        facts={"from 0 to it": str(difference) if difference else same},
+        facts={f"from process 0 to {other}": str(difference) if difference else same},
         why="each process holds a part of one model, so all must build the same model with the same rules",
         fix="use the same layout map, library releases, and model in all processes",
     )
 
 
-def check_recipes(recipes: Iterable[tuple[str, str]], gather: Gather) -> None:
+def check_same_initializers(recipes: Iterable[tuple[str, str]], gather: Gather) -> None:
     """Raise a `ScopeError` if processes would initialize their shards of a variable differently.
 
     Args:
-        recipes: A variable's path, and the text that determines its first value, for each variable in order.
-        gather: Gathers from all processes.
+        recipes: For each variable in order, its path and a text that determines its initial value.
+        gather: Returns the numpy values of all processes, stacked.
     """
-    check_equal(
+    check_same_texts(
         recipes,
         gather,
         "the processes initialize it in different ways",
@@ -165,17 +167,17 @@ def check_recipes(recipes: Iterable[tuple[str, str]], gather: Gather) -> None:
     )
 
 
-def check_saves(named_texts: Iterable[tuple[str, str]], gather: Gather) -> None:
+def check_same_save_arguments(named_texts: Iterable[tuple[str, str]], gather: Gather) -> None:
     """Raise a `CheckpointError` if the processes save with different arguments.
 
     Args:
-        named_texts: What decides what is saved and where: its name, or a variable's path, and a text, in order.
-        gather: Gathers from all processes.
+        named_texts: The arguments and variables of the save in order, each as a name or path and a text to compare.
+        gather: Returns the numpy values of all processes, stacked.
     """
     if (found := find_difference(named_texts, gather)) is not None:
         raise CheckpointError(
             f"{found[0]}: the processes save with different arguments",
-            facts=label_processes(found[1]),
+            facts=make_process_facts(found[1]),
             why="each process writes its shards of one step",
             fix="pass the same directory, step, metadata, model and optimizer in all processes",
         )

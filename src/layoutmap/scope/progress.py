@@ -9,40 +9,40 @@ from types import TracebackType
 from typing import Literal, Self
 
 from layoutmap.core.escaping import escape_text
-from layoutmap.core.terminals import is_interactive
+from layoutmap.core.terminals import is_stderr_interactive
 from layoutmap.core.variables import VariableSpec
 
 _DELAY_SECONDS = 2.0
 _UPDATE_SECONDS = 0.1
 _LOG_SECONDS = 5.0  # between two log lines
 
-Shown = bool | Literal["log"] | None
+ProgressMode = bool | Literal["log"] | None
 """Whether to show progress.
 
-`None`: on a terminal and in a notebook, if the work takes more than two seconds. `"log"`: so, too, and elsewhere a line
-each few seconds.
+`None`: on a terminal and in a notebook, if the work takes more than two seconds. `"log"`: as with `None`, and elsewhere
+a new line every few seconds.
 """
 
 
 class ProgressLine:
-    """A line that each update overwrites and the end clears.
+    """Show a line of progress that each update overwrites, and clear it at the end of the `with` block.
 
     Args:
-        enabled: Whether to show it.
+        enabled: Whether to show the line.
     """
 
-    def __init__(self, enabled: Shown = None):
-        self._is_log = enabled == "log" and not is_interactive()
-        self._enabled = self._is_log or (enabled if isinstance(enabled, bool) else is_interactive())
+    def __init__(self, enabled: ProgressMode = None):
+        self._is_log = enabled == "log" and not is_stderr_interactive()
+        self._enabled = self._is_log or (enabled if isinstance(enabled, bool) else is_stderr_interactive())
         self._between_seconds = _LOG_SECONDS if self._is_log else _UPDATE_SECONDS
-        patience = 0 if enabled is True else _LOG_SECONDS if self._is_log else _DELAY_SECONDS
-        self._next = time.monotonic() + patience
+        delay = 0 if enabled is True else _LOG_SECONDS if self._is_log else _DELAY_SECONDS
+        self._next = time.monotonic() + delay
         self._width = 0  # the width of the current line in characters
 
     def __enter__(self) -> Self:
         return self
 
-    def _is_due(self) -> bool:
+    def _is_update_due(self) -> bool:
         now = time.monotonic()
         if not self._enabled or now < self._next:
             return False
@@ -53,16 +53,16 @@ class ProgressLine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._width:
-            self._show("")
+            self._show_line("")
 
-    def _show(self, line: str) -> None:
-        """Overwrite the line, padded with spaces, because notebooks ignore terminal codes except carriage returns."""
+    def _show_line(self, text: str) -> None:
+        """Overwrite the line by a text, padded with spaces, since notebooks ignore terminal codes except `\\r`."""
         if self._is_log:
-            print(line, file=sys.stderr, flush=True)
+            print(text, file=sys.stderr, flush=True)
             return
-        sys.stderr.write(f"\r{line.ljust(self._width)}\r{line}")
+        sys.stderr.write(f"\r{text.ljust(self._width)}\r{text}")
         sys.stderr.flush()
-        self._width = len(line)
+        self._width = len(text)
 
 
 class Progress(ProgressLine):
@@ -71,35 +71,35 @@ class Progress(ProgressLine):
     Args:
         variables: The variables, by key.
         enabled: See `ProgressLine`.
-        verb: What is done with them, as in `"saved"`; empty: they are materialized, which needs no word.
+        verb: A participle that says what happens to variables, as in `"saved"`. Empty: the text has no verb.
     """
 
     def __init__(self, variables: Mapping[str, VariableSpec], *, enabled: bool | None = None, verb: str = ""):
         super().__init__(enabled)
         self._variables = variables
         self._total_bytes = sum(variable.global_bytes for variable in self._variables.values()) or 1
-        self._made = self._made_bytes = 0
+        self._num_finished = self._finished_bytes = 0
         self._verb = f" {verb}" * bool(verb)
 
     def __call__(self, key: str) -> None:
-        """Count a variable as finished."""
+        """Count the variable with a key as finished, and update the line."""
         variable = self._variables[key]
-        self._made += 1
-        self._made_bytes += variable.global_bytes
-        if self._is_due():
-            share = 100 * self._made_bytes // self._total_bytes
-            counts = f"{self._made}/{len(self._variables)} variables{self._verb}, {share}%"
-            self._show(f"layoutmap: {counts}  {escape_text(variable.path)}")
+        self._num_finished += 1
+        self._finished_bytes += variable.global_bytes
+        if self._is_update_due():
+            share = 100 * self._finished_bytes // self._total_bytes
+            counts = f"{self._num_finished}/{len(self._variables)} variables{self._verb}, {share}%"
+            self._show_line(f"layoutmap: {counts}  {escape_text(variable.path)}")
 
 
 class ElapsedTime(ProgressLine):
     """Show the seconds that a task has taken."""
 
-    def __init__(self, what: str, *, enabled: Shown = None):
+    def __init__(self, task: str, *, enabled: ProgressMode = None):
         super().__init__(enabled)
-        self._what, self._begin = what, time.monotonic()
+        self._what, self._begin = task, time.monotonic()
 
-    def __call__(self, done: str = "") -> None:
-        """Show the elapsed time, and the progress in `done`."""
-        if self._is_due():
-            self._show(f"layoutmap: {self._what}, {time.monotonic() - self._begin:.0f} s{done}")
+    def __call__(self, progress: str = "") -> None:
+        """Update the line with the elapsed seconds, followed by the text `progress`."""
+        if self._is_update_due():
+            self._show_line(f"layoutmap: {self._what}, {time.monotonic() - self._begin:.0f} s{progress}")

@@ -1,8 +1,7 @@
 """Plan a model, or build it with each variable created in its layout.
 
-`plan`, `scope`, `build` and `apply` are one path: variables are deferred, described, matched and checked, and then
-made. A plan stops before the last step. The file is longer than others for the docstrings of these, which are the
-reference of the library.
+`plan`, `scope`, `build` and `apply` do the same steps: variables are deferred, described, matched with rules, checked,
+and created. A plan stops before the last step.
 """
 
 from __future__ import annotations
@@ -23,31 +22,31 @@ from layoutmap.adapters import (
     refuse_other_libraries,
     require_capability,
 )
-from layoutmap.adapters.options import NEUTRAL, OptionsByName, ScopeOptions
+from layoutmap.adapters.options import COMMON_OPTIONS, OptionsByName, ScopeOptions
 from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, join_names
 from layoutmap.core.garbage import pause_garbage_collection
-from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.mesh import Mesh, check_dims_in_mesh
 from layoutmap.core.specs import BatchDim, list_batch_dims
 from layoutmap.engines import get_engine
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.completeness import has_weights, make_unbuilt_problem
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import (
-    add_scope_options,
+    check_apply_arguments,
+    check_cost_options,
     check_layout_map,
-    check_maker,
-    check_model,
-    check_step_options,
+    check_model_function,
+    document_scope_options,
 )
-from layoutmap.scope.context import Scope, get_mesh
-from layoutmap.scope.owner import check_owner, infer_library
+from layoutmap.scope.context import Scope, get_map_mesh
+from layoutmap.scope.owner import check_model_library, retry_with_model_library
 from layoutmap.scope.plan import Plan, make_plan
 
 if TYPE_CHECKING:
     from layoutmap.checkpoint.model_values import ModelValues
 
 
-@add_scope_options
+@document_scope_options
 @contextmanager
 def scope(
     layout_map: RuleSet, *, library: str | None = None, **options: Unpack[OptionsByName]
@@ -92,8 +91,8 @@ def scope(
         `tf.keras.dtensor.experimental.LayoutMap.scope` of TensorFlow 2.9 to 2.15.
     """
     check_layout_map(layout_map, "scope")
-    context = _open_scope(layout_map, _find_adapter(library), options)
-    with context.session.defer(), refuse_other_libraries(context.adapter):
+    context = _open_scope(layout_map, _choose_adapter(library), options)
+    with context.session.defer_variables(), refuse_other_libraries(context.adapter):
         yield context
     context.warn_if_empty()
     context.warn_of_unbuilt_layers()
@@ -111,8 +110,8 @@ def layout_map_scope(layout_map: RuleSet) -> Generator[Scope]:
         yield context
 
 
-@add_scope_options
-@infer_library
+@document_scope_options
+@retry_with_model_library
 def build(
     make_model: Callable[[], Any],
     layout_map: RuleSet,
@@ -151,15 +150,15 @@ def build(
         >>> model.layers[0].bias.layout.is_fully_replicated()
         True
     """
-    check_maker(make_model, layout_map, "build")
-    context = _open_scope(layout_map, _find_adapter(library), options)
+    check_model_function(make_model, layout_map, "build")
+    context = _open_scope(layout_map, _choose_adapter(library), options)
     context.values = values
     model = make_model_in_scope(context, make_model, inputs)
     context.warn_of_unbuilt_layers()
     return model
 
 
-@infer_library
+@retry_with_model_library
 def plan(
     make_model: Callable[[], Any],
     layout_map: RuleSet,
@@ -229,18 +228,20 @@ def plan(
         >>> lm.plan(lambda: keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="d1")]), layout_map)
         <Plan: 2 variables on batch=512, model=8, 576 B, 128 B per device; 1 warning>
     """
-    check_maker(make_model, layout_map, "plan")
-    adapter = _find_adapter(library)
-    usual = ScopeOptions(later=later)
-    own = adapter.read_own_options({}, usual, across=False)
-    context = Scope(layout_map, adapter, options=replace(usual, own=own))
+    check_model_function(make_model, layout_map, "plan")
+    adapter = _choose_adapter(library)
+    default_options = ScopeOptions(later=later)
+    own = adapter.read_library_options({}, default_options, spans_processes=False)
+    context = Scope(layout_map, adapter, options=replace(default_options, own=own))
     options = {"batch_dim": batch_dim, "loss": loss, "verify": verify, "remat": remat}
     options["fuse_attention"] = fuse_attention or None
-    check_step_options(on, context.mesh.size, options)
+    check_cost_options(on, context.mesh.size, options)
     request = None
     if on is not None:
-        request = load_cost_package().request_cost(on, context.mesh, inputs, adapter.engine_name, options)
-    with adapter.keep_random_states(), pause_garbage_collection():
+        request = load_cost_package().make_cost_request(
+            on, context.mesh, inputs, adapter.engine_name, options
+        )
+    with adapter.preserve_random_states(), pause_garbage_collection():
         prepare = None
         if optimizer is not None:
             training = require_capability(adapter, Training, "plan: optimizer")
@@ -259,21 +260,21 @@ def plan(
             several_dims=context.several_dims,
             explain_no_padding=adapter.explain_no_padding,
         )
-        of_engine = [p for p in found.problems if p.kind in ("unsupported layout", "unsupported")]
-        final = final.add_problems([p for p in of_engine if p not in final.problems])
+        engine_problems = [p for p in found.problems if p.kind in ("unsupported layout", "unsupported")]
+        final = final.add_problems([p for p in engine_problems if p not in final.problems])
     if not complete:
         problem = make_unbuilt_problem(type(model).__name__, unbuilt, called=inputs is not None)
         final = final.add_problem(problem)
     if strict:
         final.check(strict=True)
     if request is not None and not final.errors:
-        with adapter.keep_random_states():
+        with adapter.preserve_random_states():
             request = replace(request, device_memory=device_memory, advises=advise)
-            return load_cost_package().add_cost(final, context, model, inputs, optimizer, request)
+            return load_cost_package().count_and_add_cost(final, context, model, inputs, optimizer, request)
     return final.set_limits(device_memory=device_memory)
 
 
-@add_scope_options
+@document_scope_options
 def apply(model: object, layout_map: RuleSet, **options: Unpack[OptionsByName]) -> Any:
     """Shard an existing model, with the plan of `build` and the model's own values.
 
@@ -295,24 +296,24 @@ def apply(model: object, layout_map: RuleSet, **options: Unpack[OptionsByName]) 
         >>> layout_map.apply(model).layers[0].kernel.layout.sharding_specs
         ('unsharded', 'model')
     """
-    check_model(model, layout_map)
+    check_apply_arguments(model, layout_map)
     adapter = get_model_adapter(model)
     context = _open_scope(layout_map, adapter, options)
-    laid_out = context.session.take(model)
+    sharded_model = context.session.shard_model(model)
     context.warn_of_unbuilt_layers()
-    return laid_out
+    return sharded_model
 
 
-def _find_adapter(library: str | None) -> Building:
+def _choose_adapter(library: str | None) -> Building:
     return get_adapter(library) if library else get_imported_adapter()
 
 
-def _open_scope(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]) -> Scope:
-    """Open a scope with the given options, after starting the devices of its mesh."""
-    adapter.check()
-    engine, mesh = get_engine(adapter.engine_name), get_mesh(layout_map)
-    bound = engine.bind(mesh)
-    across = len(bound.local_device_ids) < bound.size
+def _open_scope(layout_map: RuleSet, adapter: Building, user_options: Mapping[str, Any]) -> Scope:
+    """Return an open scope with the user's options, after starting the devices of its mesh."""
+    adapter.check_context()
+    engine, mesh = get_engine(adapter.engine_name), get_map_mesh(layout_map)
+    bound = engine.bind_mesh(mesh)
+    spans_processes = len(bound.local_device_ids) < bound.size
     if not bound.local_device_ids:
         raise ScopeError(
             "no device of the mesh belongs to this process",
@@ -322,33 +323,37 @@ def _open_scope(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]
             "devices: lm.create_mesh(..)",
         )
     try:
-        options, refusal = _check_options(adapter, given, mesh, across), None
+        options, refusal = _check_and_read_options(adapter, user_options, mesh, spans_processes), None
     except LayoutMapError as error:
         options, refusal = None, error
-    if across:
-        from layoutmap.scope.process_group import check_options
+    if spans_processes:
+        from layoutmap.scope.process_group import check_same_options
 
-        # Compare processes before raising, so that an error in one is raised in all and no process waits forever.
+        # Compare the options before raising, so that all processes raise if one does, and none waits forever.
         compared = replace(options, progress=None, later=None) if options else refusal
-        check_options(f"library={adapter.name!r}, {compared}", lambda values: engine.all_gather(values, mesh))
+        check_same_options(
+            f"library={adapter.name!r}, {compared}", lambda values: engine.gather_from_processes(values, mesh)
+        )
     if refusal is not None:
         raise refusal
-    context = Scope(layout_map, adapter, engine, options, across=across)
-    replicated = context.policy.replicated(0)
+    context = Scope(layout_map, adapter, engine, options, spans_processes=spans_processes)
+    replicated = context.policy.make_replicated_layout(0)
     try:
         engine.check_layout(replicated)
     except EngineError:
-        return context  # the plan reports this error with all other problems
+        return context  # the plan reports the refused layout with all other problems
     # Start simulated devices before the session, because parts of the simulation cannot start inside one.
-    engine.native(replicated, 0)
+    engine.make_native_layout(replicated, 0)
     return context
 
 
 # Adapters check their own options, and the scope checks the common ones (decisions/0171).
-def _check_options(adapter: Building, given: Mapping[str, Any], mesh: Mesh, across: bool) -> ScopeOptions:
-    """Check the options that the user passed."""
-    options = ScopeOptions(**{name: value for name, value in given.items() if name in NEUTRAL})
-    check_dim("batch_dim", options.batch_dim, mesh, "the batch is sharded over it")
+def _check_and_read_options(
+    adapter: Building, user_options: Mapping[str, Any], mesh: Mesh, spans_processes: bool
+) -> ScopeOptions:
+    """Check the options that the user passed, and return them as `ScopeOptions`."""
+    options = ScopeOptions(**{name: value for name, value in user_options.items() if name in COMMON_OPTIONS})
+    check_dims_in_mesh("batch_dim", options.batch_dim, mesh, "the batch is sharded over it")
     if (
         len(dims := list_batch_dims(options.batch_dim)) > 1
         and not get_engine(adapter.engine_name).several_dims
@@ -359,8 +364,8 @@ def _check_options(adapter: Building, given: Mapping[str, Any], mesh: Mesh, acro
             why=f"an axis of an array of {adapter.engine_name} is sharded over one mesh dim at most",
             fix="use a mesh in which one dim contains all devices of the batch, or use JAX or PyTorch",
         )
-    own = {name: value for name, value in given.items() if name not in NEUTRAL}
-    return replace(options, own=adapter.read_own_options(own, options, across=across))
+    own = {name: value for name, value in user_options.items() if name not in COMMON_OPTIONS}
+    return replace(options, own=adapter.read_library_options(own, options, spans_processes=spans_processes))
 
 
 def make_model_in_scope(
@@ -373,22 +378,22 @@ def make_model_in_scope(
 
     Args:
         context: The scope.
-        make_model: Makes the model and returns it.
+        make_model: Creates the model and returns it.
         inputs: See `build`.
-        prepare: Changes the model before its weights are made, as to give it an optimizer.
+        prepare: Changes the model before its weights are created, and returns it, as to give it an optimizer.
     """
 
-    def make_model_and_check() -> Any:
+    def make_model_of_library() -> Any:
         with refuse_other_libraries(context.adapter):
-            return _call_and_check(context, make_model, inputs, prepare)
+            return _make_and_check_model(context, make_model, inputs, prepare)
 
-    return context.session.build(make_model_and_check)
+    return context.session.build_model(make_model_of_library)
 
 
-def _call_and_check(
+def _make_and_check_model(
     context: Scope, make_model: Callable[[], Any], inputs: object, prepare: Callable[[object], object] | None
 ) -> Any:
-    """Call the model function, and check its result."""
+    """Call the function that creates the model, check its result, and return the model with all its weights."""
     model = make_model()
     if model is None:
         raise ScopeError(
@@ -396,14 +401,14 @@ def _call_and_check(
             why="build and plan use the model that the function returns",
             fix="end the function with: return model",
         )
-    check_owner(model, context.adapter.name)
+    check_model_library(model, context.adapter.name)
     model = model if prepare is None else prepare(model)
-    if not context.session.made(model):
+    if not context.session.has_built(model):
         raise ScopeError(
             f"{type(model).__name__}: the function returned an existing model",
             facts={"model": getattr(model, "name", "")},
             why="only variables that the function creates are sharded; the model is unchanged",
             fix="create the model inside the function, or shard the existing one: layout_map.apply(model)",
         )
-    context.session.complete(model, inputs)
+    context.session.create_lazy_variables(model, inputs)
     return model

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from layoutmap.core.errors import PlanError
-from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.mesh import Mesh, check_dims_in_mesh
 from layoutmap.core.specs import BatchDim
-from layoutmap.plan.completeness import find_missing_weights
+from layoutmap.plan.completeness import find_unbuilt_problem
 from layoutmap.plan.suggest_rules import suggest_rules
 from layoutmap.plan.table import PlanTable
 from layoutmap.scope.layout_map import LayoutMap
@@ -61,24 +61,24 @@ def suggest(
            3  down\\.kernel$  (model, unsharded)
         the rest is replicated
     """
-    made = plan(make_model, LayoutMap(mesh), inputs=inputs, library=library)
-    missing = find_missing_weights(made)
+    model_plan = plan(make_model, LayoutMap(mesh), inputs=inputs, library=library)
+    missing = find_unbuilt_problem(model_plan)
     if missing is not None:
         raise PlanError(
             f"suggest: {missing.what}",
             why=missing.why,
             fix="pass an example input of the model: suggest(.., inputs=..)",
         )
-    return suggest_layout_map(made, batch_dim)
+    return suggest_layout_map(model_plan, batch_dim)
 
 
-def suggest_layout_map(made: PlanTable, batch_dim: BatchDim | None) -> LayoutMap:
+def suggest_layout_map(table: PlanTable, batch_dim: BatchDim | None) -> LayoutMap:
     """Suggest a first layout map for the variables of a plan.
 
     Raises:
-        PlanError: The mesh has no such dim.
+        PlanError: The plan's mesh does not have the batch dim.
     """
-    check_dim("suggest: batch_dim", batch_dim, made.mesh, "batches are sharded over it", PlanError)
-    found = LayoutMap(made.mesh, rest="replicated")
-    found.update(suggest_rules(made, batch_dim))
+    check_dims_in_mesh("suggest: batch_dim", batch_dim, table.mesh, "batches are sharded over it", PlanError)
+    found = LayoutMap(table.mesh, rest="replicated")
+    found.update(suggest_rules(table, batch_dim))
     return found

@@ -27,7 +27,7 @@ import pytest
 
 import layoutmap as lm
 from layoutmap.adapters import Capable, get_adapter
-from layoutmap.adapters.protocol import Building, Inspecting, Keeping, Training
+from layoutmap.adapters.protocol import Building, Checkpointing, Inspecting, Training
 from layoutmap.engines import get_engine
 from layoutmap.testing.old_names import OldMethodNames
 
@@ -107,7 +107,7 @@ class AdapterContract(OldMethodNames):
         """Return an unsharded model with all variables that training creates."""
         self.adapter.set_seed(7)
         model = self.models()[name]()
-        self.adapter.complete(model, self.batch(name))
+        self.adapter.create_lazy_variables(model, self.batch(name))
         return model
 
     def read_unsharded(self, name: str) -> dict[str, npt.NDArray[Any]]:
@@ -132,7 +132,7 @@ class AdapterContract(OldMethodNames):
     def assert_shard_shape(self, path: str, variable: Any) -> None:
         """Assert that each device has a shard of the shape of the variable's layout."""
         array = self.get_array(variable)
-        shards = get_engine(self.adapter.engine_name).to_shards(array)
+        shards = get_engine(self.adapter.engine_name).iterate_shards(array)
         shapes = {tuple(part.stop - part.start for part in index) for index, _ in shards}
         assert {variable.layout.shard_shape(array.shape)} == shapes, path
 
@@ -145,7 +145,7 @@ class AdapterContract(OldMethodNames):
     # -- the laws
 
     def test_values_do_not_depend_on_the_mesh(self, name: str, mesh: str):
-        """For one seed, initial values on every mesh have the bits of the unsharded model."""
+        """For one seed, initial values on every mesh equal those of the unsharded model bit for bit."""
         expected = self.read_unsharded(name)
         actual = self.read_values(self.build_sharded(name, mesh))
 
@@ -173,7 +173,7 @@ class AdapterContract(OldMethodNames):
         self.adapter.set_seed(7)
         lm.plan(make_model, self.make_layout_map(name), library=self.library)
         model = make_model()
-        self.adapter.complete(model, self.batch(name))
+        self.adapter.create_lazy_variables(model, self.batch(name))
 
         actual = self.read_values(model)
         assert all(np.array_equal(a, b) for a, b in zip(expected.values(), actual.values(), strict=True))
@@ -216,7 +216,7 @@ class AdapterContract(OldMethodNames):
         actual = self.read_values(model)
         assert list(expected) == list(actual)
         assert all(np.array_equal(a, b) for a, b in zip(expected.values(), actual.values(), strict=True))
-        training.complete(model, self.batch(name))
+        training.create_lazy_variables(model, self.batch(name))
         assert np.isfinite([*training.train_step(model, self.batch(name)).values()]).all()
 
     def test_it_trains_like_one_device(self, name: str):
@@ -237,15 +237,15 @@ class AdapterContract(OldMethodNames):
 
     def test_a_checkpoint_is_loaded_on_any_mesh(self, tmp_path: Path):
         """A checkpoint of one mesh loads bit for bit on another mesh and into an unsharded model."""
-        self.require(Keeping)
+        self.require(Checkpointing)
         name, make_model = self.get_first_model()
         model = self.build_sharded(name)
-        self.adapter.complete(model, self.batch(name))
+        self.adapter.create_lazy_variables(model, self.batch(name))
         for path, value in self.read_values(model).items():
-            if value.dtype.kind == "f":  # no initializer returns these values
+            if value.dtype.kind == "f":  # no initializer returns these values, so the load must read them
                 self.adapter.write(self.adapter.variables(model)[path], value + 1)
         lm.save(model, tmp_path)
-        saved = lm.describe(tmp_path)  # libraries leave some variables out of files
+        saved = lm.describe(tmp_path)  # libraries leave some variables out of files, so compare these
         expected = {path: value for path, value in self.read_values(model).items() if path in saved}
         other = self.make_layout_map(name, "batch=4,model=2")
         loaded = lm.load(make_model, tmp_path, layout_map=other, library=self.library)

@@ -1,4 +1,4 @@
-"""Laws of arrays on random meshes, layouts, and shapes. Each law is a program for any number of devices and processes.
+"""Test laws of arrays on random meshes, layouts, and shapes. A law is a program for any devices and processes.
 
 >>> from layoutmap.scope.devices import simulate_devices
 >>> simulate_devices(8, "jax")
@@ -15,7 +15,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
 from layoutmap.testing.laws import Outcome, run_law
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.maps import EIGHT, Devices, Specs, draw_specs
+from layoutmap.testing.models.maps import EIGHT, Devices, Specs, draw_sharding_specs
 
 _PROGRAM = """\
 import ml_dtypes  # registers bfloat16 with numpy
@@ -35,8 +35,8 @@ first, second = (lm.Layout(specs, mesh) for specs in {specs!r})
 
 def check(array, layout):
     assert engine.get_layout(array) == layout, (engine.get_layout(array), layout)
-    shards = {{get_slice_ends(index): shard for index, shard in engine.to_shards(array)}}
-    expected = [layout.shard_slices(values.shape, device) for device in engine.bind(mesh).local_device_ids]
+    shards = {{get_slice_ends(index): shard for index, shard in engine.iterate_shards(array)}}
+    expected = [layout.shard_slices(values.shape, device) for device in engine.bind_mesh(mesh).local_device_ids]
     assert set(shards) == set(map(get_slice_ends, expected)), (set(shards), expected)
     for index in expected:
         assert np.array_equal(shards[get_slice_ends(index)], values[index]), index
@@ -53,17 +53,17 @@ check(array, first)
 check(engine.relayout(array, second), second)""",
     "a created variable has its initial values in its layout": """\
 initializers = {"w": Initializer(global_value=lambda: values)}
-check(engine.create({"w": Assignment(variable, first)}, initializers)["w"], first)""",
+check(engine.create_initial_values({"w": Assignment(variable, first)}, initializers)["w"], first)""",
     "an array that is read by shard has its values in its layout": """\
-check(engine.from_shards(Assignment(variable, second), values.__getitem__), second)""",
+check(engine.create_from_shards(Assignment(variable, second), values.__getitem__), second)""",
     "a call returns its values in the layout": """\
 array = engine.relayout(values, first)
 values = values + values
-check(engine.call(lambda x: x + x, second, [array], {}), second)""",
+check(engine.call_with_layout(lambda x: x + x, second, [array], {}), second)""",
 }
 
 
-def try_arrays(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
+def try_array_laws(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
     """Yield the outcome of each law of arrays, with its program if the law does not hold."""
     choices = Choices.from_seed(seed)
     mesh = Mesh(None, dims := choices.pick_weighted(devices.meshes))
@@ -74,23 +74,23 @@ def try_arrays(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tup
         "seed": seed,
         "shape": shape,
         "dtype": choices.pick("float32", "int32", "float16", "int8", "bfloat16"),
-        "specs": [_draw_specs(choices, engine, mesh, shape) for _ in range(2)],
+        "specs": [_draw_supported_specs(choices, engine, mesh, shape) for _ in range(2)],
         "simulation": f"\nlm.simulate_devices({devices.number}, {engine!r})\n" if devices.simulated else "",
     }
     for law, lines in _LAWS.items():
         program = _PROGRAM.format(**values, law=lines)
-        outcome = run_law(law, partial(_execute, program))
+        outcome = run_law(law, partial(_execute_program, program))
         yield outcome, program if outcome.is_suspicious else ""
 
 
-def _execute(program: str) -> Iterable[str]:
-    """Run a program, which raises if the law does not hold. Returns no differences."""
+def _execute_program(program: str) -> Iterable[str]:
+    """Run a program that raises if its law does not hold, and return no differences otherwise."""
     exec(compile(program, "<drawn>", "exec"), {"__name__": __name__})
     return ()
 
 
-def _draw_specs(choices: Choices, engine: str, mesh: Mesh, shape: tuple[int, ...]) -> Specs:
-    """Draw specs that the engine supports. TensorFlow's DTensor cannot shard an axis over several dims."""
-    specs = draw_specs(choices, mesh, shape, "error")
+def _draw_supported_specs(choices: Choices, engine: str, mesh: Mesh, shape: tuple[int, ...]) -> Specs:
+    """Draw sharding specs that the engine supports. TensorFlow's DTensor cannot shard an axis over several dims."""
+    specs = draw_sharding_specs(choices, mesh, shape, "error")
     can_combine = get_engine(engine).several_dims
     return tuple(spec if can_combine or isinstance(spec, str) else None for spec in specs)

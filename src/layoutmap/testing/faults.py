@@ -1,4 +1,4 @@
-"""Known faults of engines: programs with wrong results, which this package corrects (why: decisions/0166)."""
+"""Test that known faults of engines are corrected. Each fault is a program with a wrong result (decisions/0166)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from layoutmap.engines.tensorflow.selfcheck import FAULTS
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of an engine, as two programs on simulated CPU devices. Each prints 1 if the engine computes right."""
+    """A fault of an engine, as two programs on simulated CPU devices. Each prints 1 if its result is correct."""
 
     title: str
     uncorrected: str  # program that uses only the engine
@@ -77,7 +77,7 @@ FAULTS: Mapping[str, Callable[[], list[Fault]]] = {
 
 
 def run_program(program: str) -> tuple[float, str]:
-    """Run a program, and return the number that it prints, or NaN, with all its output."""
+    """Run a program, and return the number that it prints, or NaN if it prints none, and all its output."""
     command = [sys.executable, "-c", program]
     process = subprocess.run(command, env=make_cpu_environment(), capture_output=True, text=True)
     number = re.fullmatch(r"(?:times|right:) ([\d.]+)\n", process.stdout)
@@ -85,8 +85,8 @@ def run_program(program: str) -> tuple[float, str]:
     return float(number[1] if number else "nan"), output
 
 
-def try_faults(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
-    """Yield for each known framework bug whether it is corrected, with a program that shows it if not.
+def try_known_fault(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
+    """Yield the outcome for the known fault that a seed chooses: whether it is corrected, and a program if it is not.
 
     Only the first process yields.
     """

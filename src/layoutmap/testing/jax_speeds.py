@@ -1,4 +1,4 @@
-"""Collectives, products, and copies on JAX devices, to measure their speed."""
+"""Run collectives, products, and copies on JAX devices, to measure their speed."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ def get_memory_bytes() -> int | None:
 
 
 def watch_peak_bytes() -> Callable[[], int | None]:
-    """Return a function that returns the peak memory since this call.
+    """Return a function that returns the peak bytes in use since this call.
 
-    It returns `None` if devices report no memory, as CPUs, or if an earlier peak was higher, since JAX cannot reset it.
+    It returns `None` if devices report no memory, as CPUs do, or if an earlier peak was higher, since JAX cannot reset
+    the peak.
     """
     earlier = _get_memory_stats().get("peak_bytes_in_use", 0)
 
@@ -84,6 +85,6 @@ def describe_devices() -> dict[str, str]:
     return facts | ({"slices": str(len(slices))} if slices else {})
 
 
-def wait(result: object) -> None:
+def wait_for_result(result: object) -> None:
     """Wait until the devices have computed a result."""
     jax.block_until_ready(result)

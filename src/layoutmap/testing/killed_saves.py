@@ -1,4 +1,4 @@
-"""Programs that save until they are killed, and the law that the steps they leave can be loaded.
+"""Run programs that save until they are killed, and test that the steps that they have saved can be loaded.
 
 `python -m layoutmap.testing.killed_saves jax FOLDER` saves step after step.
 """
@@ -26,18 +26,18 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.launchers import detect_launcher
 from layoutmap.saving.manager import CheckpointManager
 from layoutmap.scope.devices import simulate_devices
-from layoutmap.scope.process_group import Group
+from layoutmap.scope.process_group import MeshProcesses
 from layoutmap.testing.laws import Outcome, run_law
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import EIGHT, Devices
-from layoutmap.testing.stack import Stack
+from layoutmap.testing.stack import LayerStack
 from layoutmap.testing.subjects import make_cpu_environment, make_launcher_environments
 
-_WIDTH = 120  # most numbers of devices divide it
+_WIDTH = 120  # a multiple of most numbers of devices
 _SECONDS = 120.0
 
 
-def try_killed_saves(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
+def try_killed_save(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
     """Kill a program that saves, load its steps on the devices, and yield the outcome. All processes call it."""
     dims = Choices.from_seed(seed).pick_weighted(devices.meshes)
     law = "a save that is killed leaves the steps before it, for any mesh"
@@ -45,35 +45,37 @@ def try_killed_saves(engine: str, seed: int, devices: Devices = EIGHT) -> Iterat
 
 
 def _check_saved_steps(engine: str, dims: str, rng: random.Random) -> Iterator[str]:
-    """Yield each step that has other values on the mesh than when it was saved."""
+    """Yield a text for each step that has other values when it is loaded on the mesh than when it was saved."""
     constant = ConstantModel(engine, dims)
     with tempfile.TemporaryDirectory() as own_folder:
-        folder, *steps = constant.group.first(
+        folder, *steps = constant.group.run_in_first(
             lambda: [own_folder, *_save_until_killed(engine, Path(own_folder), rng)]
         )
         for step in map(int, steps):
             constant.model = CheckpointManager(folder).load(constant.model, step=step)
             if constant.read_values() != {step}:
                 yield f"step {step} is {constant.read_values()} on {dims}"
-        constant.group.texts("")  # waits until all processes have read the folder
+        constant.group.gather_text("")  # waits until all processes have read the folder
 
 
 def _save_until_killed(engine: str, folder: Path, rng: random.Random) -> list[str]:
-    """Run a program that saves, kill it, and return its steps, which must be complete."""
+    """Run a program that saves, kill it, and return the numbers of its steps. Fails if a step is damaged."""
     storage = LocalStorage(folder)
-    (process,) = start_saving([sys.executable, "-m", __name__, engine, str(folder)], folder)
-    while not storage.steps() and process.poll() is None:
+    (process,) = start_processes([sys.executable, "-m", __name__, engine, str(folder)], folder)
+    while not storage.list_steps() and process.poll() is None:
         time.sleep(0.002)
     time.sleep(rng.random() * 0.4)
     process.kill()
     errors = process.communicate()[1]
-    problems = [problem for step in storage.steps() for problem in StepSource(storage, step).problems()]
+    problems = [
+        problem for step in storage.list_steps() for problem in StepSource(storage, step).find_damage()
+    ]
     assert (process.returncode, problems) == (-signal.SIGKILL, []), errors[-3000:] or problems
-    return [str(step) for step in storage.steps()]
+    return [str(step) for step in storage.list_steps()]
 
 
-def start_saving(command: Sequence[str], folder: Path, count: int = 1) -> list[subprocess.Popen[str]]:
-    """Start a program on two CPU devices, and return its processes after the first write to a folder."""
+def start_processes(command: Sequence[str], folder: Path, count: int = 1) -> list[subprocess.Popen[str]]:
+    """Start a program in `count` processes with two CPU devices in all. Return them after a first write to `folder`."""
     environment = make_cpu_environment() | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // count}"
     }
@@ -94,26 +96,26 @@ class ConstantModel:
     """A stack of layers in which all weights have the same value."""
 
     def __init__(self, engine: str, dims: str):
-        stack = Stack(engine, dims, _WIDTH)
+        stack = LayerStack(engine, dims, _WIDTH)
         self._adapter = require_capability(get_adapter(stack.library), Adapter, "a run")
         self._adapter.set_seed(0)  # equal models in all processes
         self.model: Any = stack.build_model()
-        self.group = Group(get_engine(engine), stack.mesh)
-        self.fill(0)
+        self.group = MeshProcesses(get_engine(engine), stack.mesh)
+        self.set_all_weights(0)
 
     def read_values(self) -> set[int]:
         """Return the distinct values in shards of this process."""
         arrays = [stored.array for stored in self._adapter.list_stored_variables(self.model)]
         return {int(value) for array in arrays for shard in unpack(array) for value in np.unique(shard)}
 
-    def fill(self, value: int) -> None:
+    def set_all_weights(self, value: int) -> None:
         """Set all weights to a value."""
         for variable in self._adapter.variables(self.model).values():
             self._adapter.write(variable, np.full((_WIDTH, _WIDTH), value, np.float32))
 
 
-def build_on_two_devices(engine: str) -> ConstantModel:
-    """Return a model on the two devices of a program that `start_saving` started."""
+def build_constant_model(engine: str) -> ConstantModel:
+    """Return a model on the two devices of a program that `start_processes` started."""
     if (started_by := detect_launcher()) is None:
         simulate_devices(2, engine)
     elif engine == "jax":
@@ -126,10 +128,10 @@ def build_on_two_devices(engine: str) -> ConstantModel:
 
 def main(engine: str, folder: str) -> None:
     """Save steps until this process is killed."""
-    constant, manager, step = build_on_two_devices(engine), CheckpointManager(folder, keep_last=3), 0
+    constant, manager, step = build_constant_model(engine), CheckpointManager(folder, keep_last=3), 0
     while True:
         step += 1
-        constant.fill(step)
+        constant.set_all_weights(step)
         manager.save(constant.model, step)
 
 

@@ -9,7 +9,7 @@ from layoutmap.core.old_names import warn_about_old_name
 
 
 class OldMethodNames:
-    """A base class that lets subclasses define and call methods by their old names."""
+    """Let subclasses define and call methods by their old names, with a warning."""
 
     old_names: ClassVar[Mapping[str, str]] = {}
     """The new name of each method, by its old name."""

@@ -1,4 +1,4 @@
-"""Detection of TF32 by the error of a matrix product, since frameworks have several settings for it."""
+"""Detect TF32 by the error of a matrix product, since frameworks have several settings for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALLOW_TF32 = {
 }
 """The line of a program that allows or forbids TF32, by engine.
 
-Laws execute the line that a failing case prints, so that both use the same setting.
+A law executes the same line as the program that it prints for a failing case.
 """
 _FLOAT32 = "in float32"
 _MAX_FLOAT32_ERROR = 1e-5
@@ -29,23 +29,23 @@ _MAX_FLOAT32_ERROR = 1e-5
 
 
 @contextmanager
-def allowed_tf32(engine: str, mesh: Mesh) -> Iterator[bool]:
-    """Allow TF32 in a block and forbid it afterwards. Yields whether the devices use it."""
+def allow_tf32(engine: str, mesh: Mesh) -> Iterator[bool]:
+    """Allow TF32 until the block ends, and forbid it then. Yields whether the devices use TF32 for products."""
     setting = f"import {engine}\n{ALLOW_TF32[engine]}"
     exec(setting.format(True))
     try:
-        yield describe_products(partial(_multiply, engine, mesh)) != _FLOAT32
+        yield describe_products(partial(_multiply_on_mesh, engine, mesh)) != _FLOAT32
     finally:
         exec(setting.format(False))
 
 
 def describe_tf32(engine: str, mesh: Mesh, *, simulated: bool) -> dict[str, str]:
-    """Return facts about float32 products for a report. Real devices stop using TF32."""
+    """Return facts about float32 products for a report. TF32 is forbidden afterwards, unless devices are simulated."""
     has_tf32 = False
     if not simulated:
-        with allowed_tf32(engine, mesh) as has_tf32:
+        with allow_tf32(engine, mesh) as has_tf32:
             pass
-    description = describe_products(partial(_multiply, engine, mesh))
+    description = describe_products(partial(_multiply_on_mesh, engine, mesh))
     return {"float32 products": description, "TF32": "tried, too" if has_tf32 else "not on these devices"}
 
 
@@ -57,7 +57,7 @@ def describe_products(multiply: Callable[[NumpyArray, NumpyArray], NumpyArray]) 
     return _FLOAT32 if error < _MAX_FLOAT32_ERROR else f"in TF32 or bfloat16 (they differ by {error:.0e})"
 
 
-def _multiply(engine: str, mesh: Mesh, *matrices: NumpyArray) -> NumpyArray:
+def _multiply_on_mesh(engine: str, mesh: Mesh, *matrices: NumpyArray) -> NumpyArray:
     implementation, layout = get_engine(engine), Layout.replicated(mesh, 2)
     arrays = [implementation.relayout(matrix, layout) for matrix in matrices]
-    return implementation.to_numpy(implementation.call(operator.matmul, layout, arrays, {}))
+    return implementation.to_numpy(implementation.call_with_layout(operator.matmul, layout, arrays, {}))

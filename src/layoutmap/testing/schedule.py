@@ -26,11 +26,11 @@ from layoutmap.testing.laws import LAWS, Outcome
 from layoutmap.testing.subjects import DEVICES_PER_PROCESS, get_subject, make_launcher_environments
 
 CASES_PER_PROCESS = 20
-"""The number of cases before a new process starts, since compiled programs fill the memory of a process."""
+"""Each process tries this many cases, because its compiled programs fill the memory. Then a new process starts."""
 CASE_SECONDS = 300.0  # the longest duration of a case
 TURN_SECONDS = 60.0
-"""Most seconds that a subject runs ahead of others before its process ends. A new process imports a framework."""
-_GRACE_SECONDS = 5.0  # the time in which a process can end by itself, so that no other process waits for it
+"""A process ends if its subject has used this many seconds more than another. A smaller limit causes more imports."""
+_GRACE_SECONDS = 5.0  # a process may end by itself in this time, because others could wait for a killed one
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,25 @@ class Schedule:
     simulate: int = 8  # devices that each process simulates; 0: the devices of the machine
     mesh: str = ""  # of all cases; empty: drawn
     settings: Mapping[str, str] = field(default_factory=dict[str, str])  # environment variables
-    # of each engine with a started process
+    # device names by engine, for each engine with a started process
     devices: dict[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]], init=False)
-    # about these devices, for a report
+    # facts about these devices by engine, for a report
     facts: dict[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]], init=False)
-    used: Counter[str] = field(default_factory=Counter[str], init=False)  # seconds by subject
-    begun: Counter[str] = field(default_factory=Counter[str], init=False)  # number of cases by subject
+    used_seconds: Counter[str] = field(default_factory=Counter[str], init=False)  # seconds by subject
+    num_begun: Counter[str] = field(default_factory=Counter[str], init=False)  # number of cases by subject
     _results: queue.SimpleQueue[LawResult | None] = field(default_factory=queue.SimpleQueue, init=False)
     _stopped: set[str] = field(default_factory=set[str], init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _processes: set[_WorkerProcess] = field(default_factory=set["_WorkerProcess"], init=False)
     _deadline: float = field(default=0.0, init=False)
 
-    def run(self) -> Iterator[LawResult]:
-        """Yield results as they arrive. Closing the iterator ends all processes."""
+    def run_cases(self) -> Iterator[LawResult]:
+        """Try cases in worker processes, and yield results as they arrive. Closing the iterator ends all processes."""
         self._deadline = time.monotonic() + self.seconds
         num_running = self.num_workers or os.cpu_count() or 1
-        threads = [threading.Thread(target=self._run_worker, daemon=True) for _ in range(num_running)]
+        threads = [
+            threading.Thread(target=self._try_cases_in_worker, daemon=True) for _ in range(num_running)
+        ]
         for thread in threads:
             thread.start()
         try:
@@ -84,40 +86,41 @@ class Schedule:
         finally:
             self._deadline = 0.0  # with a deadline in the past, no worker begins another case
             for process in tuple(self._processes):
-                process.kill()  # its worker then reads the rest of the output and cleans up
+                process.kill_processes()  # its worker then reads the rest of the output and cleans up
             for thread in threads:
                 thread.join()
 
-    def run_together(self, is_first: bool) -> Iterator[LawResult]:
+    def run_cases_together(self, is_first_process: bool) -> Iterator[LawResult]:
         """Yield results of cases that all processes of a program try together, each with its own worker process.
 
-        The first process decides about the cases and the end.
+        The first process chooses the cases, and when to stop.
         """
         deadline = time.monotonic() + self.seconds
         with self._start_process(self.subjects[0], quick=True) as process:
             for seed in itertools.count(self.seed):
                 for process.subject in self.subjects:
                     is_over = time.monotonic() >= deadline or seed - self.seed == self.count
-                    if process.has_ended or (is_first and is_over):
+                    if process.has_ended or (is_first_process and is_over):
                         return
                     yield from process.try_case(seed, float("inf"))
 
-    def _run_worker(self) -> None:
+    def _try_cases_in_worker(self) -> None:
         try:
-            while subject := self._take_subject():
+            while subject := self._choose_next_subject():
                 with self._start_process(subject, quick=True) as process:
                     for _ in range(CASES_PER_PROCESS):
-                        if process.has_ended or (seed := self._take_seed(subject)) is None:
+                        if process.has_ended or (seed := self._take_next_seed(subject)) is None:
                             break
                         self._try_case(process, seed)
                         turn = min(TURN_SECONDS, self.seconds / len(self.subjects))
-                        if self.used[subject] > min(self.used[other] for other in self.subjects) + turn:
+                        least = min(self.used_seconds[other] for other in self.subjects)
+                        if self.used_seconds[subject] > least + turn:
                             break
         finally:
             self._results.put(None)
 
     def _try_case(self, process: _WorkerProcess, seed: int) -> None:
-        """Try a case. If a law does not hold, the result without quick compilation counts."""
+        """Try a case and queue its results. If a law does not hold, use the results without quick compilation."""
         start, subject = time.monotonic(), process.subject
         results = process.try_case(seed, self._deadline)
         num_laws = max((i + 1 for i, result in enumerate(results) if result.outcome.is_suspicious), default=0)
@@ -127,32 +130,32 @@ class Schedule:
             laws = [result.outcome.law for result in results[:num_laws]]
             with self._start_process(subject, quick=False, laws=laws if laws[-1] in LAWS else ()) as slow:
                 results = [*slow.try_case(seed, self._deadline), *results[num_laws:]]
-        if (engine := get_subject(subject).engine) not in self.devices:  # the engine does not start
+        if (engine := get_subject(subject).engine) not in self.devices:  # no process could start the engine
             self._stopped.add(engine)
         if time.monotonic() < self._deadline:  # otherwise the case may be unfinished
             for result in results:
                 self._results.put(result)
         with self._lock:
-            self.used[subject] += round(time.monotonic() - start)
+            self.used_seconds[subject] += round(time.monotonic() - start)
 
-    def _take_subject(self) -> str | None:
-        """Return the subject that used the least time."""
+    def _choose_next_subject(self) -> str | None:
+        """Return the subject that used the least time so far, or None if no cases or no time are left."""
         with self._lock:
-            left = [s for s in self.subjects if self.count is None or self.begun[s] < self.count]
+            left = [s for s in self.subjects if self.count is None or self.num_begun[s] < self.count]
             left = [s for s in left if get_subject(s).engine not in self._stopped]
             if not left or time.monotonic() >= self._deadline:
                 return None
-            subject = min(left, key=lambda name: (self.used[name], self.begun[name]))
-            self.used[subject] += 1  # so that the next worker takes another subject
+            subject = min(left, key=lambda name: (self.used_seconds[name], self.num_begun[name]))
+            self.used_seconds[subject] += 1  # so that the next worker takes another subject
             return subject
 
-    def _take_seed(self, subject: str) -> int | None:
-        """Return the next seed of a subject."""
+    def _take_next_seed(self, subject: str) -> int | None:
+        """Return the next seed of a subject, or None if no cases or no time are left."""
         with self._lock:
-            if time.monotonic() >= self._deadline or self.begun[subject] == self.count:
+            if time.monotonic() >= self._deadline or self.num_begun[subject] == self.count:
                 return None
-            self.begun[subject] += 1
-            return self.seed + self.begun[subject] - 1
+            self.num_begun[subject] += 1
+            return self.seed + self.num_begun[subject] - 1
 
     @contextlib.contextmanager
     def _start_process(
@@ -163,12 +166,12 @@ class Schedule:
         try:
             yield process
         finally:
-            process.end()
+            process.end_processes()
             self._processes.discard(process)
 
 
 class _WorkerProcess:
-    """A worker process that tries one case at a time, or several that try each case together.
+    """A worker process that tries one case at a time, or several processes that try each case together.
 
     The first of several processes reads cases and writes results for all. With `quick`, XLA skips most optimizations.
     """
@@ -178,7 +181,7 @@ class _WorkerProcess:
         self.subject, self._engine, self._schedule = name, subject.engine, schedule
         self.is_quick = quick and simulated and subject.engine == "jax"
         num_simulated, environments = schedule.simulate, [dict[str, str]()]
-        if subject.num_processes > 1:  # a flag simulates devices of JAX, and torch has one device per process
+        if subject.num_processes > 1:  # JAX simulates devices by a flag, and torch has one device per process
             num_simulated = DEVICES_PER_PROCESS[subject.engine] if subject.engine == "tensorflow" else 0
             environments = make_launcher_environments(subject.num_processes)
         arguments = [subject.engine, str(num_simulated), schedule.mesh, *laws]
@@ -203,7 +206,7 @@ class _WorkerProcess:
     def try_case(self, seed: int, deadline: float) -> list[LawResult]:
         """Return the results of a case. If the process ends or takes too long, the last result is a failure."""
         results: list[LawResult] = []
-        timer = threading.Timer(max(0.0, min(CASE_SECONDS, deadline - time.monotonic())), self.kill)
+        timer = threading.Timer(max(0.0, min(CASE_SECONDS, deadline - time.monotonic())), self.kill_processes)
         timer.start()
         try:
             assert self._process.stdin is not None
@@ -228,17 +231,17 @@ class _WorkerProcess:
         failure = Outcome("a case ends without its process", "failed", why, 0.0)
         return [*results, LawResult(self.subject, seed, failure)]
 
-    def end(self) -> None:
+    def end_processes(self) -> None:
         """End all processes and their children. Only the thread that reads results may call it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.communicate(timeout=_GRACE_SECONDS)  # closes stdin, which ends the process
-        self.kill()
+        self.kill_processes()
         self._process.communicate()
         for other in self._others:
             other.wait()
         self._errors.close()
 
-    def kill(self) -> None:
+    def kill_processes(self) -> None:
         """Kill all processes and their children."""
         if any(process.poll() is None for process in (self._process, *self._others)):
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""A stack of linear layers, to compare the measured cost of a step with the predicted cost.
+"""Build a stack of linear layers, to compare the measured cost of a step with the predicted cost.
 
 Weights and batch are sharded over the first mesh dim with more than one device. `python -m layoutmap.testing.stack jax
 batch=2,model=4 1024 h100` predicts the cost in a process without devices, which torch requires.
@@ -23,7 +23,7 @@ from layoutmap.scope.scope import build, plan
 _LAYERS = 4
 
 
-def _make_torch(width: int) -> Any:
+def _make_torch_model(width: int) -> Any:
     import torch
 
     from layoutmap.adapters.torch import train_with
@@ -36,7 +36,7 @@ def _make_torch(width: int) -> Any:
     )
 
 
-def _make_jax(width: int) -> Any:
+def _make_jax_model(width: int) -> Any:
     import jax
     import optax
 
@@ -56,7 +56,7 @@ def _make_jax(width: int) -> Any:
     )
 
 
-def _make_keras(width: int) -> Any:
+def _make_keras_model(width: int) -> Any:
     import keras
 
     layers = [keras.layers.Dense(width, use_bias=False) for _ in range(_LAYERS)]
@@ -64,10 +64,10 @@ def _make_keras(width: int) -> Any:
 
 
 _MAKERS: dict[str, Callable[[int], Any]]
-_MAKERS = {"jax": _make_jax, "torch": _make_torch, "tensorflow": _make_keras}
+_MAKERS = {"jax": _make_jax_model, "torch": _make_torch_model, "tensorflow": _make_keras_model}
 
 
-class Stack:
+class LayerStack:
     """A model of linear layers on an engine. The width is also the number of rows, and a multiple of the mesh size."""
 
     def __init__(self, engine: str, dims: str, width: int):
@@ -112,7 +112,7 @@ class Stack:
 def main(arguments: list[str]) -> int:
     """Print the predicted cost as JSON."""
     engine, dims, width, on = arguments
-    stack = Stack(engine, dims, int(width))
+    stack = LayerStack(engine, dims, int(width))
     cost = stack.predict_cost(Machine(machine_named(on).device, stack.mesh.size))
     sys.stdout.write(f"{json.dumps(cost)}\n")
     return 0

@@ -22,7 +22,7 @@ from layoutmap.core.match import Rest
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.uneven import Uneven
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.rules.patterns import find_slow_part
+from layoutmap.rules.patterns import explain_slow_pattern
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan, make_plan
 
@@ -115,7 +115,7 @@ def patterns() -> st.SearchStrategy[str]:
     They contain exact paths, `.*\.kernel`, classes, groups, alternatives, all quantifiers, escapes, anchors,
     look-arounds, back references, comments, and flags. All compile, and a layout map accepts them.
     """
-    return st.one_of(paths(), paths().map(re.escape), _typical_patterns(), _regexes()).filter(_can_compile)
+    return st.one_of(paths(), paths().map(re.escape), _draw_pattern(), _draw_regex()).filter(_can_be_rule)
 
 
 @st.composite
@@ -154,16 +154,16 @@ def plans(draw: st.DrawFn, *, layers: bool = False) -> tuple[list[VariableSpec],
     kinds = st.sampled_from([Kind.WEIGHT, Kind.STATE, Kind.RNG, Kind.METRIC])
     sides = st.lists(st.integers(0, 12), max_size=3).map(tuple)
     dtypes = st.sampled_from(["float32", "bfloat16", "int8"])
-    min_size = draw(st.integers(0, 3))  # lists without a minimum are often empty
+    min_size = draw(st.integers(0, 3))  # lists without a minimum are often empty, so draw one
     names = draw(st.lists(paths(), min_size=min_size, max_size=8, unique=True))
     variables = [
         VariableSpec(n, draw(sides), draw(dtypes), draw(kinds), trainable=draw(st.booleans())) for n in names
     ]
     if variables:
         parents = st.lists(st.sampled_from(variables), min_size=draw(st.integers(0, 2)), max_size=3)
-        variables += draw(parents.flatmap(_derived_variables))
+        variables += draw(parents.flatmap(_make_derived_variables))
         for variable in draw(st.lists(st.sampled_from(variables), max_size=4, unique=True)):
-            pattern = draw(_patterns_for_variable(variable))
+            pattern = draw(_make_patterns_for_variable(variable))
             if pattern not in layout_map:
                 rank = draw(st.just(len(variable.shape)) | st.integers(0, 3))
                 layout = draw(layouts(mesh, min_rank=rank, max_rank=rank))
@@ -175,7 +175,7 @@ def plans(draw: st.DrawFn, *, layers: bool = False) -> tuple[list[VariableSpec],
 
 
 @st.composite
-def _derived_variables(draw: st.DrawFn, parents: list[VariableSpec]) -> list[VariableSpec]:
+def _make_derived_variables(draw: st.DrawFn, parents: list[VariableSpec]) -> list[VariableSpec]:
     """Strategy of a variable derived from each parent, with the parent's shape or some of its axes."""
     variables: list[VariableSpec] = []
     for number, parent in enumerate(parents):
@@ -189,7 +189,7 @@ def _derived_variables(draw: st.DrawFn, parents: list[VariableSpec]) -> list[Var
     return variables
 
 
-def _patterns_for_variable(variable: VariableSpec) -> st.SearchStrategy[str]:
+def _make_patterns_for_variable(variable: VariableSpec) -> st.SearchStrategy[str]:
     """Return a strategy of patterns that match a variable but not its parent."""
     matching = [variable.path, f"{re.escape(variable.path)}$"]
     if variable.parent:
@@ -198,7 +198,7 @@ def _patterns_for_variable(variable: VariableSpec) -> st.SearchStrategy[str]:
 
 
 @st.composite
-def _typical_patterns(draw: st.DrawFn) -> str:
+def _draw_pattern(draw: st.DrawFn) -> str:
     """Strategy of patterns that users typically write."""
     wild = st.sampled_from([r"\d+", ".*", "[^.]+", "(query|key|value)", "(up|gate)", r"[a-z]+\d?", "."])
     parts = draw(
@@ -222,11 +222,11 @@ _QUANTIFIERS = "* + ? {2} {0} {1,2} {,2} {1,} {,} {} {a}".split()  # noqa: SIM90
 
 
 @st.composite
-def _regexes(draw: st.DrawFn, depth: int = 3) -> str:
+def _draw_regex(draw: st.DrawFn, depth: int = 3) -> str:
     """Strategy of regexes by grammar. Some do not compile."""
     forms = ["text", "sign", "row", "row", "many", "group", "or"] if depth else ["text", "sign"]
     form = draw(st.sampled_from(forms))
-    inner = _regexes(depth - 1)
+    inner = _draw_regex(depth - 1)
     if form == "text":
         return draw(_TEXTS)
     if form == "sign":
@@ -240,12 +240,12 @@ def _regexes(draw: st.DrawFn, depth: int = 3) -> str:
     return f"{draw(inner)}|{draw(inner)}"
 
 
-def _can_compile(pattern: str) -> bool:
+def _can_be_rule(pattern: str) -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "error"
-        )  # such as "possible nested set", which a later Python will parse differently
+        # A later Python will parse patterns with a warning differently, such as a "possible nested set".
+        warnings.simplefilter("error")
         try:
-            return bool(re.compile(pattern)) and not find_slow_part(pattern)  # a rules file refuses slow ones
+            # A rules file refuses slow patterns, so exclude them.
+            return bool(re.compile(pattern)) and not explain_slow_pattern(pattern)
         except (re.error, OverflowError, RecursionError, Warning):
             return False

@@ -1,4 +1,4 @@
-"""The subjects of laws: a model library on an engine, or an engine alone, with the environment of their processes."""
+"""Define the subjects of laws: a model library on an engine, or an engine alone, with the environment of processes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from importlib.metadata import PackageNotFoundError, version
 from layoutmap.engines.launchers import detect_launcher
 
 
-def _list_quick_flags() -> str:
+def _make_quick_flags() -> str:
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     flags += " --xla_cpu_parallel_codegen_split_count=1"
     with suppress(PackageNotFoundError):
-        # XLA ends the process for an unknown flag, and jaxlib 0.11 does not know this one.
+        # XLA ends the process for an unknown flag, and jaxlib 0.11 does not know this one, so check the version.
         if version("jaxlib").startswith(("0.9.", "0.10.")):
             flags += " --xla_cpu_use_fusion_emitters=false"
     return flags
 
 
-QUICK_XLA = _list_quick_flags()
-"""Flags that cut the compile time of XLA to a fifth, for programs that run once.
+QUICK_XLA = _make_quick_flags()
+"""XLA flags that cut its compile time to a fifth, for programs that run once.
 
-They cause other faults, such as 0 / 0 in the gradient of some maxima, also on one device. So a law that does not hold
-runs again without them.
+They cause faults of their own, such as 0 / 0 in the gradient of some maxima, also on one device. So a law that does
+not hold runs again without them.
 """
 _ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """Variables with which torch uses a device of the machine in one process without a launcher."""
@@ -61,7 +61,7 @@ def make_launcher_environments(count: int) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model library on an engine."""
+    """A model library on an engine, or an engine alone, that laws test."""
 
     title: str  # in reports
     library: str  # key of `layoutmap.testing.models.LIBRARIES`; empty: no models
@@ -89,7 +89,7 @@ class Subject:
         return (_ONE_PROCESS if detect_launcher() is None else {}) | os.environ | settings
 
 
-# Each library draws models in its own terms, since most faults involve features of one library (why: decisions/0140).
+# Most faults involve features of one library, so each library draws models of its own (decisions/0140).
 SUBJECTS = {
     "keras-jax": Subject("Keras 3 on JAX", "keras", "jax"),
     "keras-jax-processes": Subject("Keras 3 on JAX in two processes", "keras", "jax", num_processes=2),

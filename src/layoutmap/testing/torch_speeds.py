@@ -1,4 +1,4 @@
-"""DTensor collectives, products, and copies on torch devices, to measure their speed."""
+"""Run DTensor collectives, products, and copies on torch devices, to measure their speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.table import CollectiveKind
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.devices import get_device, list_device_names, make_device_mesh
+from layoutmap.engines.torch.devices import get_local_device, list_device_names, make_device_mesh
 
 _PLACEMENTS = {
     "all_gather": (Shard(0), Replicate()),
@@ -30,9 +30,9 @@ def make_collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) 
     rows = num_bytes // 4 // size**2 // (size if kind == "all_gather" else 1)
     with simulation.simulate_mesh(native):
         ranks = simulation.filter_local_ranks(simulation.list_ranks(native))
-        pieces = {rank: torch.ones(rows * size, size, device=get_device(native)) for rank in ranks}
+        pieces = {rank: torch.ones(rows * size, size, device=get_local_device(native)) for rank in ranks}
         tensor = DTensor.from_local(
-            simulation.join_pieces(pieces, torch.float32), native, before, run_check=False
+            simulation.make_local_tensor(pieces, torch.float32), native, before, run_check=False
         )
 
     def run_collective() -> object:
@@ -55,14 +55,14 @@ def make_copy(num_bytes: int) -> Callable[[], Any]:
 
 
 def get_memory_bytes() -> int | None:
-    """Return the bytes of a device. `None`: the device uses the host's memory."""
+    """Return the memory of a device in bytes. `None`: the device uses the host's memory."""
     return (
         torch.cuda.get_device_properties(_get_device()).total_memory if _get_device().type == "cuda" else None
     )  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def watch_peak_bytes() -> Callable[[], int | None]:
-    """Return a function that returns the peak memory since this call. On CPUs, it returns `None`."""
+    """Return a function that returns the peak bytes in use since this call, or `None` on CPUs."""
     if _get_device().type == "cpu":
         return lambda: None
     torch.cuda.reset_peak_memory_stats()
@@ -75,7 +75,7 @@ def describe_devices() -> dict[str, str]:
     return {"kind": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"}
 
 
-def wait(result: object) -> None:
+def wait_for_result(result: object) -> None:
     """Wait until the devices have computed all results."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -84,4 +84,4 @@ def wait(result: object) -> None:
 def _get_device() -> torch.device:
     """Return the device of this process, which the creation of a mesh selects."""
     names = list_device_names()
-    return get_device(make_device_mesh(Mesh(names, {"all": len(names)})))
+    return get_local_device(make_device_mesh(Mesh(names, {"all": len(names)})))

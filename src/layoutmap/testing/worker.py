@@ -1,4 +1,4 @@
-"""A process that tries laws: `python -m layoutmap.testing.worker ENGINE NUM_DEVICES MESH [LAW ...]`.
+"""Try laws in a process of their own: `python -m layoutmap.testing.worker ENGINE NUM_DEVICES MESH [LAW ...]`.
 
 It simulates NUM_DEVICES devices, or none for 0. If MESH is not empty, all cases use it. It first writes a line of JSON
 with its devices. Then it reads a subject and a seed from each line of stdin, and writes a line for each law and a line
@@ -22,19 +22,24 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.launchers import detect_launcher
 from layoutmap.scope.devices import list_device_names as list_devices
 from layoutmap.scope.devices import simulate_devices
-from layoutmap.scope.process_group import Group
+from layoutmap.scope.process_group import MeshProcesses
 from layoutmap.testing import models
-from layoutmap.testing.arrays import try_arrays
-from layoutmap.testing.faults import try_faults
-from layoutmap.testing.killed_saves import try_killed_saves
+from layoutmap.testing.arrays import try_array_laws
+from layoutmap.testing.faults import try_known_fault
+from layoutmap.testing.killed_saves import try_killed_save
 from layoutmap.testing.laws import PRECISIONS, Outcome, find_missing_package, ignore_warnings, try_case
 from layoutmap.testing.models import EIGHT, Devices
 from layoutmap.testing.models.cases import Case
 from layoutmap.testing.products import describe_tf32
-from layoutmap.testing.speeds import describe_hosts, try_speeds
+from layoutmap.testing.speeds import describe_hosts, measure_speeds
 from layoutmap.testing.subjects import WITHOUT_MODELS, get_subject
 
-_TRIES = {"speeds": try_speeds, "arrays": try_arrays, "saves": try_killed_saves, "faults": try_faults}
+_TRIES = {
+    "speeds": measure_speeds,
+    "arrays": try_array_laws,
+    "saves": try_killed_save,
+    "faults": try_known_fault,
+}
 DRAWN_OPTIMIZER = 4
 """One case in this many uses a random optimizer. The others use SGD, which detects gradients of a wrong scale."""
 
@@ -42,7 +47,7 @@ DRAWN_OPTIMIZER = 4
 def draw_case(subject: str, seed: int, devices: Devices = EIGHT) -> Case:
     """Return the case that a subject tries for a seed.
 
-    Of a padded subject, it is the first of 1,000 seeds whose plan pads a variable.
+    For a padded subject, it is the first case of 1,000 seeds whose plan pads a variable.
     """
     library = get_subject(subject).library
     if get_subject(subject).is_padded:
@@ -74,10 +79,10 @@ def try_seed(
 
 
 def main(arguments: list[str]) -> int:
-    """Try the seeds that stdin lists. The arguments are those of the command line, in the docstring of the file."""
+    """Try the seeds that stdin lists, and write results. For the arguments, see the docstring of the module."""
     engine, num_simulated, mesh, *laws = arguments
     output = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # frameworks also print to file descriptor 1
+    os.dup2(2, 1)  # frameworks also print to file descriptor 1, so send that to stderr
     if int(num_simulated):
         simulate_devices(int(num_simulated), engine)
     started_by = detect_launcher()
@@ -85,9 +90,8 @@ def main(arguments: list[str]) -> int:
     if engine == "jax" and started_by is not None and not is_alone:
         import jax
 
-        if (
-            "JAX_COORDINATOR_ADDRESS" in os.environ
-        ):  # JAX cannot detect processes that no cluster manager started
+        # JAX cannot detect processes that no cluster manager started, so pass their number and index.
+        if "JAX_COORDINATOR_ADDRESS" in os.environ:
             jax.distributed.initialize(num_processes=started_by.num_processes, process_id=started_by.process)
         else:
             jax.distributed.initialize()
@@ -95,19 +99,20 @@ def main(arguments: list[str]) -> int:
     devices = Devices(len(names), simulated=int(num_simulated) > 0 and is_alone, mesh=mesh)
     if mesh and Mesh(None, mesh).size != len(names):
         raise MeshError(f"{engine} has {len(names)} devices, and the mesh {mesh} has {Mesh(None, mesh).size}")
-    group = Group(get_engine(engine), all_devices := Mesh(names, {"all": len(names)}))
+    group = MeshProcesses(get_engine(engine), all_devices := Mesh(names, {"all": len(names)}))
     facts = describe_hosts(engine, group)
     facts |= describe_tf32(engine, all_devices, simulated=int(num_simulated) > 0)
     output.write(f"{json.dumps({'devices': names, 'facts': facts})}\n")
-    while line := group.first(lambda: [sys.stdin.readline()])[0]:  # only the first process has an input
+    # Only the first process has an input, so it reads for all.
+    while line := group.run_in_first(lambda: [sys.stdin.readline()])[0]:
         subject, seed = line.split()
         failures: list[dict[str, Any]] = []
         for outcome, program in try_seed(subject, int(seed), laws, devices):
             result = {"subject": subject, "seed": int(seed), "outcome": asdict(outcome), "program": program}
             failures += [result] * outcome.is_suspicious
             output.write(f"{json.dumps(result)}\n")
-        for number, text in enumerate(group.texts(json.dumps(failures))):
-            if number != group.number:
+        for number, text in enumerate(group.gather_text(json.dumps(failures))):
+            if number != group.process_index:
                 output.writelines(f"{json.dumps(result)}\n" for result in json.loads(text))
         output.write(f"{json.dumps({'ended': seed})}\n")
         gc.freeze()  # later collections skip the objects of frameworks and their caches, which takes less time

@@ -1,9 +1,9 @@
 """A model as a search knows it, and what its steps cost by a formula."""
 
 from layoutmap.core.variables import Use, VariableSpec
-from layoutmap.cost.search.loop import Figures
-from layoutmap.cost.search.space import Model, find_blocks
-from layoutmap.plan.planner import make_table
+from layoutmap.cost.search.loop import StepFigures
+from layoutmap.cost.search.space import SearchedModel, find_block_stacks
+from layoutmap.plan.planner import make_plan_table
 
 _KERNELS = {
     "attention.query.kernel": ((64, 8, 8), ("in.0", "out.0", "out.1")),
@@ -28,14 +28,14 @@ def model(kept=None):
     """The model of these variables, with its blocks."""
     found = variables()
     outputs = {f"blocks.{n}": (16, 32, 64) for n in range(2)}
-    return Model(tuple(found), find_blocks(outputs, found), kept)
+    return SearchedModel(tuple(found), find_block_stacks(outputs, found), kept)
 
 
 def costs(of):
     """A function that gives what a step costs: weights that are sharded over data are gathered, over model not."""
 
     def evaluate(layout_map):
-        table = make_table(of.variables, layout_map).check()
+        table = make_plan_table(of.variables, layout_map).check()
         held = sum(a.shard_bytes for a in table.assignments)
         seconds = 1e-9 * sum(
             a.shard_bytes
@@ -45,6 +45,6 @@ def costs(of):
             if not a.layout.is_fully_replicated()
         )
         replicated = sum(a.shard_bytes for a in table.assignments if a.layout.is_fully_replicated())
-        return Figures(1e-3 + seconds + 5e-9 * replicated - 1e-5 * len(layout_map.activations), held)
+        return StepFigures(1e-3 + seconds + 5e-9 * replicated - 1e-5 * len(layout_map.activations), held)
 
     return evaluate

@@ -28,7 +28,10 @@ def spaces(draw):
 def test_exhaustive_in_small_spaces(space):
     """Where all points may be asked for, the score is the smallest there is."""
     sizes, scores, start = space
-    assert min(scores.values()) == scores[find_minimum(sizes, scores.__getitem__, [start], most=len(scores))]
+    assert (
+        min(scores.values())
+        == scores[find_minimum(sizes, scores.__getitem__, [start], max_evaluations=len(scores))]
+    )
 
 
 @given(spaces(), st.integers(0, 3))
@@ -40,7 +43,7 @@ def test_no_single_change_improves(space, seed):
         (*sizes, 1000),
         lambda p: (scores[p[:-1]][0] + 9 * p[-1],),
         [(*start, 0)],
-        most=1000 * len(scores) - 1,
+        max_evaluations=1000 * len(scores) - 1,
         seed=seed,
     )
     changed = [(*found[:n], c, *found[n + 1 :]) for n, size in enumerate(sizes) for c in range(size)]
@@ -52,35 +55,44 @@ def test_no_single_change_improves(space, seed):
 )
 def test_separate_choices_are_found(costs, seed):
     """Where choices do not depend on each other, one pass from any start finds the best of each."""
-    most = sum(map(len, costs)) * 2 + 1
+    max_evaluations = sum(map(len, costs)) * 2 + 1
     found = find_minimum(
         tuple(map(len, costs)),
         lambda p: (sum(c[n] for c, n in zip(costs, p, strict=True)),),
         [(0,) * len(costs)],
-        most=most,
+        max_evaluations=max_evaluations,
         seed=seed,
     )
     assert [min(cost) for cost in costs] == [cost[n] for cost, n in zip(costs, found, strict=True)]
 
 
 @given(spaces(), st.integers(1, 20), st.integers(0, 3))
-def test_is_deterministic_and_asks_no_more_than_it_may(space, most, seed):
+def test_is_deterministic_and_asks_no_more_than_it_may(space, max_evaluations, seed):
     """The same seed gives the same point, no worse than the start, and no point is asked for twice."""
     sizes, scores, start = space
 
     def run():
         asked = []
         found = find_minimum(
-            sizes, lambda p: asked.append(p) or scores[p], [start], most=most, seed=seed, restarts=2
+            sizes,
+            lambda p: asked.append(p) or scores[p],
+            [start],
+            max_evaluations=max_evaluations,
+            seed=seed,
+            restarts=2,
         )
         return found, asked
 
     found, asked = run()
     assert (found, asked) == run()
-    assert (len(set(asked)), True, True) == (len(asked), len(asked) <= most, scores[found] <= scores[start])
+    assert (len(set(asked)), True, True) == (
+        len(asked),
+        len(asked) <= max_evaluations,
+        scores[found] <= scores[start],
+    )
 
 
 def test_nothing_may_be_asked():
     """Where no point may be asked for, there is none to return."""
     with pytest.raises(BudgetSpent):
-        find_minimum((2,), lambda point: (0,), [(0,)], most=0)
+        find_minimum((2,), lambda point: (0,), [(0,)], max_evaluations=0)

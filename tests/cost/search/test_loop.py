@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning, PlanError
-from layoutmap.cost.search.experts import make_expert_map, make_expert_maps
-from layoutmap.cost.search.figure_cache import FigureCache
-from layoutmap.cost.search.loop import Candidate, Figures, Outcome, choose_candidate, search_maps
+from layoutmap.cost.search.experts import iterate_expert_maps, make_expert_map_from_rules
+from layoutmap.cost.search.figure_cache import SearchCache
+from layoutmap.cost.search.loop import Candidate, SearchOutcome, StepFigures, choose_candidate, search_maps
 from layoutmap.cost.search.options import get_specs, list_grids
 from layoutmap.cost.search.result_table import compare_with_best_expert, explain_recomputing
-from layoutmap.cost.search.space import Space
-from layoutmap.plan.planner import make_table
+from layoutmap.cost.search.space import LayoutSpace
+from layoutmap.plan.planner import make_plan_table
 from layoutmap.rules.presets import find_matching_preset
 from layoutmap.rules.rule_set import RuleSet
 from tests.cost.search.models import costs, model, variables
@@ -25,12 +25,18 @@ MESHES = list_grids(8, 16, 8)
 
 
 def maps_of_experts(of, meshes=MESHES):
-    return [expert for grid in meshes for expert in make_expert_maps(of, grid, None)]
+    return [expert for grid in meshes for expert in iterate_expert_maps(of, grid, None)]
 
 
-def run(of, evaluate=None, *, limit=LIMIT, most=150, seed=0, meshes=MESHES, **options):
+def run(of, evaluate=None, *, limit=LIMIT, max_maps=150, seed=0, meshes=MESHES, **options):
     return search_maps(
-        of, maps_of_experts(of, meshes), evaluate or costs(of), limit=limit, most=most, seed=seed, **options
+        of,
+        maps_of_experts(of, meshes),
+        evaluate or costs(of),
+        max_bytes=limit,
+        max_maps=max_maps,
+        seed=seed,
+        **options,
     )
 
 
@@ -38,9 +44,9 @@ def run(of, evaluate=None, *, limit=LIMIT, most=150, seed=0, meshes=MESHES, **op
 def test_agrees_with_an_exhaustive_search(sizes):
     """On one mesh, no map of all that there are costs less than the one that is found, by half a per mille."""
     of = model()
-    (grid,) = (g for g in MESHES if (g.num_data, g.num_model) == sizes)
-    found = run(of, meshes=(grid,), most=2000).best
-    space, evaluate = Space(of, grid), costs(of)
+    (grid,) = (g for g in MESHES if (g.data_size, g.model_size) == sizes)
+    found = run(of, meshes=(grid,), max_maps=2000).best
+    space, evaluate = LayoutSpace(of, grid), costs(of)
     some = itertools.islice(itertools.product(*map(range, space.sizes)), 0, None, 97)
     assert [] == [
         p for p in some if evaluate(space.make_layout_map(p)).seconds < 0.9994 * found.figures.seconds
@@ -50,7 +56,7 @@ def test_agrees_with_an_exhaustive_search(sizes):
 def test_is_deterministic_for_a_seed():
     """The same seed gives the same map after as many tries; no seed gives one that is worse than an expert's."""
     of = model()
-    outcomes = [run(of, most=80, seed=seed) for seed in (0, 0, 1)]
+    outcomes = [run(of, max_maps=80, seed=seed) for seed in (0, 0, 1)]
     assert outcomes[0] == outcomes[1]
     assert [True] * 3 == [o.best.score <= o.experts[0].score and o.num_tried <= 80 for o in outcomes]
 
@@ -68,7 +74,7 @@ def test_the_memory_limit_holds():
 def test_where_nothing_fits_the_error_says_what_came_nearest():
     """An error names the limit, the nearest map's mesh and bytes, and what is missing."""
     with pytest.raises(PlanError) as caught:
-        run(model(), limit=1000, most=20)
+        run(model(), limit=1000, max_maps=20)
     assert caught.value.what == "search: no layout map fits the memory"
     assert list(caught.value.facts) == ["limit", "nearest", "missing", "maps tried"]
 
@@ -86,8 +92,8 @@ def test_kept_rules_are_in_every_map():
         tried.append(layout_map)
         return costs(of)(layout_map)
 
-    own = [*make_expert_maps(of, grid, None), make_expert_map("start", of, grid, start)]
-    found = search_maps(of, own, evaluate, limit=LIMIT, most=100).best.layout_map
+    own = [*iterate_expert_maps(of, grid, None), make_expert_map_from_rules("start", of, grid, start)]
+    found = search_maps(of, own, evaluate, max_bytes=LIMIT, max_maps=100).best.layout_map
     assert (r".*\.up\.kernel$", "blocks\\.\\d+") == (next(iter(found)), next(iter(found.activations)))
     with_kept = [m for m in tried if m != start]
     assert {("model", "unsharded")} == {m["blocks.1.mlp.up.kernel"].sharding_specs for m in with_kept}
@@ -98,10 +104,10 @@ def test_the_written_rules_give_the_layouts_that_were_chosen():
     of = model()
     for grid in MESHES:
         for tied in (True, False):
-            space = Space(of, grid, tied=tied)
+            space = LayoutSpace(of, grid, tie_similar=tied)
             for point in itertools.islice(itertools.product(*map(range, space.sizes)), 0, None, 2003):
                 layouts, _ = space.get_layouts(point)
-                table = make_table(
+                table = make_plan_table(
                     of.variables, space.make_layout_map(point), layers=[f"blocks.{n}" for n in range(2)]
                 )
                 got = {g: {get_specs(table[p].layout) for p in g.paths} for g in layouts}
@@ -121,7 +127,7 @@ def test_an_interrupt_gives_the_best_so_far():
     outcome = run(of, evaluate)
     assert (5, False) == (outcome.num_tried, outcome.is_complete)
     with pytest.raises(KeyboardInterrupt):
-        search_maps(of, maps_of_experts(of), interrupt, limit=LIMIT, most=9)
+        search_maps(of, maps_of_experts(of), interrupt, max_bytes=LIMIT, max_maps=9)
 
 
 def interrupt(_):
@@ -131,7 +137,7 @@ def interrupt(_):
 def test_the_verdict_is_honest():
     """Where all maps cost the same, the verdict says that they tie; where what was found is faster, by how much."""
     of = model()
-    said = compare_with_best_expert(run(of, lambda _: Figures(1.0, 10), most=60))
+    said = compare_with_best_expert(run(of, lambda _: StepFigures(1.0, 10), max_maps=60))
     assert said.startswith("ties with") or said.endswith("No searched map beat the built-in ones")
     best = run(of)
     gain = 1 - best.best.figures.seconds / best.experts[0].figures.seconds
@@ -143,7 +149,7 @@ def test_ties_go_to_less_memory_and_then_to_fewer_rules():
 
     def tried(name, seconds, peak, num_rules):
         rules = {f"layer_{n}": ("data",) for n in range(num_rules)}
-        return Candidate(name, RuleSet("data=8", rules), Figures(seconds, peak), 2000)
+        return Candidate(name, RuleSet("data=8", rules), StepFigures(seconds, peak), 2000)
 
     small, plain = tried("small", 1.009, 700, 9), tried("plain", 1.009, 705, 2)
     fast, slow = tried("fast", 1.0, 900, 1), tried("slow", 1.02, 100, 0)
@@ -153,7 +159,7 @@ def test_ties_go_to_less_memory_and_then_to_fewer_rules():
     assert slow is choose_candidate([slow, large])
     assert large is choose_candidate([large])
     assert "and this one takes 22 % less memory" in compare_with_best_expert(
-        Outcome(plain, (fast, slow), frozenset("ab"), True)
+        SearchOutcome(plain, (fast, slow), frozenset("ab"), True)
     )
 
 
@@ -171,7 +177,7 @@ def test_a_map_that_is_counted_again_with_recomputing_is_one_map():
         return formula(layout_map)
 
     found = run(
-        of, count, recomputing=count_again, most=20, on_tried=lambda number, best: shown.append(number)
+        of, count, evaluate_remat=count_again, max_maps=20, on_tried=lambda number, best: shown.append(number)
     )
 
     assert len({*asked}) == found.num_tried == shown[-1] < len(asked)
@@ -193,12 +199,12 @@ def test_activations_are_recomputed_only_where_that_helps():
             else formula(layout_map)
         )
 
-    small = 2 * min(expert.figures.peak_bytes for expert in run(of, most=20).experts)
-    needed = run(of, way(more=10 * small), recomputing=way(1.3), limit=small, most=40)
-    faster = run(of, large_if_replicated, recomputing=way(0.5), most=40)
+    small = 2 * min(expert.figures.peak_bytes for expert in run(of, max_maps=20).experts)
+    needed = run(of, way(more=10 * small), evaluate_remat=way(1.3), limit=small, max_maps=40)
+    faster = run(of, large_if_replicated, evaluate_remat=way(0.5), max_maps=40)
     others = [
-        run(of, way(), recomputing=way(0.5), most=40),
-        run(of, large_if_replicated, recomputing=way(0.995), most=40),
+        run(of, way(), evaluate_remat=way(0.5), max_maps=40),
+        run(of, large_if_replicated, evaluate_remat=way(0.995), max_maps=40),
     ]
     outcomes = [needed, faster, *others]
     assert [True, True, False, False] == [o.best.recomputes for o in outcomes]
@@ -219,9 +225,9 @@ def test_a_search_begun_again_asks_for_nothing(tmp_path):
         return costs(of)(layout_map)
 
     def kept_run(fingerprint):
-        file = FigureCache(tmp_path / "figures.json")
-        found = run(of, file.wrap_evaluate(evaluate, fingerprint), most=60).best.layout_map
-        file.write()
+        file = SearchCache(tmp_path / "figures.json")
+        found = run(of, file.cache_evaluate(evaluate, fingerprint), max_maps=60).best.layout_map
+        file.write_file()
         return found, len(asked)
 
     first, second, other = kept_run("a"), kept_run("a"), kept_run("b")
@@ -243,7 +249,7 @@ def test_a_file_that_keeps_no_figures_is_refused_and_stays(tmp_path):
         with pytest.raises(
             LayoutMapError, match=f"{name} (is not a cache of a search|cannot be written)"
         ) as caught:
-            FigureCache(tmp_path / name)
+            SearchCache(tmp_path / name)
         assert caught.value.why
         assert "cache=" in caught.value.fix
     assert "no JSON" == (tmp_path / "text.json").read_text()
@@ -252,10 +258,10 @@ def test_a_file_that_keeps_no_figures_is_refused_and_stays(tmp_path):
 def test_figures_that_cannot_be_written_are_a_warning(tmp_path):
     """What was found counts more; nothing half written is left."""
     (tmp_path / "folder").mkdir()
-    file = FigureCache(tmp_path / "folder" / "figures.json")
+    file = SearchCache(tmp_path / "folder" / "figures.json")
     (tmp_path / "folder").rmdir()
     with pytest.warns(LayoutMapWarning, match="the figures of the search cannot be stored"):
-        file.write()
+        file.write_file()
     assert [] == list(tmp_path.iterdir())
 
 

@@ -46,11 +46,11 @@ def run_on() -> Any:
 @contextmanager
 def alone() -> Generator[None]:
     """DTensor without us, but for the simulation, and with plain tensors as replicated."""
-    native, _ = engine().native(Layout.replicated(MESH, 0), 0)
+    native, _ = engine().make_native_layout(Layout.replicated(MESH, 0), 0)
     OPERATORS_GUARDED.remove()
     changes.meshes.clear()
     with (
-        patch.object(devices, "prepare_mesh"),  # which each use of the mesh has called
+        patch.object(devices, "install_patches_for_mesh"),  # which each use of the mesh has called
         warnings.catch_warnings(),
         simulation.simulate_ranks(native.mesh.flatten().tolist()),
     ):

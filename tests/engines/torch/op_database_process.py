@@ -25,7 +25,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch.dtensor_ops import gathered
 from layoutmap.engines.torch.engine import engine
 from layoutmap.engines.torch.modes import skip_function_modes
-from layoutmap.engines.torch.placing import full_tensor
+from layoutmap.engines.torch.placing import to_unsharded
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 from layoutmap.scope.devices import simulate_devices
 
@@ -102,7 +102,7 @@ def laid_out(tensor, layout, on_mesh):
 
 
 def whole(value):
-    return full_tensor(value.detach())
+    return to_unsharded(value.detach())
 
 
 class AxesFromTheEnd(TorchDispatchMode):
@@ -279,7 +279,7 @@ def main():
     )
     torch.set_num_threads(1)
     simulate_devices(MESH.size)
-    engine().bind(MESH)
+    engine().bind_mesh(MESH)
     engine().relayout(torch.zeros(()), Layout.replicated(MESH, 0))  # begins the simulation
     database = entries()
     if len(names) == 1 and ":" in names[0]:

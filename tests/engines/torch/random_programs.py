@@ -24,8 +24,8 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch.dtensor_ops import gathered
 from layoutmap.engines.torch.engine import engine
-from layoutmap.engines.torch.placing import make_replicated_placements, move_to_placements
-from layoutmap.engines.torch.simulation import get_pieces
+from layoutmap.engines.torch.placing import make_replicated_placements, redistribute_if_needed
+from layoutmap.engines.torch.simulation import get_tensors_by_rank
 from layoutmap.engines.torch.specs import get_local
 
 __all__ = ["Program", "shrunk", "verdict"]
@@ -399,8 +399,8 @@ def _gathered(tensor: Any) -> tuple[torch.Tensor, bool]:
     if not hasattr(tensor, "placements"):
         return tensor, True
     pieces = list(
-        get_pieces(
-            get_local(move_to_placements(tensor, make_replicated_placements(tensor.device_mesh)))
+        get_tensors_by_rank(
+            get_local(redistribute_if_needed(tensor, make_replicated_placements(tensor.device_mesh)))
         ).values()
     )
     return pieces[0], all(torch.equal(pieces[0].nan_to_num(), each.nan_to_num()) for each in pieces)

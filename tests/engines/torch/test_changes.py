@@ -12,7 +12,7 @@ from engines.several_processes import free_ports
 from torch.distributed.tensor import DTensor
 
 import layoutmap as lm
-from layoutmap.engines.tested import is_before
+from layoutmap.engines.tested import is_older_than
 from layoutmap.engines.torch import changes, simulation
 
 PROCESSES = ("torch",)
@@ -29,7 +29,8 @@ def listed(num_processes):
         name.strip(" `"): during.partition(",")[0].strip()
         for name, during in rows
         if (num_processes == 1 or "one process" not in during)
-        and ("before torch 2.14" if not is_before("torch", "2.14") else "from torch 2.14 on") not in during
+        and ("before torch 2.14" if not is_older_than("torch", "2.14") else "from torch 2.14 on")
+        not in during
     }
 
 
@@ -132,7 +133,7 @@ def test_one_process_of_torchrun_is_one_device():
 
 def test_the_default_process_group_is_the_programs():
     """Ranks are simulated beside a program's own process group, which may begin before or after."""
-    simulation.start()
+    simulation.ensure_process_group()
 
     assert not torch.distributed.is_initialized()
 

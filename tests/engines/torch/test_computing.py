@@ -27,7 +27,7 @@ from layoutmap.engines.torch.dtensor_ops import gathered
 from layoutmap.engines.torch.dtensor_ops.mode import enable_dtensor_ops
 from layoutmap.engines.torch.engine import engine
 from layoutmap.engines.torch.modes import list_function_modes
-from layoutmap.engines.torch.placing import move_to_placements
+from layoutmap.engines.torch.placing import redistribute_if_needed
 from layoutmap.engines.torch.specs import get_local
 
 PROCESSES = ("torch",)
@@ -49,7 +49,7 @@ def test_functions_give_plain_numbers(name):
 def test_plain_tensors_are_left_alone():
     """Plain tensors among themselves give plain tensors, in the scope as outside of it."""
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
-    native, _ = engine().native(Layout.replicated(MESH, 0), 0)
+    native, _ = engine().make_native_layout(Layout.replicated(MESH, 0), 0)
     expected = F.mse_loss(F.dropout(x, 0.0), x * 2)
 
     with enable_dtensor_ops(native):
@@ -61,7 +61,7 @@ def test_plain_tensors_are_left_alone():
 
 def test_the_scope_opens_inside_itself():
     """The scope can be opened in itself, and an exception closes it."""
-    native, _ = engine().native(Layout.replicated(MESH, 0), 0)
+    native, _ = engine().make_native_layout(Layout.replicated(MESH, 0), 0)
     x, y = place(torch.ones(8, 6), "batch", None), torch.ones(6)
     with run_on(), enable_dtensor_ops(native):
         with contextlib.suppress(ZeroDivisionError), enable_dtensor_ops(native):
@@ -269,13 +269,13 @@ def test_mistakes_raise_what_torch_raises():
 
 
 LAID_IN_MEMORY = {
-    "redistributed": lambda x, y: move_to_placements(x.mT, y.placements).mT.flatten(0, 1),
+    "redistributed": lambda x, y: redistribute_if_needed(x.mT, y.placements).mT.flatten(0, 1),
     "a result of what was redistributed": lambda x, y: (
-        move_to_placements(x.movedim(0, 1), y.placements).exp().movedim(1, 0)[1]
+        redistribute_if_needed(x.movedim(0, 1), y.placements).exp().movedim(1, 0)[1]
     ),
     "operands": lambda x, y: torch.maximum(x.mT, y.mT).mT.flatten(1),
-    "a slice": lambda x, y: move_to_placements(x.mT, y.placements)[1].mT.flatten(),
-    "slices": lambda x, y: move_to_placements(x.movedim(0, 1), y.placements).unbind(1)[2].flatten(),
+    "a slice": lambda x, y: redistribute_if_needed(x.mT, y.placements)[1].mT.flatten(),
+    "slices": lambda x, y: redistribute_if_needed(x.movedim(0, 1), y.placements).unbind(1)[2].flatten(),
     "arguments after a shape": lambda x, y: torch.layer_norm(x.mT, (4, 8), y.mT[1], y.mT[2]),
     "three operands": lambda x, y: torch.addcmul(x.permute(2, 0, 1), y.permute(2, 0, 1), x.permute(2, 0, 1)),
 }
@@ -295,7 +295,7 @@ def test_shards_lie_in_memory_as_on_one_device(name):
                 expected = LAID_IN_MEMORY[name](place(a, None, None, None), place(b, *layouts[0][1]))
             with simulation.simulate_mesh(found.device_mesh):
                 order = sorted(range(found.ndim), key=lambda axis: -found.stride(axis))
-                assert simulation.get_first_piece(get_local(found)).permute(order).is_contiguous(), (
+                assert simulation.get_first_local(get_local(found)).permute(order).is_contiguous(), (
                     one,
                     other,
                 )

@@ -8,7 +8,7 @@ from engines.torch.dtensors import MESH, place, run_on, whole
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from layoutmap.engines.torch.gather.gradients import Gradients
+from layoutmap.engines.torch.gather.gradients import GradientReducer
 
 PROCESSES = ("torch",)
 
@@ -55,7 +55,7 @@ class Pair:
     def __init__(self):
         self.plain = make_model()
         self.laid_out = laid_out(self.plain)
-        self.gradients = Gradients(self.laid_out.parameters())
+        self.gradients = GradientReducer(self.laid_out.parameters())
 
     def backward(self, seed=0, **options):
         plain, ours = loss_of(self.plain, seed), loss_of(self.laid_out, seed, on_mesh=True)
@@ -151,7 +151,7 @@ def test_removed():
 def test_plain_parameters():
     """Plain parameters are passed over."""
     model = make_model()
-    gradients = Gradients(model.parameters())
+    gradients = GradientReducer(model.parameters())
     loss_of(model).backward()
 
     assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())

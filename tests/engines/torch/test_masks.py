@@ -13,7 +13,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch.dtensor_ops.masks import draw_sharded_mask
 from layoutmap.engines.torch.engine import engine
-from layoutmap.engines.torch.placing import full_tensor
+from layoutmap.engines.torch.placing import to_unsharded
 
 PROCESSES = ("torch",)
 
@@ -52,20 +52,20 @@ def test_masks_of_what_does_not_divide(placements, shape):
     """Devices that have fewer rows than others, or none, draw their part of the same mask."""
     found = []
     for sizes, chosen in (("a=1,b=1", [Replicate()] * 2), ("a=4,b=2", PLACEMENTS[placements])):
-        native, _ = engine().native(Layout.replicated(Mesh(None, sizes), 0), 0)
+        native, _ = engine().make_native_layout(Layout.replicated(Mesh(None, sizes), 0), 0)
         torch.manual_seed(5)
         with engine().run_on(Mesh(None, sizes)):
             mask = draw_sharded_mask(shape, torch.float32, "cpu", 0.5, native, chosen)
-            found.append(full_tensor(mask))
+            found.append(to_unsharded(mask))
 
     assert torch.equal(*found)
 
 
 def mask_of(shape, p, seed=0):
     """A mask on one device."""
-    native, _ = engine().native(Layout.replicated(Mesh(None, ONE), 0), 0)
+    native, _ = engine().make_native_layout(Layout.replicated(Mesh(None, ONE), 0), 0)
     torch.manual_seed(seed)
-    return full_tensor(draw_sharded_mask(shape, torch.float64, "cpu", p, native, [Replicate()]))
+    return to_unsharded(draw_sharded_mask(shape, torch.float64, "cpu", p, native, [Replicate()]))
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])

@@ -11,15 +11,15 @@ SOURCE = Path(layoutmap.__file__).parent
 OWN = ("self", "cls")
 NOT_OF_TORCH = {
     "_call_outside_graph",
-    "_as_called",
+    "_compiled_by_caller",
     "_call_without_dynamo",
     "_replace",
     "_getframe",
     "_current_frames",
     "_module",
-    "_before",
-    "_watch",
-    "_comparisons",
+    "_original",
+    "_gradient_hooks",
+    "_process_checks",
 }  # of tuples, of sys, of our own classes
 NOT_OF_TORCH |= {"_to_copy"}  # an operation of torch's dispatcher, as others print its name
 NOT_OF_TORCH |= {"_C"}  # a module: its names are

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from layoutmap.engines.torch.deferred_init import elementwise, jump
 from layoutmap.engines.torch.deferred_init.recipes import Recipe
-from layoutmap.engines.torch.deferred_init.runs import Run
-from layoutmap.engines.torch.deferred_init.streams import RandomFill, Stream
+from layoutmap.engines.torch.deferred_init.spans import ElementSpan
+from layoutmap.engines.torch.deferred_init.streams import RandomFill, StreamReader
 from layoutmap.engines.torch.deferred_init.tape import Tape
 
 pytestmark = pytest.mark.every_case
@@ -164,9 +164,9 @@ def test_blocks_are_parts_of_the_plain_tensor(
         tensor = make()
     assert torch.equal(state, torch.get_rng_state()), text
     indices = [index_of(plain.shape, data.draw) for _ in range(2)]
-    with patch.object(elementwise, "_SHORTEST_PERIOD", 1):
-        recipe = tape.recipe(tensor)
-        whole, blocks = recipe.global_value(), recipe.blocks(indices)
+    with patch.object(elementwise, "_MIN_PERIOD", 1):
+        recipe = tape.make_recipe(tensor)
+        whole, blocks = recipe.compute_global_value(), recipe.compute_blocks(indices)
     assert (plain.shape, plain.dtype) == (whole.shape, whole.dtype), text
     assert bits(plain) == bits(whole), text
     for index, block in zip(indices, blocks, strict=True):
@@ -182,11 +182,11 @@ def test_what_is_read_later_is_read_in_blocks(data: Any, piece: int, axis: int):
     plain = torch.cat([torch.stack([each.half() for each in files])] * 2, axis)
     tape = Tape(1, piece)
     with tape.record_operations():
-        read = [tape.read_later(lambda each=each: each).half() for each in files]
+        read = [tape.defer_read(lambda each=each: each).half() for each in files]
         tensor = torch.cat([torch.stack(read)] * 2, axis)
     indices = [index_of(plain.shape, data.draw) for _ in range(2)]
-    with patch.object(elementwise, "_SHORTEST_PERIOD", 1):
-        blocks = tape.recipe(tensor).blocks(indices)
+    with patch.object(elementwise, "_MIN_PERIOD", 1):
+        blocks = tape.make_recipe(tensor).compute_blocks(indices)
 
     for index, block in zip(indices, blocks, strict=True):
         assert bits(plain[index]) == bits(block)
@@ -199,10 +199,10 @@ def test_of_a_mapped_file_only_what_a_block_has_is_read(tmp_path: Path):
     torch.arange(1 << 22, dtype=torch.float32).numpy().tofile(path)
     tape = Tape()
     with tape.record_operations():
-        tensor = tape.read_later(lambda: torch.from_file(str(path), size=1 << 22).view(1024, 4096))
+        tensor = tape.defer_read(lambda: torch.from_file(str(path), size=1 << 22).view(1024, 4096))
         tensor = tensor.to(torch.bfloat16)
     before = resident(path)
-    [block] = tape.recipe(tensor).blocks([(slice(256, 384), slice(0, 4096))])
+    [block] = tape.make_recipe(tensor).compute_blocks([(slice(256, 384), slice(0, 4096))])
 
     assert torch.equal(torch.arange(1 << 20, 3 << 19).view(128, 4096).float().bfloat16(), block)
     assert 0 == before
@@ -220,7 +220,7 @@ def recipe_of(make: Callable[[], torch.Tensor], piece: int = 1 << 10) -> Recipe:
     tape = Tape(1, piece)
     with tape.record_operations():
         tensor = make()
-    return tape.recipe(tensor)
+    return tape.make_recipe(tensor)
 
 
 class Largest(TorchDispatchMode):
@@ -274,19 +274,19 @@ def test_blocks_never_make_the_global_tensor(name: str):
     index = tuple(slice(0, n // 8) for n in recipe.shape)
     assert "" == recipe.why_global
     with Largest() as largest:
-        recipe.blocks([index])
+        recipe.compute_blocks([index])
     assert largest.numel <= 8 << 10 < 64_000
 
 
 WHOLE: dict[str, Callable[[], torch.Tensor]] = {
-    "nn.init.orthogonal_ needs all of it: linalg_qr": lambda: nn.init.orthogonal_(torch.empty(20, 30)),
-    "nn.init.eye_ needs all of it: eye": lambda: nn.init.eye_(torch.empty(20, 30)),
-    "nn.utils.parametrizations.weight_norm needs all of it: norm": lambda: (
+    "nn.init.orthogonal_ needs the whole tensor: linalg_qr": lambda: nn.init.orthogonal_(torch.empty(20, 30)),
+    "nn.init.eye_ needs the whole tensor: eye": lambda: nn.init.eye_(torch.empty(20, 30)),
+    "nn.utils.parametrizations.weight_norm needs the whole tensor: norm": lambda: (
         nn.utils.parametrizations.weight_norm(nn.Linear(20, 30)).parametrizations.weight.original0
     ),
-    "linalg_vector_norm needs all of it": lambda: (t := torch.randn(20, 30)) / t.norm(),
-    "randperm needs all of it": lambda: torch.randperm(50),
-    "sigmoid needs all of it": lambda: torch.randn(20, 30).sigmoid(),
+    "linalg_vector_norm needs the whole tensor": lambda: (t := torch.randn(20, 30)) / t.norm(),
+    "randperm needs the whole tensor": lambda: torch.randperm(50),
+    "sigmoid needs the whole tensor": lambda: torch.randn(20, 30).sigmoid(),
 }
 
 
@@ -309,15 +309,15 @@ def test_skipping_leaves_the_generator_as_drawing_does(draw: RandomFill):
     """Far enough for a jump, or not, to the last bit of the state."""
     for numel in (3, 16, 5_003, (1 << 22) + 37):
         drawn, skipped = (torch.Generator().manual_seed(6) for _ in range(2))
-        draw.draw_next(numel, drawn)
-        draw.skip(numel, skipped)
+        draw.draw_next_values(numel, drawn)
+        draw.skip_values(numel, skipped)
         assert torch.equal(drawn.get_state(), skipped.get_state())
-        assert bits(draw.draw_next(20, drawn)) == bits(draw.draw_next(20, skipped))
+        assert bits(draw.draw_next_values(20, drawn)) == bits(draw.draw_next_values(20, skipped))
 
 
 def test_this_torch_lets_its_generator_jump():
     """The state is written as we know it, so that skipping costs no drawing."""
-    assert jump.is_exact()
+    assert jump.can_jump_exactly()
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -337,9 +337,9 @@ def test_a_jump_is_as_many_words_ahead(before: int, words: int):
 def test_a_stream_gives_the_numbers_of_one_draw(data: Any, draw: RandomFill, numel: int, piece: int):
     """Any runs, further on each time, are those of one draw of all."""
     generator = torch.Generator().manual_seed(8)
-    stream = Stream(draw, numel, generator.get_state(), piece)
-    whole = draw.draw_next(numel, generator)
+    stream = StreamReader(draw, numel, generator.get_state(), piece)
+    whole = draw.draw_next_values(numel, generator)
     ends = sorted(data.draw(st.lists(st.integers(0, numel), min_size=2, max_size=6)))
     for start, stop in itertools.pairwise(ends):
         if start < stop:
-            assert bits(whole[start:stop]) == bits(stream.read(Run(start, stop - start)))
+            assert bits(whole[start:stop]) == bits(stream.read_span(ElementSpan(start, stop - start)))

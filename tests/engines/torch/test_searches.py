@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.dtensor import relayout
-from layoutmap.engines.tested import is_before
+from layoutmap.engines.tested import is_older_than
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops import dispatch
 from layoutmap.engines.torch.engine import engine
@@ -57,15 +57,15 @@ def ways(search, planner, sources, targets):
 def test_the_ways_are_those_of_torch(seed):
     """A search that goes on from where the last one ended finds the way that one from the beginning does."""
     rng = random.Random(seed)
-    native, _ = engine().native(Layout.replicated(MESH, 0), 0)
+    native, _ = engine().make_native_layout(Layout.replicated(MESH, 0), 0)
     sources, targets = (list(drawn_states(rng, number)) for number in (5, 40))
     # From 2.14 on torch's search has a step from shards to parts of a sum; ours makes whole tensors and costs more.
-    if not is_before("torch", "2.14"):
+    if not is_older_than("torch", "2.14"):
         targets = [state for state in targets if not any(each.is_partial() for each in state.placements)]
     targets = targets[:20]
     with engine().run_on(MESH):
         found = []
-        for search in (dispatch._OWN_SEARCH, DTensorRedistributePlanner.find_min_cost_path):
+        for search in (dispatch._ORIGINAL_SEARCH, DTensorRedistributePlanner.find_min_cost_path):
             planner = skip_function_modes(DTensorRedistributePlanner)(
                 native, TensorMeta(torch.Size((42, 16)), (16, 1), torch.float32)
             )
@@ -106,7 +106,7 @@ def counted(mesh, size, factor):
 @pytest.mark.parametrize("factor", [None, 2, 7])
 def test_the_sizes_of_shards_are_those_of_torch(factor):
     """Each simulated rank has as many elements as torch counts for it alone, the second time too."""
-    native, _ = engine().native(Layout.replicated(MESH, 0), 0)
+    native, _ = engine().make_native_layout(Layout.replicated(MESH, 0), 0)
     expected = {
         (size, rank): shard_of(factor).local_shard_size_and_offset(size, 2, rank)
         for size, rank in itertools.product((5, 7, 42), (0, 1))
@@ -137,7 +137,7 @@ def pieces_like(kind):
 @pytest.mark.parametrize("kind", ["nothing", "sizes", "strides", "offsets"])
 def test_sizes_that_are_read_off_are_those_of_torch(kind, monkeypatch):
     """A simulated tensor has each rank's size, strides and offset; no simulation is entered where all have the same."""
-    simulation.start()
+    simulation.ensure_process_group()
     pieces, entered, enter = pieces_like(kind), [], LocalTensorMode.__enter__
     local = LocalTensor(dict(enumerate(pieces)))
     monkeypatch.setattr(LocalTensorMode, "__enter__", lambda mode: [entered.append(kind), enter(mode)][1])
@@ -159,7 +159,7 @@ def test_shards_become_partial_sums_from_torch_2_14_on(specs):
     tensor = relayout(values, Layout(specs, Mesh(None, "batch=2,model=4")))
     for dims in ({0}, {1}, {0, 1}):
         placements = [Partial() if dim in dims else each for dim, each in enumerate(tensor.placements)]
-        if is_before("torch", "2.14"):
+        if is_older_than("torch", "2.14"):
             with pytest.raises(RuntimeError, match="for internal use only"):
                 tensor.redistribute(placements=placements)
             continue

@@ -6,7 +6,7 @@ from types import FunctionType
 import pytest
 from torch.distributed.tensor import distribute_tensor
 
-from layoutmap.engines.patches import Attribute
+from layoutmap.engines.patches import AttributePatch
 from layoutmap.engines.torch.dtensor_ops import conversions, outside
 
 PROCESSES = ("torch",)
@@ -14,13 +14,13 @@ PROCESSES = ("torch",)
 
 def _instead(change):
     """Return the function that a patch has called, with what torch does as its first argument."""
-    return inspect.getclosurevars(change._make).nonlocals.get("instead")
+    return inspect.getclosurevars(change._make_replacement).nonlocals.get("replacement")
 
 
 REPLACED = {
     change._name: change
-    for change in outside._CHANGES
-    if isinstance(change, Attribute) and _instead(change) is not None
+    for change in outside._PATCHES
+    if isinstance(change, AttributePatch) and _instead(change) is not None
 }
 PRIVATE = {"_unpack_none", "_zeropower_via_newtonschulz"}  # only torch calls these
 
@@ -59,12 +59,14 @@ def test_a_replacement_has_the_signature_of_torch(name):
 
 def test_distribute_tensor_has_the_signature_of_torch():
     """Its code is replaced, and calls ours."""
-    code = outside._Distributing._CODE
+    code = outside._DistributeTensorPatch._CODE
     own = FunctionType(code, {}, "distribute_tensor", distribute_tensor.__defaults__)
     own.__kwdefaults__ = distribute_tensor.__kwdefaults__
 
     assert (
-        _parameters(own) == _parameters(conversions.distribute_tensor, 1) == _parameters(outside._distribute)
+        _parameters(own)
+        == _parameters(conversions.distribute_tensor, 1)
+        == _parameters(outside._call_layoutmap_distribute)
     )
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.torch.dtensor_ops import memories
-from layoutmap.engines.torch.dtensor_ops.outside import prepare_mesh
+from layoutmap.engines.torch.dtensor_ops.outside import install_patches_for_mesh
 from layoutmap.engines.torch.engine import engine
 
 PROCESSES = ("torch",)
@@ -78,7 +78,7 @@ def test_slices_are_not_kept():
 def outside():
     """A tensor whose axes are sharded, and on which no function mode looks."""
     laid_out = place(normal(8, 6), "batch", "model")
-    prepare_mesh(laid_out.device_mesh)  # `alone` may have been open before
+    install_patches_for_mesh(laid_out.device_mesh)  # `alone` may have been open before
     return laid_out
 
 

@@ -16,7 +16,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.torch.deferred_init.tape import Tape, trace
+from layoutmap.engines.torch.deferred_init.tape import Tape, trace_recipe
 
 pytestmark = pytest.mark.every_case
 
@@ -179,7 +179,7 @@ def record(tape: Tape, make: Callable[[], Any]) -> Any:
 
 
 def values(tape: Tape, tensor: torch.Tensor) -> torch.Tensor:
-    return tape.recipe(tensor).global_value() if tape.is_deferred(tensor) else tensor.detach()
+    return tape.make_recipe(tensor).compute_global_value() if tape.is_deferred(tensor) else tensor.detach()
 
 
 def facts(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -192,15 +192,15 @@ def facts(tensor: torch.Tensor) -> tuple[object, ...]:
     )
 
 
-@pytest.mark.parametrize(("smallest", "piece"), few([(1, 16), (300, 112), (4096, 1 << 18)], (300, 112)))
+@pytest.mark.parametrize(("min_numel", "piece"), few([(1, 16), (300, 112), (4096, 1 << 18)], (300, 112)))
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_the_plain_model(name: str, smallest: int, piece: int):
+def test_a_model_is_the_plain_model(name: str, min_numel: int, piece: int):
     """Values, strides, element types, ties and the generator's state are those of plain code, whatever is deferred."""
     torch.manual_seed(7)
     plain = tensors_of(MODELS[name]())
     state = torch.get_rng_state()
     torch.manual_seed(7)
-    tape = Tape(smallest, piece)
+    tape = Tape(min_numel, piece)
     deferred = tensors_of(record(tape, MODELS[name]))
     assert torch.equal(state, torch.get_rng_state())
     assert list(plain) == list(deferred)
@@ -212,7 +212,7 @@ def test_a_model_is_the_plain_model(name: str, smallest: int, piece: int):
         assert bits(expected) == bits(whole), key
         if tape.is_deferred(actual):
             index = tuple(slice(n // 3, n) for n in expected.shape)
-            [block] = tape.recipe(actual).blocks([index])
+            [block] = tape.make_recipe(actual).compute_blocks([index])
             assert block.is_contiguous(), key
             assert bits(expected[index]) == bits(block), key
     for key in plain:
@@ -223,7 +223,7 @@ def test_a_model_is_the_plain_model(name: str, smallest: int, piece: int):
 
 def test_what_is_deferred_depends_on_the_size():
     """A tensor is deferred if it has at least the smallest number of elements."""
-    tape = Tape(smallest=100)
+    tape = Tape(min_numel=100)
     many, few, follows = record(tape, lambda: ((a := torch.zeros(100)), torch.zeros(99), a[:3] + 1))
     assert [True, False, True] == [tape.is_deferred(each) for each in (many, few, follows)]
     assert [False, False] == [Tape().is_deferred(many), tape.is_deferred(torch.zeros(100))]
@@ -233,10 +233,10 @@ def test_what_is_deferred_depends_on_the_size():
 
 def test_large_from_small_is_deferred():
     """A large tensor that is computed from small real ones is not made either."""
-    tape = Tape(smallest=1000)
+    tape = Tape(min_numel=1000)
     small, large = record(tape, lambda: ((a := torch.arange(100.0)), a[:, None] * a))
     assert (False, True) == (tape.is_deferred(small), tape.is_deferred(large))
-    assert torch.equal(small[:, None] * small, tape.recipe(large).global_value())
+    assert torch.equal(small[:, None] * small, tape.make_recipe(large).compute_global_value())
 
 
 def test_memory_of_nothing_is_deferred():
@@ -276,7 +276,7 @@ def test_a_move_to_another_device_is_refused():
 def test_only_what_a_tape_holds_has_a_recipe():
     """A recipe is refused for a tensor of somebody else, with the fix."""
     with pytest.raises(EngineError, match=r"did not record this tensor(?s:.*)tape\.is_deferred"):
-        Tape().recipe(torch.zeros(3))
+        Tape().make_recipe(torch.zeros(3))
 
 
 def attributes() -> list[object]:
@@ -321,13 +321,13 @@ def test_recording_may_be_entered_again():
     tape = Tape(1)
     with tape.record_operations(), tape.record_operations():
         tensor = torch.ones(5)
-    early = tape.recipe(tensor)
+    early = tape.make_recipe(tensor)
     plain = torch.ones(5)
     with tape.record_operations():
         tensor.add_(2)
     assert (False, True) == (tape.is_deferred(plain), tape.is_deferred(tensor))
-    assert [1.0] * 5 == early.global_value().tolist()
-    assert [3.0] * 5 == tape.recipe(tensor).global_value().tolist()
+    assert [1.0] * 5 == early.compute_global_value().tolist()
+    assert [3.0] * 5 == tape.make_recipe(tensor).compute_global_value().tolist()
 
 
 def test_a_tape_records_its_own_thread_only():
@@ -410,8 +410,8 @@ def test_real_operands_count_as_they_were(numel: int):
     assert 6.0 == values(tape, later).mean()
 
 
-@pytest.mark.parametrize("smallest", [1, 300])
-def test_new_data_for_a_parameter(smallest: int):
+@pytest.mark.parametrize("min_numel", [1, 300])
+def test_new_data_for_a_parameter(min_numel: int):
     """Data that a parameter is given counts, whichever of both is deferred, and both go on as plain ones would."""
 
     def make() -> nn.Module:
@@ -426,7 +426,7 @@ def test_new_data_for_a_parameter(smallest: int):
     torch.manual_seed(2)
     plain = tensors_of(make())
     torch.manual_seed(2)
-    tape = Tape(smallest)
+    tape = Tape(min_numel)
     deferred = tensors_of(record(tape, make))
     assert {key: bits(each) for key, each in plain.items()} == {
         key: bits(values(tape, each)) for key, each in deferred.items()
@@ -444,7 +444,7 @@ def test_defaults_count_as_they_were():
     finally:
         torch.set_default_dtype(torch.float32)
     assert [torch.float64] * 4 == [values(tape, each).dtype for each in tensors]
-    assert [torch.float64] * 4 == [tape.recipe(each).dtype for each in tensors]
+    assert [torch.float64] * 4 == [tape.make_recipe(each).dtype for each in tensors]
 
 
 def test_generators_of_ones_own_move_on():
@@ -478,13 +478,13 @@ def test_seeds_set_while_recording_count():
 def test_a_dry_tape_draws_nothing():
     """For shapes alone, the generator is left as it was, and nothing is drawn to find out whether any is too large."""
     state = torch.get_rng_state()
-    tape = Tape(1, dry=True)
+    tape = Tape(1, shapes_only=True)
     layer = record(tape, lambda: nn.Linear(1 << 20, 1 << 20, bias=False))
     with tape.record_operations():
         nn.init.trunc_normal_(layer.weight)
     assert torch.equal(state, torch.get_rng_state())
-    assert (1 << 20, 1 << 20) == tape.recipe(layer.weight).shape
-    assert "" == tape.recipe(layer.weight).why_global
+    assert (1 << 20, 1 << 20) == tape.make_recipe(layer.weight).shape
+    assert "" == tape.make_recipe(layer.weight).why_global
 
 
 def test_deferred_memory_has_an_identity():
@@ -506,13 +506,13 @@ def test_a_trace_is_the_recipe_of_what_a_function_returns():
         return 2.0 * torch.rand((rows, 50), generator=generator) - 1.0
 
     for rows in (2, 500):
-        recipe = trace(make, rows)
+        recipe = trace_recipe(make, rows)
         assert ((rows, 50), torch.float32, "") == (recipe.shape, recipe.dtype, recipe.why_global)
-        assert bits(make(rows)) == bits(recipe.global_value())
-        [block] = recipe.blocks([(slice(1, 2), slice(3, 20))])
+        assert bits(make(rows)) == bits(recipe.compute_global_value())
+        [block] = recipe.compute_blocks([(slice(1, 2), slice(3, 20))])
         assert bits(make(rows)[1:2, 3:20]) == bits(block)
     with pytest.raises(EngineError, match="returns no tensor"):
-        trace(lambda: [torch.ones(3)])
+        trace_recipe(lambda: [torch.ones(3)])
 
 
 def test_the_text_of_a_recipe_determines_its_values():
@@ -524,7 +524,7 @@ def test_the_text_of_a_recipe_determines_its_values():
         with tape.record_operations(), torch.no_grad():
             weight = torch.empty(64, 64).normal_(0.0, 0.5)
             change(weight)
-        return tape.recipe(weight).text()
+        return tape.make_recipe(weight).format_text()
 
     others: list[Callable[[torch.Tensor], Any]] = [
         lambda w: w.mul_(2.0),

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layoutmap.engines.torch.deferred_init.recipes import Recipe
-from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
-from layoutmap.engines.torch.deferred_init.tape import Tape, trace
+from layoutmap.engines.torch.deferred_init.spans import ElementSpan, UnreadableSpanError
+from layoutmap.engines.torch.deferred_init.tape import Tape, trace_recipe
 
 pytestmark = pytest.mark.every_case
 
@@ -59,17 +59,17 @@ def recipe_of(make: Callable[[], torch.Tensor], piece: int = 1 << 18, seed: int 
     tape = Tape(1, piece, tiles=True)
     with tape.record_operations():
         tensor = make()
-    return tape.recipe(tensor)
+    return tape.make_recipe(tensor)
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.data(), st.sampled_from(sorted(MAKERS)), st.sampled_from([1 << 10, 1 << 18]))
 def test_any_part_is_a_part_of_the_same_tensor(data: Any, name: str, piece: int):
     """Blocks at any index, made in any order and piece, agree with the whole."""
-    whole = recipe_of(MAKERS[name]).global_value()
+    whole = recipe_of(MAKERS[name]).compute_global_value()
     ends = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in whole.shape]
     index = tuple(slice(start, stop) for start, stop in ends)
-    [block] = recipe_of(MAKERS[name], piece).blocks([index])
+    [block] = recipe_of(MAKERS[name], piece).compute_blocks([index])
     assert torch.equal(whole[index], block)
 
 
@@ -77,7 +77,8 @@ def test_any_part_is_a_part_of_the_same_tensor(data: Any, name: str, piece: int)
 def test_the_seed_decides(name: str):
     """The same seed gives the same values, and leaves the generator in the same state; another gives others."""
     first, again, other = (
-        (recipe_of(MAKERS[name], seed=seed).global_value(), torch.get_rng_state()) for seed in (3, 3, 4)
+        (recipe_of(MAKERS[name], seed=seed).compute_global_value(), torch.get_rng_state())
+        for seed in (3, 3, 4)
     )
     assert torch.equal(first[0], again[0])
     assert torch.equal(first[1], again[1])
@@ -86,18 +87,20 @@ def test_the_seed_decides(name: str):
 
 def test_no_tile_is_like_another():
     """Tiles of one tensor, and the same tiles of two tensors, are different numbers."""
-    made = [recipe_of(lambda: torch.randn(2, 512, 512)).global_value()]
-    made.append(recipe_of(lambda: (torch.randn(2, 512, 512), torch.randn(2, 512, 512))[1]).global_value())
+    made = [recipe_of(lambda: torch.randn(2, 512, 512)).compute_global_value()]
+    made.append(
+        recipe_of(lambda: (torch.randn(2, 512, 512), torch.randn(2, 512, 512))[1]).compute_global_value()
+    )
     tiles = [tile for each in made for half in each.chunk(2, 1) for tile in half.chunk(2, 2)]
     assert 8 == len({tile.numpy().tobytes() for tile in tiles})
 
 
 def test_numbers_are_distributed_as_asked():
     """Normal numbers have the mean and deviation that were asked for, and truncated ones stay within their bounds."""
-    normal = recipe_of(lambda: nn.init.normal_(torch.empty(1000, 1000), 1.0, 0.5)).global_value()
+    normal = recipe_of(lambda: nn.init.normal_(torch.empty(1000, 1000), 1.0, 0.5)).compute_global_value()
     assert normal.mean().item() == pytest.approx(1.0, abs=0.003)
     assert normal.std().item() == pytest.approx(0.5, abs=0.003)
-    assert recipe_of(MAKERS["trunc_normal"]).global_value().abs().max() <= 2
+    assert recipe_of(MAKERS["trunc_normal"]).compute_global_value().abs().max() <= 2
 
 
 class Made(TorchDispatchMode):
@@ -119,9 +122,9 @@ def test_a_part_costs_what_the_part_costs(axis: int):
     """To make an eighth of a tensor, along either axis, an eighth of the numbers is drawn."""
     torch.manual_seed(1)
     with Made() as recording:
-        recipe = trace(lambda: torch.empty(4096, 4096).normal_(), tiles=True)
+        recipe = trace_recipe(lambda: torch.empty(4096, 4096).normal_(), tiles=True)
     with Made() as replaying:
-        recipe.blocks([tuple(slice(512, 1024) if i == axis else slice(0, 4096) for i in range(2))])
+        recipe.compute_blocks([tuple(slice(512, 1024) if i == axis else slice(0, 4096) for i in range(2))])
     assert recording.numel < 10_000
     assert 4096 * 512 == replaying.numel
 
@@ -139,18 +142,18 @@ def test_the_rest_of_the_program_draws_on():
 
 
 RUNS = st.builds(
-    lambda start, length, rows, gap: Run(start, length, rows, length + gap if rows > 1 else 0),
+    lambda start, length, rows, gap: ElementSpan(start, length, rows, length + gap if rows > 1 else 0),
     *(st.integers(0, 9), st.integers(1, 5), st.integers(1, 4), st.integers(0, 4)),
 )
 
 
-def places_of(run: Run) -> list[int]:
+def places_of(run: ElementSpan) -> list[int]:
     return [run.start + row * run.stride + place for row in range(run.rows) for place in range(run.length)]
 
 
 @settings(max_examples=examples(200), deadline=None)
 @given(RUNS, st.integers(0, 30), st.integers(0, 30))
-def test_part_of_a_run(run: Run, low: int, high: int):
+def test_part_of_a_run(run: ElementSpan, low: int, high: int):
     """The part of a run between two elements is those of its elements that are there; parts of rows are refused."""
     places = places_of(run)
     assert run.numel == len(places)
@@ -159,7 +162,7 @@ def test_part_of_a_run(run: Run, low: int, high: int):
         sum(place in between for place in places[i : i + run.length]) for i in range(0, run.numel, run.length)
     ]
     if run.rows > 1 and not set(kept) <= {0, run.length}:
-        with pytest.raises(ApartError):
+        with pytest.raises(UnreadableSpanError):
             run.clip_to(low, high)
     else:
         part = run.clip_to(low, high)

@@ -8,7 +8,7 @@ import forked
 import pytest
 import torch
 
-from layoutmap.engines.tested import is_before
+from layoutmap.engines.tested import is_older_than
 from layoutmap.testing.faults import FAULTS
 
 PROCESSES = ("torch",)
@@ -69,11 +69,11 @@ def is_right(program):
 def test_a_correction_is_needed(name):
     """DTensor does wrongly what a correction says, on each version of torch before the one that is right."""
     module, issue, _, release, _ = CORRECTIONS[name]
-    is_wrong = not release or is_before("torch", release)
+    is_wrong = not release or is_older_than("torch", release)
     assert is_wrong != is_right(PROBES[name].uncorrected), (
         f"{name} (in {module}, issue of pytorch/pytorch: {issue}): torch {torch.__version__} is to be "
         + ("wrong, and is right: no longer needed from it on" if is_wrong else "right, and is wrong")
-        + "; correct docs/torch-operators.md, and `is_before` there"
+        + "; correct docs/torch-operators.md, and `is_older_than` there"
     )
 
 

@@ -14,7 +14,7 @@ from engines.torch.dtensors import alone, place, run_on, whole
 from engines.torch.masked import drawn_on
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.tested import is_before
+from layoutmap.engines.tested import is_older_than
 
 PROCESSES = ("torch",)
 pytestmark = [
@@ -171,7 +171,7 @@ def test_values_and_gradients(name):
         wrong = outcome(function, [place(tensor, *specs) for tensor, specs in arguments])
 
     torch.testing.assert_close(right, expected)
-    is_wrong = not name.startswith("ignored labels") or is_before("torch", "2.14")
+    is_wrong = not name.startswith("ignored labels") or is_older_than("torch", "2.14")
     assert is_wrong != all(map(torch.allclose, wrong, expected)), MENDED
 
 
@@ -251,7 +251,7 @@ def test_real_processes(tmp_path):
 
     for told, _ in results:
         assert [] == [name for name, (right, _) in told["compared"].items() if not right]
-        right_alone = [] if is_before("torch", "2.14") else ["cross_entropy"]
+        right_alone = [] if is_older_than("torch", "2.14") else ["cross_entropy"]
         assert right_alone == [name for name, (_, fixed) in told["compared"].items() if fixed], MENDED
         assert [28.0] * 5 == told["read"]
         assert 28.0 != told["read alone"], MENDED

@@ -13,25 +13,25 @@ import jax
 
 from layoutmap.adapters import random_states
 from layoutmap.adapters.jax import later_arrays
-from layoutmap.adapters.jax.checkpoints import has_optimizer, list_stored, restore_values
+from layoutmap.adapters.jax.checkpoints import has_optimizer_state, list_stored_arrays, restore_arrays
 from layoutmap.adapters.jax.contexts import find_context
 from layoutmap.adapters.jax.inspecting import describe_arrays
-from layoutmap.adapters.jax.models import is_nnx
+from layoutmap.adapters.jax.nnx_types import is_nnx_module
 from layoutmap.adapters.jax.session import JaxSession
 from layoutmap.adapters.jax.tracing import is_array
-from layoutmap.adapters.jax.training import TrainState, put_values, split_model, train_with
+from layoutmap.adapters.jax.training import TrainState, replace_arrays, train_with, unwrap_and_split
 from layoutmap.adapters.jax.variables import Variable
-from layoutmap.adapters.protocol import Adapter, Saved, ScopeContext, Stored
+from layoutmap.adapters.protocol import Adapter, SavedOptimizer, ScopeContext, StoredVariable
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError, shorten_repr
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.engines.jax.ambient import leave_ambient_mesh, make_mesh_of_one
+from layoutmap.engines.jax.ambient import leave_ambient_mesh, make_one_device_mesh
 from layoutmap.engines.jax.padded import PaddedArray, explain_no_padding
 
-__all__ = ["JaxAdapter", "TrainState", "adapter", "train_with"]
+__all__ = ["JaxAdapter", "TrainState", "make_adapter", "train_with"]
 
 
 class JaxAdapter(Adapter):
@@ -44,12 +44,12 @@ class JaxAdapter(Adapter):
         """Return `"jax"`."""
         return "jax"
 
-    def check(self) -> None:
+    def check_context(self) -> None:
         """Do nothing, because a model can be traced in every process."""
 
     def owns_model(self, model: object) -> bool:
         """Return whether an object is a flax.nnx module or a pytree that contains an array."""
-        if isinstance(model, TrainState) or is_nnx(model):
+        if isinstance(model, TrainState) or is_nnx_module(model):
             return True
         return any(map(is_array, jax.tree.leaves(model)))
 
@@ -57,26 +57,26 @@ class JaxAdapter(Adapter):
         """Return why an array cannot be stored padded, or an empty text if it can."""
         return variable.no_padding or explain_no_padding(variable, layout)
 
-    def begin(self, context: ScopeContext) -> JaxSession:
+    def make_session(self, context: ScopeContext) -> JaxSession:
         """Return a session for one scope."""
         return JaxSession(context)
 
-    def keep_random_states(self) -> AbstractContextManager[None]:
+    def preserve_random_states(self) -> AbstractContextManager[None]:
         """Restore the random states of Python and numpy at the end of the block. JAX stores its own in keys."""
-        return random_states.keep_states()
+        return random_states.preserve_states()
 
     def set_seed(self, seed: int) -> None:
         """Seed Python and numpy. A JAX program gets its seeds from its keys."""
-        random_states.seed_both(seed)
+        random_states.seed_python_and_numpy(seed)
 
-    def complete(self, model: object, batch: object) -> None:
+    def create_lazy_variables(self, model: object, batch: object) -> None:
         """Do nothing, because a JAX model has all arrays once it is built."""
 
-    def make_on_one_device(self, make: Callable[[], Any], mesh: Mesh) -> Any:
+    def make_on_one_device(self, make_model: Callable[[], Any], mesh: Mesh) -> Any:
         """Build an unsharded model, under a mesh of one device with the dims that its code may name."""
-        alone = make_mesh_of_one(get_engine("jax").native(Layout.replicated(mesh, 0), 0).mesh)
+        alone = make_one_device_mesh(get_engine("jax").make_native_layout(Layout.replicated(mesh, 0), 0).mesh)
         with jax.set_mesh(alone):
-            model = make()
+            model = make_model()
         if isinstance(model, TrainState):
             model.mesh = alone
         return model
@@ -85,7 +85,7 @@ class JaxAdapter(Adapter):
         """Return the model unchanged, because a JAX model has no optimizer.
 
         Raises:
-            ScopeError: What was passed for the optimizer is none of optax.
+            ScopeError: `optimizer` is neither `None` nor an optax optimizer.
         """
         if optimizer is not None and not callable(getattr(optimizer, "init", None)):
             raise ScopeError(
@@ -97,21 +97,21 @@ class JaxAdapter(Adapter):
 
     def variables(self, model: object) -> dict[str, Variable]:
         """Return the arrays of a model and its optimizer's state by path, in a fixed order."""
-        leaves = split_model(model).leaves
+        leaves = unwrap_and_split(model).leaves
         values = [leaf.value for leaf in leaves]
         found: dict[str, Variable] = {}
         for number, leaf in enumerate(leaves):
 
-            def replace(value: object, number: int = number) -> None:
-                current = [leaf.value for leaf in split_model(model).leaves]
-                put_values(model, [*current[:number], value, *current[number + 1 :]])
+            def replace_array(value: object, number: int = number) -> None:
+                current = [leaf.value for leaf in unwrap_and_split(model).leaves]
+                replace_arrays(model, [*current[:number], value, *current[number + 1 :]])
 
-            found[leaf.path] = Variable(leaf.path, values[number], replace)
+            found[leaf.path] = Variable(leaf.path, values[number], replace_array)
         if isinstance(model, TrainState):
             found |= model.list_slots()
         return found
 
-    def describe_variables(self, model: object, optimizer: object = None) -> list[Stored]:
+    def describe_variables(self, model: object, optimizer: object = None) -> list[StoredVariable]:
         """Return the arrays of a model that was built without a scope, and of its optimizer's state."""
         return describe_arrays(model, optimizer)
 
@@ -136,13 +136,13 @@ class JaxAdapter(Adapter):
     def forward(self, model: object, batch: object) -> object:
         """Return a model's inference outputs for a batch as numpy arrays, in the model's nesting."""
         with leave_ambient_mesh():
-            return _as_numpy(_require_train_state(model).steps.compute_outputs(batch))
+            return _convert_to_numpy(_require_train_state(model).steps.compute_outputs(batch))
 
     def gradients(self, model: object, batch: object) -> tuple[dict[str, float], dict[str, Any]]:
         """Return the loss of a batch, and its gradient for each weight by path."""
         with leave_ambient_mesh():
             loss, gradients = _require_train_state(model).steps.compute_gradients(batch)
-        return {"loss": float(loss)}, _as_numpy(gradients)
+        return {"loss": float(loss)}, _convert_to_numpy(gradients)
 
     def train_step(self, model: object, batch: object) -> dict[str, float]:
         """Run one step of the optimizer of `train_with`, and return the loss before it."""
@@ -150,23 +150,23 @@ class JaxAdapter(Adapter):
             return {"loss": float(_require_train_state(model).steps.run_step(batch))}
 
     def list_stored_variables(
-        self, model: object, optimizer: object = None, saved: Saved | None = None
-    ) -> list[Stored]:
+        self, model: object, optimizer: object = None, saved: SavedOptimizer | None = None
+    ) -> list[StoredVariable]:
         """Return the arrays that a checkpoint of a model contains."""
-        return list_stored(model, optimizer, saved)
+        return list_stored_arrays(model, optimizer, saved)
 
     def restore_variables(
         self, model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
     ) -> tuple[object, object]:
         """Return a model and its optimizer's state with new arrays."""
-        return restore_values(model, optimizer, arrays)
+        return restore_arrays(model, optimizer, arrays)
 
-    def settings(self, model: object, optimizer: object = None) -> dict[str, object]:
+    def read_settings(self, model: object, optimizer: object = None) -> dict[str, object]:
         """Return the random states of Python and numpy. Random keys of JAX are arrays of the model."""
-        return {"random": random_states.read_states(), "optimizer": has_optimizer(model, optimizer)}
+        return {"random": random_states.read_states(), "optimizer": has_optimizer_state(model, optimizer)}
 
     def restore_settings(self, model: object, optimizer: object, settings: Mapping[str, Any]) -> None:
-        """Restore the random states from the result of `settings`."""
+        """Restore the random states from the result of `read_settings`."""
         random_states.restore_states(settings["random"])
 
 
@@ -174,20 +174,20 @@ def _require_train_state(model: object) -> TrainState:
     if isinstance(model, TrainState):
         return model
     raise ScopeError(
-        f"{type(model).__name__}: no loss and optimizer are known for it",
-        why="JAX models do not hold a loss or an optimizer",
+        f"{type(model).__name__}: the loss and the optimizer of this model are unknown",
+        why="a JAX model does not contain a loss or an optimizer",
         fix="return layoutmap.adapters.jax.train_with(model, loss=.., optimizer=..) from make_model()",
     )
 
 
-def _as_numpy(output: object) -> Any:
-    """Return arrays of numpy in dicts and lists, as a model nests its outputs."""
+def _convert_to_numpy(output: object) -> Any:
+    """Return outputs of a model as numpy arrays, in dicts and lists that are nested like the outputs."""
     if isinstance(output, Mapping):
-        return {str(name): _as_numpy(value) for name, value in output.items()}
+        return {str(name): _convert_to_numpy(value) for name, value in output.items()}
     leaves = [get_engine("jax").to_numpy(leaf) for leaf in jax.tree.leaves(output)]
     return leaves[0] if isinstance(output, (jax.Array, PaddedArray)) else leaves
 
 
-def adapter() -> JaxAdapter:
+def make_adapter() -> JaxAdapter:
     """Return the adapter for JAX models."""
     return JaxAdapter()

@@ -12,76 +12,84 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from layoutmap.adapters.jax.models import is_nnx
-from layoutmap.adapters.jax.mutable_arrays import check_immutable
-from layoutmap.adapters.jax.objects import is_nnx_optimizer, is_variable
-from layoutmap.adapters.jax.optimizers import describe_weights, find_params
-from layoutmap.adapters.jax.pytrees import list_leaves
-from layoutmap.adapters.jax.slots import Parts, StateLeaf, describe_slots
-from layoutmap.adapters.jax.tracing import is_array, is_key
-from layoutmap.adapters.jax.training import TrainState, put_values, split_model, unwrap_model
-from layoutmap.adapters.protocol import Saved, Stored
+from layoutmap.adapters.jax.mutable_arrays import check_no_mutable_arrays
+from layoutmap.adapters.jax.nnx_types import is_nnx_module, is_nnx_optimizer, is_nnx_variable
+from layoutmap.adapters.jax.optimizers import describe_weights, get_parameter_tree
+from layoutmap.adapters.jax.pytrees import flatten_with_paths
+from layoutmap.adapters.jax.slots import PathParts, StateLeaf, describe_slots
+from layoutmap.adapters.jax.tracing import is_array, is_random_key
+from layoutmap.adapters.jax.training import TrainState, replace_arrays, unwrap_and_split, unwrap_model
+from layoutmap.adapters.protocol import SavedOptimizer, StoredVariable
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.engines.jax.padded import PaddedArray, describe_logical, unwrap, wrap
-from layoutmap.engines.jax.trees import find_memory
+from layoutmap.engines.jax.padded import PaddedArray, replace_by_logical_shapes, unwrap_padded, wrap_padded
+from layoutmap.engines.jax.trees import find_memory_kind
 
 
-def list_stored(model: object, optimizer: object, saved: Saved | None = None) -> list[Stored]:
-    """List the arrays in a checkpoint of a model and its optimizer's state."""
-    check_immutable(unwrap_model(model))
-    found: list[Stored] = []
-    for leaf in split_model(model).leaves:
-        array = _unwrap_key(leaf.value)
-        shape, dtype, memory = tuple(array.shape), array.dtype.name, find_memory(array)
+def list_stored_arrays(
+    model: object, optimizer: object, saved: SavedOptimizer | None = None
+) -> list[StoredVariable]:
+    """List the arrays that a checkpoint of a model and its optimizer's state contains, each with its description."""
+    check_no_mutable_arrays(unwrap_model(model))
+    found: list[StoredVariable] = []
+    for leaf in unwrap_and_split(model).leaves:
+        array = _get_key_data(leaf.value)
+        shape, dtype, memory = tuple(array.shape), array.dtype.name, find_memory_kind(array)
         spec = VariableSpec(leaf.path, shape, dtype, leaf.kind, leaf.aliases, memory=memory)
-        found.append(Stored(spec, array))
-    state = _find_state(model, optimizer, make=saved is not None and bool(saved.slots))
-    found += [Stored(spec, _unwrap_key(leaf)) for spec, leaf in _list_slots(model, optimizer, state)]
-    return found + _get_step_variable(optimizer)
+        found.append(StoredVariable(spec, array))
+    state = _get_optimizer_state(model, optimizer, allow_shapes=saved is not None and bool(saved.slots))
+    slots = _list_slots(model, optimizer, state)
+    found += [StoredVariable(spec, _get_key_data(leaf)) for spec, leaf in slots]
+    return found + _list_step_counter(optimizer)
 
 
 def list_optimizer_arrays(
-    model: object, optimizer: object, weights: Mapping[Parts, VariableSpec] | None = None
-) -> list[Stored]:
+    model: object, optimizer: object, weights: Mapping[PathParts, VariableSpec] | None = None
+) -> list[StoredVariable]:
     """List the arrays of an optimizer's state, each with its description.
 
     Args:
         model: The model.
-        optimizer: The state, or an optimizer of nnx; `None`: the state of a `TrainState`, if it has one.
-        weights: The parameters, by the parts of their paths in the state; `None`: those of the model.
+        optimizer: The optimizer's state, or an `nnx.Optimizer`; `None`: the state in a `TrainState`, if it has one.
+        weights: The parameters, by the parts of their paths in the state; `None`: the parameters of the model.
     """
-    slots = _list_raw_slots(model, optimizer, _find_state(model, optimizer, make=False), weights)
-    return [Stored(spec, leaf) for spec, leaf in slots] + _get_step_variable(optimizer)
+    state = _get_optimizer_state(model, optimizer, allow_shapes=False)
+    slots = _describe_state_arrays(model, optimizer, state, weights)
+    return [StoredVariable(spec, leaf) for spec, leaf in slots] + _list_step_counter(optimizer)
 
 
-def _get_step_variable(optimizer: object) -> list[Stored]:
+def _list_step_counter(optimizer: object) -> list[StoredVariable]:
+    """Return the step counter of an nnx optimizer as a list of one array, or an empty list for other optimizers."""
     if not is_nnx_optimizer(optimizer):
         return []
     step = optimizer.step.get_raw_value()
-    return [Stored(VariableSpec("optimizer.step", (), step.dtype.name, Kind.SLOT), step)]
+    return [StoredVariable(VariableSpec("optimizer.step", (), step.dtype.name, Kind.SLOT), step)]
 
 
-def restore_values(
+def restore_arrays(
     model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
 ) -> tuple[object, object]:
-    """Replace the arrays of a model and its optimizer's state.
+    """Replace arrays of a model and of its optimizer's state, and return the model and the optimizer.
 
-    What Variables of nnx hold is replaced one by one, and freed then; a pytree is replaced by another one.
+    The array of an nnx Variable is freed as soon as it is replaced. For a pytree, a new pytree is returned.
     """
-    state = _find_state(model, optimizer, make=True)
-    tree = sys.modules["flax.nnx"].state(unwrap_model(model)) if is_nnx(unwrap_model(model)) else None
-    leaves = [(leaf.path, leaf.value) for leaf in split_model(model).leaves]
+    state = _get_optimizer_state(model, optimizer, allow_shapes=True)
+    tree = sys.modules["flax.nnx"].state(unwrap_model(model)) if is_nnx_module(unwrap_model(model)) else None
+    leaves = [(leaf.path, leaf.value) for leaf in unwrap_and_split(model).leaves]
     slots = [(spec.path, leaf) for spec, leaf in _list_slots(model, optimizer, state)]
-    likes = {path: _make_converter(value) for path, value in leaves + slots}
+    likes = {path: _make_array_converter(value) for path, value in leaves + slots}
     holders = dict(
-        zip((path for path, _ in leaves), [] if tree is None else _find_variables(tree), strict=False)
+        zip(
+            (path for path, _ in leaves),
+            [] if tree is None else _list_array_owners(tree),
+            strict=False,
+        )
     )
-    holders |= zip((path for path, _ in slots), _find_variables(state), strict=True)
+    holders |= zip((path for path, _ in slots), _list_array_owners(state), strict=True)
     if is_nnx_optimizer(optimizer):
-        likes["optimizer.step"] = _make_converter(optimizer.step.get_raw_value())
+        likes["optimizer.step"] = _make_array_converter(optimizer.step.get_raw_value())
         holders["optimizer.step"] = optimizer.step
     paths = [path for path, _ in leaves], [path for path, _ in slots]
     del leaves, slots
@@ -94,88 +102,92 @@ def restore_values(
             new[path] = value
         del array, value
     if any(path in new for path in paths[0]):
-        model = put_values(model, [new.get(leaf.path, leaf.value) for leaf in split_model(model).leaves])
+        values = [new.get(leaf.path, leaf.value) for leaf in unwrap_and_split(model).leaves]
+        model = replace_arrays(model, values)
     state = _replace_arrays(state, paths[1], new)
     if optimizer is not None:
         return model, optimizer if is_nnx_optimizer(optimizer) else state
-    if isinstance(model, TrainState) and not any(map(_has_no_value, jax.tree.leaves(state))):
+    if isinstance(model, TrainState) and not any(map(_is_shape_only, jax.tree.leaves(state))):
         model.opt_state = state
     return model, None
 
 
-def has_optimizer(model: object, optimizer: object) -> bool:
-    """Return whether there is optimizer state to save, even without arrays."""
+def has_optimizer_state(model: object, optimizer: object) -> bool:
+    """Return whether there is optimizer state to save, even if it contains no arrays."""
     return optimizer is not None or (isinstance(model, TrainState) and model.opt_state is not None)
 
 
-def _find_state(model: object, optimizer: object, *, make: bool) -> Any:
-    """Return the optimizer's state as a pytree. With `make`, return shapes for a `TrainState` before its first step."""
+def _get_optimizer_state(model: object, optimizer: object, *, allow_shapes: bool) -> Any:
+    """Return the optimizer's state, or with `allow_shapes` the shapes of a state that does not exist yet."""
     if is_nnx_optimizer(optimizer):
         return optimizer.opt_state
     if optimizer is not None or not isinstance(model, TrainState):
         return optimizer
-    if model.opt_state is not None or not make or model.optimizer is None:
+    if model.opt_state is not None or not allow_shapes or model.optimizer is None:
         return model.opt_state
-    return jax.eval_shape(model.optimizer.init, describe_logical(_find_params(model, None)))
+    return jax.eval_shape(model.optimizer.init, replace_by_logical_shapes(_get_parameters(model, None)))
 
 
-def _find_params(model: object, optimizer: object) -> Any:
+def _get_parameters(model: object, optimizer: object) -> Any:
     if isinstance(model, TrainState) and optimizer is None:
         return model.list_weights()
-    return find_params(unwrap_model(model), optimizer.wrt if is_nnx_optimizer(optimizer) else None)
+    return get_parameter_tree(unwrap_model(model), optimizer.wrt if is_nnx_optimizer(optimizer) else None)
 
 
 def _list_slots(model: object, optimizer: object, state: object) -> list[tuple[VariableSpec, jax.Array]]:
-    """Return the arrays of an optimizer's state. Shapes without values get the layouts of their weights."""
-    found = _list_raw_slots(model, optimizer, state)
+    """Return the arrays of an optimizer's state. Give shapes without values the layouts of their weights."""
+    found = _describe_state_arrays(model, optimizer, state)
     weights = (
-        _find_params(model, optimizer) if any(_has_no_value(_unwrap_key(leaf)) for _, leaf in found) else {}
+        _get_parameters(model, optimizer)
+        if any(_is_shape_only(_get_key_data(leaf)) for _, leaf in found)
+        else {}
     )
     return [(spec, _copy_weight_layout(leaf, weights, spec)) for spec, leaf in found]
 
 
-def _list_raw_slots(
-    model: object, optimizer: object, state: object, params: Mapping[Parts, VariableSpec] | None = None
+def _describe_state_arrays(
+    model: object, optimizer: object, state: object, params: Mapping[PathParts, VariableSpec] | None = None
 ) -> list[tuple[VariableSpec, Any]]:
-    """Return the arrays of an optimizer's state in its order, each with its description."""
-    leaves = [(parts, leaf) for parts, leaf in list_leaves(state) if is_array(leaf)]
+    """Return the arrays of an optimizer's state in their order, each with its description."""
+    leaves = [(parts, leaf) for parts, leaf in flatten_with_paths(state) if is_array(leaf)]
     if not leaves and callable(getattr(state, "init", None)):
         raise CheckpointError(
-            f"optimizer: {describe_type(state)}, it has no state",
-            why="an optax optimizer is two functions, and its state is what its init returns",
+            f"optimizer: {describe_type(state)} has no state",
+            why="an optax optimizer is a pair of functions, and its init function returns the state",
             fix="pass the state: layout_map.build_optimizer(tx, params), or tx.init(params)",
         )
-    data = [_unwrap_key(leaf) for _, leaf in leaves]
+    data = [_get_key_data(leaf) for _, leaf in leaves]
     described = [
         StateLeaf(parts, tuple(array.shape), array.dtype.name)
         for (parts, _), array in zip(leaves, data, strict=True)
     ]
     if params is None:
-        params = describe_weights(_find_params(model, optimizer))[0] if leaves else {}
+        params = describe_weights(_get_parameters(model, optimizer))[0] if leaves else {}
     specs = describe_slots(params, described)
     return [
-        (replace(spec, memory=find_memory(leaf)), leaf) for spec, (_, leaf) in zip(specs, leaves, strict=True)
+        (replace(spec, memory=find_memory_kind(leaf)), leaf)
+        for spec, (_, leaf) in zip(specs, leaves, strict=True)
     ]
 
 
 def _copy_weight_layout(leaf: Any, weights: Mapping[str, object], spec: VariableSpec) -> Any:
-    """Give a leaf without values the layout of its weight, if the shapes are equal."""
-    weight = weights.get(spec.parent) if spec.parent is not None and _has_no_value(leaf) else None
+    """Return a shape without values in the layout of its weight, if both shapes are equal, or the leaf itself."""
+    weight = weights.get(spec.parent) if spec.parent is not None and _is_shape_only(leaf) else None
     if not isinstance(weight, (jax.Array, PaddedArray)) or weight.shape != leaf.shape:
         return leaf
-    shape = unwrap(weight).shape
-    return wrap(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=weight.sharding), leaf.shape)
+    shape = unwrap_padded(weight).shape
+    return wrap_padded(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=weight.sharding), leaf.shape)
 
 
-def _has_no_value(leaf: object) -> bool:
-    return isinstance(unwrap(leaf), jax.ShapeDtypeStruct)
+def _is_shape_only(leaf: object) -> bool:
+    return isinstance(unwrap_padded(leaf), jax.ShapeDtypeStruct)
 
 
-def _find_variables(tree: object) -> list[Any]:
-    """Return, for each array of a pytree, the nnx Variable that contains only this array, or None."""
+def _list_array_owners(tree: object) -> list[Any]:
+    """Return, for each array of a pytree, the nnx Variable that contains this array alone, or None."""
     found: list[Any] = []
-    for node in jax.tree.leaves(tree, is_leaf=is_variable):
-        if is_variable(node):
+    for node in jax.tree.leaves(tree, is_leaf=is_nnx_variable):
+        if is_nnx_variable(node):
             value = node.get_raw_value()
             found += [node] if is_array(value) else [None] * sum(map(is_array, jax.tree.leaves(value)))
         elif is_array(node):
@@ -184,23 +196,23 @@ def _find_variables(tree: object) -> list[Any]:
 
 
 def _replace_arrays(state: object, paths: Iterable[str], new: dict[str, object]) -> object:
-    """Replace arrays of a pytree by path. nnx Variables in it change in place."""
+    """Return a pytree with new arrays, given by path. nnx Variables in it change in place."""
     rest = iter(paths)
 
-    def put(leaf: object) -> object:
-        if is_variable(leaf):
-            leaf.set_raw_value(jax.tree.map(put, leaf.get_raw_value()))
+    def replace_leaf(leaf: object) -> object:
+        if is_nnx_variable(leaf):
+            leaf.set_raw_value(jax.tree.map(replace_leaf, leaf.get_raw_value()))
             return leaf
         return new.get(next(rest), leaf) if is_array(leaf) else leaf
 
-    return jax.tree.map(put, state, is_leaf=is_variable)
+    return jax.tree.map(replace_leaf, state, is_leaf=is_nnx_variable)
 
 
-def _unwrap_key(array: Any) -> Any:
-    """Return the data of random keys, and other arrays unchanged. Donated keys give a shape with a layout."""
-    if not is_key(array):
+def _get_key_data(array: Any) -> Any:
+    """Return the numbers of random keys, or their shape if they are deleted. Return other arrays unchanged."""
+    if not is_random_key(array):
         return array
-    if not _has_no_value(array) and not array.is_deleted():
+    if not _is_shape_only(array) and not array.is_deleted():
         return jax.random.key_data(array)
     shape = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(array.shape, array.dtype))
     sharding = array.sharding
@@ -210,28 +222,28 @@ def _unwrap_key(array: Any) -> Any:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
-def _make_converter(old: Any) -> Callable[[object], object]:
+def _make_array_converter(existing: Any) -> Callable[[object], object]:
     """Return a function that converts arrays to the layout, devices, and key type of an existing one."""
-    if isinstance(old, np.ndarray):
+    if isinstance(existing, np.ndarray):
         return np.asarray
-    if isinstance(old, np.generic):
+    if isinstance(existing, np.generic):
         return lambda array: np.asarray(array)[()]
     engine = get_engine("jax")
-    layout, sharding = engine.get_layout(old), getattr(old, "sharding", None)
-    implementation = jax.random.key_impl(old) if is_key(old) else None
-    is_weak = getattr(old, "weak_type", False)
-    committed = getattr(old, "committed", False)
+    layout, sharding = engine.get_layout(existing), getattr(existing, "sharding", None)
+    implementation = jax.random.key_impl(existing) if is_random_key(existing) else None
+    is_weak = getattr(existing, "weak_type", False)
+    committed = getattr(existing, "committed", False)
 
-    def make(array: object) -> object:
-        made: Any = array if isinstance(array, PaddedArray) else jnp.asarray(array)
+    def convert_array(array: object) -> object:
+        converted: Any = array if isinstance(array, PaddedArray) else jnp.asarray(array)
         if implementation is not None:
-            made = jax.random.wrap_key_data(made, impl=implementation)
+            converted = jax.random.wrap_key_data(converted, impl=implementation)
         if is_weak:  # keep the weak type, so that operations use the other operand's dtype
-            made = jax.lax.convert_element_type_p.bind(
-                made, new_dtype=made.dtype, weak_type=True, sharding=None
+            converted = jax.lax.convert_element_type_p.bind(
+                converted, new_dtype=converted.dtype, weak_type=True, sharding=None
             )
         if layout is None:
-            return jax.device_put(made, sharding) if committed else made
-        return made if array is made else engine.relayout(made, layout, pad=True)
+            return jax.device_put(converted, sharding) if committed else converted
+        return converted if array is converted else engine.relayout(converted, layout, pad=True)
 
-    return make
+    return convert_array

@@ -10,8 +10,8 @@ from layoutmap.adapters.protocol import ScopeContext
 _contexts: dict[int, tuple[weakref.ref[object], ScopeContext]] = {}
 
 
-def note_context(model: object, context: ScopeContext) -> None:
-    """Record the scope that sharded a model. Dicts and tuples cannot be recorded."""
+def record_context(model: object, context: ScopeContext) -> None:
+    """Record the context of the scope that sharded a model. Ignore dicts and tuples, which refuse weak references."""
     key = id(model)
     with suppress(TypeError):
         _contexts[key] = weakref.ref(model, lambda _: _contexts.pop(key, None)), context

@@ -1,7 +1,7 @@
-"""Find arrays of a flax.nnx module outside Variables: in attributes, or in lists, tuples, and dicts there.
+"""Find and replace arrays of a flax.nnx module outside Variables: in attributes, or in lists, tuples, and dicts there.
 
-Flax finds them in attributes that it takes for data, and puts new ones in place for attributes themselves, but not
-for what is in a tuple or a dict.
+Flax finds such arrays in attributes that are marked as data. `nnx.update` replaces an array that is itself an
+attribute, but not one in a tuple or a dict.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from flax import nnx
 
 from layoutmap.adapters.jax.hidden_arrays import has_hidden_tracer
 from layoutmap.adapters.jax.module_outputs import TracedOutput
+from layoutmap.adapters.jax.nnx_types import is_nnx_value
 from layoutmap.adapters.jax.pytrees import format_key
 from layoutmap.adapters.jax.tracing import is_array
 from layoutmap.core.arguments import describe_type
@@ -28,44 +29,45 @@ Nodes = Iterable[tuple[tuple[object, ...], object]]
 
 @dataclass(frozen=True, slots=True)
 class AttributeArrays:
-    """The arrays outside Variables in one attribute of an nnx module.
+    """Describe an attribute of an nnx module that contains arrays outside of Variables.
 
     Args:
-        owner: The module, weakly.
-        name: The attribute.
-        path: Its path.
+        owner: A weak reference to the module.
+        name: Name of the attribute.
+        path: Path of the attribute in the model.
     """
 
     owner: weakref.ref[object]
     name: str
     path: Keys
 
-    def put(self, arrays: Mapping[Keys, object]) -> None:
-        """Assign new arrays by path."""
+    def assign_arrays(self, arrays: Mapping[Keys, object]) -> None:
+        """Replace the arrays of the attribute that have their paths in `arrays`."""
         owner = self.owner()
 
         def replace_leaf(keys: Sequence[object], value: object) -> object:
             return arrays.get((*self.path, *map(format_key, keys)), value)
 
-        held = jax.tree_util.tree_map_with_path(replace_leaf, getattr(owner, self.name), is_leaf=_is_of_flax)
-        setattr(owner, self.name, nnx.data(held))
+        old = getattr(owner, self.name)
+        new = jax.tree_util.tree_map_with_path(replace_leaf, old, is_leaf=is_nnx_value)
+        setattr(owner, self.name, nnx.data(new))
 
 
-def find_attribute_arrays(model: object) -> list[AttributeArrays]:
+def find_array_attributes(model: object) -> list[AttributeArrays]:
     """Return the attributes of a model's modules that contain arrays outside of Variables."""
     return [
         AttributeArrays(weakref.ref(node), name, (*map(format_key, path), name))
         for path, node in [*nnx.iter_graph(model)]
         if isinstance(node, nnx.Pytree)
         for name, value in vars(node).items()
-        if any(map(is_array, jax.tree.leaves(value, is_leaf=_is_of_flax)))
+        if any(map(is_array, jax.tree.leaves(value, is_leaf=is_nnx_value)))
     ]
 
 
-def note_arrays(nodes: Nodes) -> None:
-    """Register traced arrays in module attributes as data, as flax does for arrays with values.
+def mark_arrays_as_data(nodes: Nodes) -> None:
+    """Mark module attributes that are traced arrays as data, as flax itself does for arrays with values.
 
-    Flax 0.12.8 takes them for static values, here and in `nnx.eval_shape` and `nnx.jit`, and loses them.
+    Flax 0.12.8 treats traced arrays as static values, also in `nnx.eval_shape` and `nnx.jit`, and so loses them.
     """
     for _, node in nodes:
         if isinstance(node, nnx.Pytree):
@@ -74,11 +76,11 @@ def note_arrays(nodes: Nodes) -> None:
                     setattr(node, name, nnx.data(value))
 
 
-def check_all_found(nodes: Nodes, state: object) -> None:
-    """Raise if the state of a module lacks traced arrays that the module contains.
+def refuse_lost_arrays(nodes: Nodes, state: object) -> None:
+    """Raise if a module contains traced arrays that its state lacks, because flax does not find them.
 
     Raises:
-        ScopeError: It has not.
+        ScopeError: A traced array is missing.
     """
     found = {id(leaf) for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.core.Tracer)}
     owners = {path: node for path, node in nodes if isinstance(node, nnx.Pytree)}
@@ -88,22 +90,18 @@ def check_all_found(nodes: Nodes, state: object) -> None:
             length = next(n for n in range(len(path), -1, -1) if path[:n] in owners)
             owner, name = owners[path[:length]], str(path[length])
             raise ScopeError(
-                f"{'.'.join(map(format_key, path[: length + 1]))}: arrays in a static attribute",
+                f"{'.'.join(map(format_key, path[: length + 1]))}: a static attribute contains arrays",
                 facts={"module": type(owner).__name__, "value": describe_type(getattr(owner, name))},
-                why="flax.nnx finds arrays in lists, tuples, and dicts only if they are marked as data",
-                fix="mark it in its assignment: nnx.data(..)",
+                why="flax.nnx finds arrays in lists, tuples, and dicts only if these are marked as data",
+                fix="mark the value where the attribute is assigned: nnx.data(..)",
             )
-        if isinstance(node, TracedOutput):  # this library's wrapper is not part of the model
+        if isinstance(node, TracedOutput):  # skip this library's handler, because it is not part of the model
             continue
-        if id(node) not in checked and has_hidden_tracer(node, _is_of_flax):
+        if id(node) not in checked and has_hidden_tracer(node):
             raise ScopeError(
                 f"{'.'.join(map(format_key, path))}: an array is hidden in a static attribute",
                 facts={"value": describe_type(node)},
-                why="flax.nnx finds arrays only in pytrees, and this is not one, so the array would be lost",
-                fix="make the array an attribute of the module, and use that in the call",
+                why="flax.nnx finds arrays only in pytrees, and this value is not a pytree, so the array would be lost",
+                fix="make the array an attribute of the module, and use the attribute in the call",
             )
         checked[id(node)] = node
-
-
-def _is_of_flax(value: object) -> bool:
-    return isinstance(value, (nnx.Pytree, nnx.Variable))

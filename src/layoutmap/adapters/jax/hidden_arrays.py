@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import suppress
 from types import ModuleType
 
 import jax
 import jax.core
 
-_MAX_LEVELS = 3  # limit for nested objects, because some of them reference the whole program
+from layoutmap.adapters.jax.nnx_types import is_nnx_value
+
+_MAX_LEVELS = 3  # limit the depth of the search, because some objects reference the whole program
 
 
-def has_hidden_tracer(leaf: object, is_of_flax: Callable[[object], bool]) -> bool:
+def has_hidden_tracer(leaf: object) -> bool:
     """Return whether a function's closure, or an object that is not a pytree, contains a traced array."""
     seen, todo = set[int](), [(leaf, 0)]
     while todo:
@@ -21,22 +22,23 @@ def has_hidden_tracer(leaf: object, is_of_flax: Callable[[object], bool]) -> boo
         is_known = isinstance(each, (str, int, float, type, jax.Array, ModuleType))
         if is_known or id(each) in seen or type(each).__module__.startswith(("flax.", "jax.")):
             continue
-        if is_of_flax(each) or not jax.tree_util.all_leaves([each]):
+        if is_nnx_value(each) or not jax.tree_util.all_leaves([each]):
             continue
         seen.add(id(each))
-        held = jax.tree.leaves(_list_held(each), is_leaf=is_of_flax)
-        if any(isinstance(value, jax.core.Tracer) for value in held):
+        values = jax.tree.leaves(_list_referenced_values(each), is_leaf=is_nnx_value)
+        if any(isinstance(value, jax.core.Tracer) for value in values):
             return True
         if depth < _MAX_LEVELS:
-            todo += [(value, depth + 1) for value in held]
+            todo += [(value, depth + 1) for value in values]
     return False
 
 
-def _list_held(owner: object) -> list[object]:
-    held: list[object] = [getattr(owner, "__dict__", None), getattr(owner, "__defaults__", None)]
+def _list_referenced_values(owner: object) -> list[object]:
+    """Return the attributes, defaults, bound arguments, and closure variables of a function or object."""
+    values: list[object] = [getattr(owner, "__dict__", None), getattr(owner, "__defaults__", None)]
     if isinstance(owner, functools.partial):
-        held += [owner.func, owner.args, owner.keywords]
+        values += [owner.func, owner.args, owner.keywords]
     for cell in getattr(owner, "__closure__", None) or ():
-        with suppress(ValueError):  # a closure variable without a value
-            held.append(cell.cell_contents)
-    return held
+        with suppress(ValueError):  # raised if a closure variable has no value yet
+            values.append(cell.cell_contents)
+    return values

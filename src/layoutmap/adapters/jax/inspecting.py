@@ -6,23 +6,23 @@ from dataclasses import replace
 from typing import Any
 
 from layoutmap.adapters.jax.checkpoints import list_optimizer_arrays
-from layoutmap.adapters.jax.models import is_nnx
-from layoutmap.adapters.jax.mutable_arrays import check_immutable
-from layoutmap.adapters.jax.objects import is_nnx_optimizer
+from layoutmap.adapters.jax.mutable_arrays import check_no_mutable_arrays
+from layoutmap.adapters.jax.nnx_types import is_nnx_module, is_nnx_optimizer
 from layoutmap.adapters.jax.optimizers import describe_weights
-from layoutmap.adapters.jax.training import TrainState, split_model, unwrap_model
-from layoutmap.adapters.protocol import Stored
+from layoutmap.adapters.jax.training import TrainState, unwrap_and_split, unwrap_model
+from layoutmap.adapters.protocol import StoredVariable
 from layoutmap.core.variables import Kind
 
 _STATE = "opt_state"
 
 
-def describe_arrays(model: Any, optimizer: object = None) -> list[Stored]:
-    """Return a model's arrays as variables of a plan, and those of its optimizer's state as slots."""
-    check_immutable(unwrap_model(model))
-    parts = split_model(model)
+def describe_arrays(model: Any, optimizer: object = None) -> list[StoredVariable]:
+    """Return a model's arrays as variables of a plan, followed by the arrays of its optimizer's state as slots."""
+    check_no_mutable_arrays(unwrap_model(model))
+    parts = unwrap_and_split(model)
     specs = parts.specs
-    found = [Stored(specs[number], parts.leaves[number].value) for number in parts.order or range(len(specs))]
+    order = parts.order or range(len(specs))
+    found = [StoredVariable(specs[n], parts.leaves[n].value) for n in order]
     if is_nnx_optimizer(model):
         return [replace(each, variable=replace(each.variable, kind=Kind.SLOT)) for each in found]
     if optimizer is None and _is_flax_train_state(model):
@@ -35,5 +35,5 @@ def describe_arrays(model: Any, optimizer: object = None) -> list[Stored]:
 
 def _is_flax_train_state(model: object) -> bool:
     """Return whether a pytree is like flax's `TrainState`, with parameters and their optimizer's state."""
-    is_pytree = not isinstance(model, TrainState) and not is_nnx(model)
+    is_pytree = not isinstance(model, TrainState) and not is_nnx_module(model)
     return is_pytree and hasattr(model, "params") and hasattr(model, _STATE)

@@ -13,14 +13,14 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from layoutmap.adapters.jax.models import make_unsharded, take_apart
-from layoutmap.adapters.jax.pytrees import list_leaves
-from layoutmap.adapters.jax.tracing import trace
+from layoutmap.adapters.jax.models import build_without_annotations, split_model
+from layoutmap.adapters.jax.pytrees import flatten_with_paths
+from layoutmap.adapters.jax.tracing import trace_build_function
 from layoutmap.adapters.protocol import RuleLookup
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutMapWarning, MeshError, ScopeError
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.paths import format_path_pattern
+from layoutmap.core.paths import format_path_regex_source
 from layoutmap.core.text_table import format_bytes
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Kind, VariableSpec
@@ -32,52 +32,54 @@ _LARGE_BYTES = 2**20  # smaller arrays without a rule are not reported
 
 
 def describe_later_variables(later: Mapping[str, Callable[[], object]], mesh: Mesh) -> list[VariableSpec]:
-    """Describe arrays that functions create, under paths that start with the function names. Nothing is computed."""
+    """Describe the arrays that functions would create. Their paths start with the functions' names."""
     found = list[VariableSpec]()
     for name, make in later.items():
         if not callable(make):
             raise ScopeError(
                 f"later: {name!r} is not a function",
-                why=f"it is {describe_type(make)}, and a function can be evaluated on shapes",
+                why=f"it is {describe_type(make)}, but only a function can be traced without computing arrays",
                 fix=f"pass a function without arguments that makes the arrays: later={{{name!r}: make_{name}}}",
             )
         parts: Any = None
 
-        def take_result_apart(make: Callable[[], object] = make) -> tuple[object, Sequence[object]]:
+        def make_and_split(make: Callable[[], object] = make) -> tuple[object, Sequence[object]]:
             nonlocal parts
-            made = make_unsharded(make, lambda made: made)
-            parts = take_apart(made)
+            made = build_without_annotations(make, lambda made: made)
+            parts = split_model(made)
             return made, [leaf.value for leaf in parts.leaves]
 
-        trace(take_result_apart, make_abstract_mesh(mesh))
+        trace_build_function(make_and_split, make_abstract_mesh(mesh))
         for spec in parts.specs:
             path, *aliases = (f"{name}.{each}".rstrip(".") for each in (spec.path, *spec.aliases))
             found.append(replace(spec, path=path, aliases=tuple(aliases), kind=Kind.LATER))
     return found
 
 
-def name_results(step: str, out_names: object, results: object) -> list[str]:
-    """Return the path of each leaf of a step's results, or an empty text for a leaf without a name.
+def list_result_paths(step: str, out_names: object, results: object) -> list[str]:
+    """Return the path of each leaf of a step's results, or an empty string for a leaf without a name.
 
     Args:
         step: The name of the step.
-        out_names: A tree of names that the tree of results begins with. `None`: keys of dicts are names.
+        out_names: A tree of names with the upper levels of the tree of results. `None`: keys of dicts are names.
         results: The results.
     """
     if out_names is None:
         keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(results)[0]]
         is_named = [bool(path) and not isinstance(path[0], jax.tree_util.SequenceKey) for path in keys]
-        paths = [".".join(parts) for parts, _ in list_leaves(results)]
+        paths = [".".join(parts) for parts, _ in flatten_with_paths(results)]
         return [path if named else "" for path, named in zip(paths, is_named, strict=True)]
 
     def name_leaves(name: str | None, part: object) -> list[str]:
-        return [".".join(filter(None, (name, *parts))) if name else "" for parts, _ in list_leaves(part)]
+        return [
+            ".".join(filter(None, (name, *parts))) if name else "" for parts, _ in flatten_with_paths(part)
+        ]
 
     try:
         named = jax.tree.map(name_leaves, out_names, results, is_leaf=lambda name: name is None)
     except ValueError as error:
         raise ScopeError(
-            f"{step}: out_names={out_names!r} does not fit its results",
+            f"{step}: out_names={out_names!r} has another structure than the results",
             facts={"results": str(jax.tree.structure(results))},
             why=str(error).partition("\n")[0],
             fix="write one name per result, or None for a result without a name, as in out_names=(None, 'cache')",
@@ -88,12 +90,12 @@ def name_results(step: str, out_names: object, results: object) -> list[str]:
 def find_rule_shardings(
     layout_map: RuleLookup, arrays: Mapping[str, ArrayShape], native: jax.sharding.Mesh
 ) -> dict[str, NamedSharding]:
-    """Return the shardings of arrays with a rule, by path.
+    """Return the sharding of each array that has a rule, by path.
 
     Args:
         layout_map: The layout map.
-        arrays: Anything with a shape and a dtype, by path.
-        native: The mesh of the step, which may have other axis types than that of the layout map.
+        arrays: Arrays or their shapes, by path.
+        native: The mesh of the step, which may have other axis types than the mesh of the layout map.
 
     Raises:
         PlanError: A rule does not fit an array.
@@ -110,27 +112,30 @@ def find_rule_shardings(
         specs,
         layout_map,
         complete=False,
-        explain_no_padding=lambda variable, layout: "an array that a step sees first is not padded",
+        explain_no_padding=lambda variable, layout: "an array that first appears in a step cannot be padded",
     )
     plan.check()
-    shardings = {path: get_engine("jax").native(each.layout, each.layout.rank) for path, each in plan.items()}
+    layouts = {path: each.layout for path, each in plan.items()}
+    shardings = {
+        path: get_engine("jax").make_native_layout(each, each.rank) for path, each in layouts.items()
+    }
     return {path: each.update(mesh=native) for path, each in shardings.items()}
 
 
-def check_mesh(step: str, layout_map: RuleLookup, native: jax.sharding.Mesh) -> None:
-    """Raise if a layout map is on another mesh than a step's arguments."""
+def check_same_mesh(step: str, layout_map: RuleLookup, native: jax.sharding.Mesh) -> None:
+    """Raise if the mesh of a layout map has other dims or sizes than the mesh of a step's arguments."""
     mesh = layout_map.mesh
     if mesh is None or dict(zip(mesh.dim_names, mesh.shape, strict=True)) != dict(native.shape):
         raise MeshError(
-            f"{step}: layout_map is on another mesh than the arguments",
+            f"{step}: layout_map has another mesh than the arguments",
             facts={"layout_map": str(mesh), "arguments": str(native)},
-            why="a step uses one mesh",
+            why="a step computes on one mesh",
             fix="pass the layout map with which the arguments were built",
         )
 
 
-def warn_without_rule(step: str, path: str, array: ArrayShape, consequence: str) -> None:
-    """Warn of a large array that no rule matches."""
+def warn_of_missing_rule(step: str, path: str, array: ArrayShape, consequence: str) -> None:
+    """Warn that no rule matches an array, if the array is large."""
     num_bytes = math.prod(array.shape) * array.dtype.itemsize
     if num_bytes <= _LARGE_BYTES:
         return
@@ -139,6 +144,7 @@ def warn_without_rule(step: str, path: str, array: ArrayShape, consequence: str)
         f"{step}: {path} has no rule, and {consequence}",
         facts={"shape": array.shape, "size": format_bytes(num_bytes)},
         why="the array is not part of the model for which the layout map was written",
-        fix=f"write its layout, with mesh dims in place of None: layout_map[{format_path_pattern([path])}] = ({specs})",
+        fix="write its layout, with mesh dims in place of None: "
+        f"layout_map[{format_path_regex_source([path])}] = ({specs})",
     )
     warnings.warn(warning, stacklevel=find_user_stacklevel())

@@ -44,7 +44,7 @@ def microbatches(batch: T, num: int) -> T:
         `optax.microbatching.reshape_batch_axis`, https://optax.readthedocs.io/en/latest/api/microbatching.html
     """
 
-    def split(path: tuple[object, ...], array: Any) -> object:
+    def split_array(path: tuple[object, ...], array: Any) -> object:
         shape = np.shape(array)
         if not shape or num < 1 or shape[0] % num:
             name = f"batch{jax.tree_util.keystr(path)}"
@@ -59,23 +59,23 @@ def microbatches(batch: T, num: int) -> T:
         kind = np if isinstance(array, np.ndarray) else jnp
         return kind.swapaxes(kind.reshape(array, (shape[0] // num, num, *shape[1:])), 0, 1)
 
-    return jax.tree_util.tree_map_with_path(split, batch)
+    return jax.tree_util.tree_map_with_path(split_array, batch)
 
 
-def find_consecutive_splits(jaxpr: Jaxpr, batches: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield each batch that a scan processes in microbatches of consecutive rows, and their number.
+def find_consecutive_splits(jaxpr: Jaxpr, batch_positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield each batch that a scan splits into microbatches of consecutive rows: its position, and their number.
 
     Args:
         jaxpr: The program of a step.
-        batches: The numbers of its arguments whose first axis is sharded.
+        batch_positions: Positions of the program's arguments whose first axis is sharded.
     """
-    yield from _find_splits(jaxpr, {jaxpr.invars[number]: number for number in batches}, {})
+    yield from _iterate_splits(jaxpr, {jaxpr.invars[number]: number for number in batch_positions}, {})
 
 
-def _find_splits(
+def _iterate_splits(
     jaxpr: Jaxpr, rows: dict[Var, int], splits: dict[Var, tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the splits in a program. `rows` are unchanged batches, and `splits` are reshaped ones."""
+    """Yield the split batches over which a program scans. `rows` are whole batches, and `splits` reshaped ones."""
     for eqn in jaxpr.eqns:
         name, inputs = eqn.primitive.name, [var for var in eqn.invars if not isinstance(var, Literal)]
         if name in _KEEPS_ROWS and inputs and inputs[0] in rows:
@@ -88,7 +88,7 @@ def _find_splits(
         elif name == "scan":
             for inner in iterate_inner_jaxprs(eqn.params.values()):
                 for mine, var in zip(inner.invars, eqn.invars, strict=True):
-                    # Inputs over which a scan iterates have one axis less inside it. JAX 0.11 does not count them.
+                    # Find inputs that a scan iterates over by their lower rank inside, as JAX 0.11 does not count them.
                     if not isinstance(var, Literal) and var in splits and _get_rank(mine) < _get_rank(var):
                         yield splits[var]
         elif name in CALLS:
@@ -98,16 +98,16 @@ def _find_splits(
                 ]
                 inner_rows = {mine: rows[outer] for mine, outer in pairs if outer in rows}
                 inner_splits = {mine: splits[outer] for mine, outer in pairs if outer in splits}
-                yield from _find_splits(inner, inner_rows, inner_splits)
-                rows |= _map_splits_to_callers(inner, eqn.outvars, inner_rows)
-                splits |= _map_splits_to_callers(inner, eqn.outvars, inner_splits)
+                yield from _iterate_splits(inner, inner_rows, inner_splits)
+                rows |= _map_to_outer_variables(inner, eqn.outvars, inner_rows)
+                splits |= _map_to_outer_variables(inner, eqn.outvars, inner_splits)
 
 
 def _get_rank(var: Any) -> int:
     return len(var.aval.shape)
 
 
-def _map_splits_to_callers(inner: Jaxpr, results: Sequence[Var], found: dict[Var, T]) -> dict[Var, T]:
-    """Map findings about an inner program's results to the variables of the outer program."""
-    pairs = zip(inner.outvars, results, strict=False)
-    return {outer: found[mine] for mine, outer in pairs if not isinstance(mine, Literal) and mine in found}
+def _map_to_outer_variables(inner: Jaxpr, outer_results: Sequence[Var], known: dict[Var, T]) -> dict[Var, T]:
+    """Return the known values of an inner program's results, by the outer program's variables for them."""
+    pairs = zip(inner.outvars, outer_results, strict=False)
+    return {outer: known[mine] for mine, outer in pairs if not isinstance(mine, Literal) and mine in known}

@@ -7,57 +7,57 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from layoutmap.adapters.jax import pytrees
-from layoutmap.adapters.jax.objects import is_nnx
-from layoutmap.adapters.jax.pytrees import Parts
+from layoutmap.adapters.jax.nnx_types import is_nnx_module
+from layoutmap.adapters.jax.pytrees import ModelParts
 from layoutmap.core.policy import LayoutPolicy
-from layoutmap.engines.tested import import_for, warn_if_untested
+from layoutmap.engines.tested import import_framework_module, warn_if_untested
 
 
-def take_apart(model: object) -> Parts:
-    """Split a model into its arrays and its structure.
+def split_model(model: object) -> ModelParts:
+    """Split a module or pytree into its arrays and a function that rebuilds it.
 
     Raises:
         ScopeError: Two arrays have one path.
     """
-    if is_nnx(model):
-        # flax may not be installed, so import it only for its modules.
-        nnx = import_for("flax", "layoutmap.adapters.jax.nnx")
+    if is_nnx_module(model):
+        # flax may not be installed, so import it only if the model is a module of flax.
+        nnx = import_framework_module("flax", "layoutmap.adapters.jax.nnx")
         warn_if_untested("flax")
-        return nnx.take_apart(model)
-    return pytrees.take_apart(model)
+        return nnx.split_module(model)
+    return pytrees.split_pytree(model)
 
 
-def put_values(model: object, values: Sequence[object]) -> Any:
-    """Replace the arrays of a model: in place for a module, in a new object for a pytree."""
-    if is_nnx(model):
+def replace_arrays(model: object, values: Sequence[object]) -> Any:
+    """Replace the arrays of a model, and return it. A module changes in place, and a pytree is a new object."""
+    if is_nnx_module(model):
         from layoutmap.adapters.jax import nnx
 
-        nnx.put_values(model, values)
+        nnx.replace_arrays(model, values)
         return model
-    return pytrees.take_apart(model).put_together(values)
+    return pytrees.split_pytree(model).rebuild_model(values)
 
 
 def constrain_outputs(model: object, policy: LayoutPolicy) -> None:
     """Make modules of an nnx model apply activation rules to their outputs. Pytrees stay unchanged."""
-    if is_nnx(model):
+    if is_nnx_module(model):
         from layoutmap.adapters.jax import nnx
 
         nnx.constrain_outputs(model, policy)
 
 
-def make_unsharded(make: Callable[[], object], model_in: Callable[[object], Any]) -> Any:
-    """Build a model, ignoring its own sharding annotations.
+def build_without_annotations(make: Callable[[], object], get_model: Callable[[object], Any]) -> Any:
+    """Call a function that builds a model while the model's own sharding annotations are disabled.
 
     Args:
         make: The function.
-        model_in: Returns the model in what it returns.
+        get_model: Returns the model, given the function's result.
     """
     if "flax.nnx" not in sys.modules:
         return make()
     from layoutmap.adapters.jax import nnx
 
-    with nnx.annotations_unused():
+    with nnx.disable_annotations():
         made = make()
-    if is_nnx(model := model_in(made)):
-        nnx.restore_metadata(model)
+    if is_nnx_module(model := get_model(made)):
+        nnx.restore_eager_sharding(model)
     return made

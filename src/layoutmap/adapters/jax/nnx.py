@@ -9,74 +9,74 @@ import jax
 from flax import nnx
 
 from layoutmap.adapters.jax import pytrees
-from layoutmap.adapters.jax.held_arrays import check_all_found, find_attribute_arrays, note_arrays
+from layoutmap.adapters.jax.held_arrays import find_array_attributes, mark_arrays_as_data, refuse_lost_arrays
 from layoutmap.adapters.jax.module_outputs import (
+    ModelMesh,
     OutputLayout,
-    OwnMesh,
     TracedOutput,
-    remove_output,
-    set_output,
+    remove_output_handler,
+    set_output_handler,
 )
-from layoutmap.adapters.jax.pytrees import Leaf, Parts, infer_kind
-from layoutmap.adapters.jax.roles import find_uses
+from layoutmap.adapters.jax.pytrees import ModelLeaf, ModelParts, infer_kind
+from layoutmap.adapters.jax.roles import find_axis_uses
 from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
-from layoutmap.core.steps import Tracer
+from layoutmap.core.steps import StepTracer
 from layoutmap.core.variables import Kind
 from layoutmap.engines import get_engine
 from layoutmap.engines.jax.ambient import differs_from_ambient_mesh, warn_about_axis_types
 
 _EAGER_SHARDING_OFF = 0
-"""The value that `nnx.use_eager_sharding` is set to: false, and known from the `False` that a program may set."""
+"""Value for `nnx.use_eager_sharding`: false, but distinguishable from the `False` that a program may set."""
 
 
-def take_apart(model: nnx.Module) -> Parts:
-    """Split a module into the arrays of its Variables and attributes, and its structure.
+def split_module(model: nnx.Module) -> ModelParts:
+    """Split a module into the arrays of its Variables and attributes, and a function that rebuilds it.
 
     Raises:
-        ScopeError: A traced array is where flax does not look for arrays.
+        ScopeError: A traced array is in an attribute in which flax does not look for arrays.
     """
     nodes = [*nnx.iter_graph(model)]
-    note_arrays(nodes)
+    mark_arrays_as_data(nodes)
     graph, state = nnx.split(model)
-    check_all_found(nodes, state)
+    refuse_lost_arrays(nodes, state)
     variables = {_format_keys(path): each for path, each in nnx.to_flat_state(state)}
-    # Flax takes longer to look for shared objects than to split a module, which refers to them by number.
+    # Flax takes longer to find shared objects than to split a module, so search only if the result refers to any.
     is_shared = any(isinstance(node, nnx.graph.NodeRef) for node in graph.nodes)
     shared = _SharedPaths(nnx.find_duplicates(model) if is_shared else ())
     modules = [(path, node) for path, node in nodes if isinstance(node, nnx.Module)]
-    used = find_uses(modules)
+    used = find_axis_uses(modules)
     paths: list[Sequence[str]] = []
 
-    def describe_leaf(keys: Sequence[str], value: object) -> Leaf:
+    def describe_leaf(keys: Sequence[str], value: object) -> ModelLeaf:
         length = next(n for n in range(len(keys) + 1) if tuple(keys[:n]) in variables)
         variable = variables[tuple(keys[:length])]
         if not isinstance(variable, nnx.Variable):
             paths.append(keys)
-            why = "an attribute that is no Variable holds it, and flax takes only JAX's arrays there"
-            return Leaf(_format_path(keys), value, infer_kind(value), no_padding=why)
+            why = "it is in an attribute that is not a Variable, and flax allows only JAX arrays there"
+            return ModelLeaf(_format_path(keys), value, infer_kind(value), no_padding=why)
         inner = keys[length + 1 :]  # drop the key "value" of the Variable
         path = (*keys[:length], *inner)
         paths.append(path)
         aliases = tuple(_format_path(other) for other in shared.find_other_paths(path))
         kind, annotation = _infer_kind(variable), _read_annotation(variable)
-        return Leaf(_format_path(path), value, kind, aliases, annotation, used.get(path))
+        return ModelLeaf(_format_path(path), value, kind, aliases, annotation, used.get(path))
 
-    parts = pytrees.take_apart(state, describe_leaf)
+    parts = pytrees.split_pytree(state, describe_leaf)
 
-    def put_together(arrays: Sequence[object]) -> nnx.Module:
-        return nnx.merge(graph, parts.put_together(arrays))
+    def rebuild_model(arrays: Sequence[object]) -> nnx.Module:
+        return nnx.merge(graph, parts.rebuild_model(arrays))
 
-    layers = [path for same, _ in _iterate_layers(modules, shared) for path in same]
-    places = [*_find_positions(model, paths)]
-    return Parts(parts.leaves, put_together, layers, sorted(range(len(places)), key=places.__getitem__))
+    layers = [path for same, _ in _iterate_callable_modules(modules, shared) for path in same]
+    keys = [*_find_attribute_positions(model, paths)]
+    return ModelParts(parts.leaves, rebuild_model, layers, sorted(range(len(keys)), key=keys.__getitem__))
 
 
-def _find_positions(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterator[list[int]]:
-    """Yield, for each array, the positions of the attributes on its path among the sorted attributes."""
+def _find_attribute_positions(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterator[list[int]]:
+    """Yield, for each path, the position of each attribute on it among the attributes of the same module."""
     known: dict[int, dict[str, tuple[int, object]]] = {}
     for keys in paths:
-        place: list[int] = []
+        positions: list[int] = []
         node: object = model
         for key in keys:
             members = known.get(id(node))
@@ -84,12 +84,12 @@ def _find_positions(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterat
                 numbered = enumerate(_iterate_members(node))
                 members = known[id(node)] = {name: (number, value) for number, (name, value) in numbered}
             number, node = members.get(key, (0, None))
-            place.append(number)
-        yield place
+            positions.append(number)
+        yield positions
 
 
 def _iterate_members(node: object) -> Iterator[tuple[str, object]]:
-    """Yield the names and values in a module or container, in order."""
+    """Yield the attributes of a module, or the items of a container, with their names in order."""
     if isinstance(node, nnx.Pytree):
         yield from vars(node).items()
     elif not isinstance(node, nnx.Variable):
@@ -97,13 +97,13 @@ def _iterate_members(node: object) -> Iterator[tuple[str, object]]:
             yield _format_path(path), value
 
 
-def put_values(model: nnx.Module, values: Sequence[object]) -> None:
-    """Assign new arrays to a module in place, in the order of its parts."""
-    new = nnx.to_flat_state(pytrees.take_apart(nnx.state(model)).put_together(values))
+def replace_arrays(model: nnx.Module, values: Sequence[object]) -> None:
+    """Assign new arrays to a module in place, in the order of its leaves."""
+    new = nnx.to_flat_state(pytrees.split_pytree(nnx.state(model)).rebuild_model(values))
     nnx.update(model, nnx.from_flat_state([each for each in new if isinstance(each[1], nnx.Variable)]))
     arrays = {_format_keys(path): value for path, value in new if not isinstance(value, nnx.Variable)}
-    for held in find_attribute_arrays(model) if arrays else ():
-        held.put(arrays)
+    for held in find_array_attributes(model) if arrays else ():
+        held.assign_arrays(arrays)
 
 
 def _format_keys(keys: Sequence[object]) -> tuple[str, ...]:
@@ -120,15 +120,16 @@ def _infer_kind(variable: nnx.Variable[object]) -> Kind:
     return Kind.WEIGHT if isinstance(variable, nnx.Param) else Kind.STATE
 
 
-# Only the layout map determines layouts, so flax's annotations are ignored, with a note in the plan (decisions/0073).
+# Only the layout map determines layouts, so the plan notes that flax's annotations have no effect (decisions/0073).
 def _read_annotation(variable: nnx.Variable[object]) -> str:
+    """Return the sharding annotation of a Variable as text, or an empty string if it has none."""
     sharding = variable.get_metadata().get("out_sharding")
     sharding = getattr(sharding, "sharding", sharding)  # unwrap jax.experimental.layout.Format
     return str(tuple(getattr(sharding, "spec", sharding))) if sharding else ""
 
 
 class _SharedPaths:
-    """Paths of modules and variables that occur more than once in a model."""
+    """Store the paths of modules and Variables that occur more than once in a model."""
 
     def __init__(self, groups: Iterable[Iterable[Sequence[object]]]) -> None:
         self._groups = [[_format_keys(path) for path in paths] for paths in groups]
@@ -147,10 +148,10 @@ class _SharedPaths:
             yield from ((*other, *keys[len(own) :]) for other in paths if other != own)
 
 
-def _iterate_layers(
+def _iterate_callable_modules(
     modules: Iterable[tuple[Sequence[object], nnx.Module]], shared: _SharedPaths
 ) -> Iterator[tuple[list[str], nnx.Module]]:
-    """Yield each callable module in a model, with all its paths."""
+    """Yield each callable module in a model, except the model itself, with all of its paths."""
     for path, module in modules:
         if path and callable(module):
             keys = _format_keys(path)
@@ -158,7 +159,7 @@ def _iterate_layers(
 
 
 def _list_layers_with_paths(model: nnx.Module) -> list[tuple[list[str], nnx.Module]]:
-    return [*_iterate_layers([*nnx.iter_modules(model)], _SharedPaths(nnx.find_duplicates(model)))]
+    return [*_iterate_callable_modules([*nnx.iter_modules(model)], _SharedPaths(nnx.find_duplicates(model)))]
 
 
 def constrain_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
@@ -167,36 +168,36 @@ def constrain_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
         rules = ((path, policy.find_activation_layout(path)) for path in paths)
         path, layout = next(((path, rule) for path, rule in rules if rule is not None), ("", None))
         if layout is None:
-            remove_output(module)
+            remove_output_handler(module)
         else:
-            set_output(module, OutputLayout(layout, policy.batch_dim, path))
-    remove_output(model)
-    native = get_engine("jax").native(Layout.replicated(policy.mesh, 0), 0).mesh
+            set_output_handler(module, OutputLayout(layout, policy.batch_dim, path))
+    remove_output_handler(model)
+    native = get_engine("jax").make_native_layout(Layout.replicated(policy.mesh, 0), 0).mesh
     if differs_from_ambient_mesh(native):
         warn_about_axis_types(native)
-        set_output(model, OwnMesh(native.abstract_mesh))
+        set_output_handler(model, ModelMesh(native.abstract_mesh))
 
 
 def list_layers(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
-    """List each callable module in a model with its first path."""
+    """List each callable module in a model with the first of its paths."""
     return [(paths[0], module) for paths, module in _list_layers_with_paths(model)]
 
 
-def trace_outputs(model: nnx.Module, tracer: Tracer) -> None:
+def trace_outputs(model: nnx.Module, tracer: StepTracer) -> None:
     """Make each module report its calls to a tracer."""
     for path, module in list_layers(model):
-        set_output(module, TracedOutput(tracer, path))
+        set_output_handler(module, TracedOutput(tracer, path))
 
 
 @contextmanager
-def annotations_unused() -> Generator[None]:
-    """Disable sharding annotations of new variables while the context is open."""
+def disable_annotations() -> Generator[None]:
+    """Disable the sharding annotations of Variables that are created until the block ends."""
     with nnx.use_eager_sharding(_EAGER_SHARDING_OFF):
         yield
 
 
-def restore_metadata(model: nnx.Module) -> None:
-    """Remove the metadata that `annotations_unused` set on variables."""
+def restore_eager_sharding(model: nnx.Module) -> None:
+    """Set `eager_sharding` of Variables that were created in `disable_annotations` back to nnx's current setting."""
     for _, node in [*nnx.iter_graph(model)]:
         if isinstance(node, nnx.Variable) and type(node.get_metadata("eager_sharding")) is int:
             node.set_metadata("eager_sharding", nnx.using_eager_sharding())

@@ -1,7 +1,7 @@
 """Read and update flax.nnx objects that a step takes as arguments and changes in place.
 
-To look through a module takes flax some ten milliseconds for a hundred Variables, so it is done once. Before each later
-step it is only checked that every container in it has what it had: then its Variables are those that were found.
+Flax takes about ten milliseconds to find the Variables of a module with a hundred of them, so this is done once. Before
+each later step, only the contents of all containers are compared. If they are the same objects, so are the Variables.
 """
 
 from __future__ import annotations
@@ -11,75 +11,51 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from layoutmap.adapters.jax.outputs import Input
+from layoutmap.adapters.jax.nnx_types import is_nnx_variable
+from layoutmap.adapters.jax.outputs import InputLeaf
 from layoutmap.adapters.jax.private import find_value_slot
 from layoutmap.adapters.jax.pytrees import format_key
 from layoutmap.core.errors import ScopeError, join_names
 
 if TYPE_CHECKING:
-    from flax import nnx
-
-
-def _is_of_nnx(value: object, kind: str) -> bool:
-    nnx = sys.modules.get("flax.nnx")  # nnx objects exist only if flax was imported
-    return nnx is not None and isinstance(value, getattr(nnx, kind))
-
-
-def is_nnx(model: object) -> TypeGuard[nnx.Module]:
-    """Return whether a model is a module of flax.nnx."""
-    return _is_of_nnx(model, "Module")
-
-
-def is_object(value: object) -> bool:
-    """Return whether a value is an nnx module, an optimizer, or another object that contains Variables."""
-    return _is_of_nnx(value, "Pytree")
-
-
-def is_variable(value: object) -> TypeGuard[nnx.Variable[Any]]:
-    """Return whether a value is an nnx Variable."""
-    return _is_of_nnx(value, "Variable")
-
-
-def is_nnx_optimizer(state: object) -> TypeGuard[nnx.Optimizer[Any]]:
-    """Return whether an object is an nnx optimizer."""
-    return _is_of_nnx(state, "Optimizer")
+    pass
 
 
 # `nnx.split` takes milliseconds, so split objects once and compare their identities (decisions/0186).
 class StepObjects:
-    """Inspect the nnx objects of one call together, so that arrays they share are found once.
+    """Read and write the arrays of the nnx objects of one call. An array that several objects share is found once.
 
     Args:
         nodes: The objects. They are not kept alive.
 
     Attributes:
-        structure: All but the arrays; equal for objects that are alike.
-        names: For each object the paths of its leaves.
-        token: The number of the structure among those of a step.
+        structure: The objects without their arrays; equal for objects that differ only in array values.
+        names: For each object, the paths of its leaves.
+        structure_index: Index of the structure among those that a step was called with, or -1.
     """
 
     def __init__(self, nodes: Sequence[object]):
         from flax import nnx
 
-        from layoutmap.adapters.jax.held_arrays import find_attribute_arrays
+        from layoutmap.adapters.jax.held_arrays import find_array_attributes
 
         self._nodes = [weakref.ref(node, self._clear_contents) for node in nodes]
         graphdef, state = nnx.split(tuple(nodes))
-        places = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]
-        self._places = [place for _, place in places]
-        self._keys = [tuple(map(format_key, path)) for path, _ in places]
-        self._held = find_attribute_arrays(tuple(nodes))
-        self._slot = find_value_slot(self._places)
-        self._values_tree = jax.tree.structure(self._values())
+        holders = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_nnx_variable)[0]
+        self._holders = [holder for _, holder in holders]
+        self._keys = [tuple(map(format_key, path)) for path, _ in holders]
+        self._attributes = find_array_attributes(tuple(nodes))
+        self._slot = find_value_slot(self._holders)
+        self._values_tree = jax.tree.structure(self._read_values())
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
         self._owners = [path[0].key for path in paths]
         self.names = self._group_by_owner(map(_format_leaf_path, paths))
         self.structure = graphdef, jax.tree.structure(state)
-        self.token = -1
+        self.structure_index = -1
         self._seen: list[tuple[Callable[[], object], list[object]]] = []
         self._record_contents(nodes)
 
@@ -88,16 +64,16 @@ class StepObjects:
         return (
             len(nodes) == len(self._nodes)
             and all(node is ref() for node, ref in zip(nodes, self._nodes, strict=True))
-            and all(_has_content(seen(), content) for seen, content in self._seen)
+            and all(_has_same_content(seen(), content) for seen, content in self._seen)
         )
 
-    def get_node(self, number: int) -> object:
-        """Return an object by its number."""
-        return self._nodes[number]()
+    def get_object(self, index: int) -> object:
+        """Return the object at a position, or None if it has been garbage-collected."""
+        return self._nodes[index]()
 
-    def read(self) -> list[list[Any]] | None:
+    def read_arrays(self) -> list[list[Any]] | None:
         """Return the arrays of each object, or None if a Variable has another number of arrays than before."""
-        leaves, tree = jax.tree.flatten(self._values())
+        leaves, tree = jax.tree.flatten(self._read_values())
         return self._group_by_owner(leaves) if tree == self._values_tree else None
 
     def _group_by_owner(self, leaves: Iterable[object]) -> list[list[Any]]:
@@ -106,72 +82,72 @@ class StepObjects:
             grouped[owner].append(leaf)
         return grouped
 
-    def write(self, changed: Mapping[int, object]) -> None:
-        """Assign arrays to the Variables and attributes that contain them, by leaf number."""
-        values: Iterable[tuple[int, object]] = changed.items()
-        if self._values_tree.num_leaves != len(self._places):  # a Variable contains several arrays
-            leaves = jax.tree.leaves(self._values())
-            for number, value in changed.items():
+    def write_arrays(self, new_arrays: Mapping[int, object]) -> None:
+        """Assign arrays, given by leaf position, to the Variables and attributes that contain them."""
+        values: Iterable[tuple[int, object]] = new_arrays.items()
+        if self._values_tree.num_leaves != len(self._holders):  # a Variable contains several arrays
+            leaves = jax.tree.leaves(self._read_values())
+            for number, value in new_arrays.items():
                 leaves[number] = value
             values = enumerate(jax.tree.unflatten(self._values_tree, leaves))
         if self._slot is not None:
             is_checked = False
             for number, value in values:
                 if is_checked:
-                    self._slot.__set__(self._places[number], value)
+                    self._slot.__set__(self._holders[number], value)
                 else:
-                    # It checks in which trace it is, which the others share.
-                    self._places[number].set_raw_value(value)
+                    # `set_raw_value` checks the current trace. All Variables share it, so check only the first one.
+                    self._holders[number].set_raw_value(value)
                     is_checked = True
             return
-        held = dict[Any, object]()
+        attribute_arrays = dict[Any, object]()
         for number, value in values:
-            if not is_variable(place := self._places[number]):
-                if place is not value:
-                    held[self._keys[number]] = self._places[number] = value
+            if not is_nnx_variable(holder := self._holders[number]):
+                if holder is not value:
+                    attribute_arrays[self._keys[number]] = self._holders[number] = value
             else:
-                place.set_raw_value(value)
-        if held:
-            for each in self._held:
-                each.put(held)
+                holder.set_raw_value(value)
+        if attribute_arrays:
+            for each in self._attributes:
+                each.assign_arrays(attribute_arrays)
             self._seen = []
             self._record_contents([node() for node in self._nodes])
 
-    def _values(self) -> list[object]:
+    def _read_values(self) -> list[object]:
         if self._slot is not None:
-            return [*map(self._slot.__get__, self._places)]
-        return [place.get_raw_value() if is_variable(place) else place for place in self._places]
+            return [*map(self._slot.__get__, self._holders)]
+        return [holder.get_raw_value() if is_nnx_variable(holder) else holder for holder in self._holders]
 
     def _record_contents(self, nodes: Sequence[object]) -> None:
-        """Record the content of each container. Only the nodes themselves are referenced weakly."""
+        """Record the values in each container, for `is_unchanged`. Refer to the objects themselves only weakly."""
         todo, known = list(nodes), set[int]()
         while todo:
             container = todo.pop()
-            content = _list_content(container)
+            content = _list_contained_values(container)
             if content is None or id(container) in known:
                 continue
             known.add(id(container))
             if not isinstance(container, tuple):
                 is_node = any(container is node for node in nodes)
-                seen = weakref.ref(container) if is_node else _make_constant(container)
+                seen = weakref.ref(container) if is_node else _make_getter(container)
                 self._seen.append((seen, list(content)))
             todo += content
 
     def _clear_contents(self, _: object) -> None:
-        self._places, self._seen = [], []
+        self._holders, self._seen = [], []
 
 
-def _has_content(container: object, expected: Sequence[object]) -> bool:
-    """Return whether a container has the same objects as before."""
-    content = _list_content(container)
+def _has_same_content(container: object, expected: Sequence[object]) -> bool:
+    """Return whether a container contains exactly the expected objects."""
+    content = _list_contained_values(container)
     return content is not None and len(content) == len(expected) and all(map(is_, content, expected))
 
 
-def _make_constant(value: object) -> Callable[[], object]:
+def _make_getter(value: object) -> Callable[[], object]:
     return lambda: value
 
 
-def _list_content(container: object) -> Collection[object] | None:
+def _list_contained_values(container: object) -> Collection[object] | None:
     """Return the values in a container, or None for a value that is no container."""
     if isinstance(container, dict):
         return container.values()
@@ -185,8 +161,8 @@ def _list_content(container: object) -> Collection[object] | None:
     return None
 
 
-def open_objects(structure: Any, leaves: Sequence[object]) -> Sequence[object]:
-    """Return copies of objects with the arrays of a trace."""
+def rebuild_objects(structure: Any, leaves: Sequence[object]) -> Sequence[object]:
+    """Return copies of nnx objects with other arrays, such as the traced ones."""
     from flax import nnx
 
     graphdef, tree = structure
@@ -194,15 +170,15 @@ def open_objects(structure: Any, leaves: Sequence[object]) -> Sequence[object]:
 
 
 def find_changed_arrays(
-    structure: object, nodes: Sequence[object], before: Sequence[object], inputs: Sequence[Input]
+    structure: object, nodes: Sequence[object], old_arrays: Sequence[object], inputs: Sequence[InputLeaf]
 ) -> dict[int, object]:
-    """Return the arrays of objects that a step changed or that were donated, by leaf number.
+    """Return the arrays of objects that a step has replaced, and those that were donated, by leaf position.
 
     Args:
-        structure: The structure of the objects before.
-        nodes: The objects.
-        before: Their arrays before.
-        inputs: The leaves of the step's arguments that these are.
+        structure: The structure of the objects before the step.
+        nodes: The objects after the step.
+        old_arrays: The arrays of the objects before the step.
+        inputs: The leaves of the step's arguments that are these arrays.
 
     Raises:
         ScopeError: The step has changed more than arrays.
@@ -213,19 +189,17 @@ def find_changed_arrays(
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     if (graphdef, tree) != structure:
         found, names = [_format_leaf_path(path) for path, _ in leaves], [each.name for each in inputs]
-        added, gone = [n for n in found if n not in names], [n for n in names if n not in found]
-        has_other = (
-            "their set has changed" if added or gone else "an attribute that is not an array is another one"
-        )
+        added, removed = [n for n in found if n not in names], [n for n in names if n not in found]
+        cause = "it adds or removes Variables" if added or removed else "it changes a static attribute"
         raise ScopeError(
             "the step changes the structure of one of its arguments",
-            facts={"added": join_names(added), "removed": join_names(gone)} if added or gone else {},
-            why="a compiled step can only replace the arrays of existing Variables; " + has_other,
+            facts={"added": join_names(added), "removed": join_names(removed)} if added or removed else {},
+            why=f"a compiled step can only replace the arrays of existing Variables, but {cause}",
             fix="change modules outside the step, and remove sown values inside it: nnx.pop(model, ...)",
         )
     return {
         number: new
-        for number, (old, (_, new), each) in enumerate(zip(before, leaves, inputs, strict=True))
+        for number, (old, (_, new), each) in enumerate(zip(old_arrays, leaves, inputs, strict=True))
         if new is not old or each.is_donated
     }
 

@@ -14,21 +14,21 @@ from layoutmap.engines.jax.programs import CALLS, iterate_inner_jaxprs
 
 Tree = Any  # pytree; JAX has no type for it
 Subtree = tuple[Tree, int]
-"""A part of a tree: its structure, and the number of its first leaf."""
+"""A part of a tree: its structure, and the position of its first leaf in the whole tree."""
 
 _REORDERING = frozenset(("conv_general_dilated", "dot_general", "gather", "transpose"))
 """Operations whose result may have an operand's shape without updating it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
-    """A leaf of a step's arguments.
+class InputLeaf:
+    """Describe a leaf of a step's arguments.
 
     Args:
-        name: Its path.
-        shape: Its shape.
-        sharding: Its sharding; `None`: its argument was on no mesh.
-        is_donated: Whether its buffers are donated.
+        name: Path of the leaf.
+        shape: Shape without padding.
+        sharding: Sharding that a result takes over; `None`: the argument was on no mesh and is not donated.
+        is_donated: Whether the step may reuse the buffers of the leaf.
     """
 
     name: str
@@ -37,12 +37,13 @@ class Input:
     is_donated: bool
 
 
-def choose_shardings(
+def choose_result_shardings(
     results: object,
     jaxpr: Jaxpr,
-    inputs: Sequence[Input],
+    inputs: Sequence[InputLeaf],
     arguments: Sequence[Subtree],
-    # Shapes cannot distinguish swapped trees, so the traced operations must show an update (decisions/0186).
+    # A step may return two trees of equal shapes in swapped order, so a result replaces an argument only if the
+    # traced operations update it (decisions/0186).
 ) -> list[object]:
     """Return the sharding of each result that replaces an argument, and `None` for the others.
 
@@ -60,10 +61,10 @@ def choose_shardings(
         LayoutError: A donated argument is returned with another shape.
     """
     leaves, tree = jax.tree.flatten(results)
-    shapes, sources = [leaf.shape for leaf in leaves], find_sources(jaxpr)
+    shapes, sources = [leaf.shape for leaf in leaves], find_updated_inputs(jaxpr)
     chosen: list[object] = [None] * len(leaves)
 
-    def put(argument: Subtree, result: Subtree, *, is_update: bool = True) -> bool:
+    def try_assign(argument: Subtree, result: Subtree, *, is_update: bool = True) -> bool:
         (old, start), (new, at) = argument, result
         if old != new or not old.num_leaves:
             return False
@@ -77,44 +78,44 @@ def choose_shardings(
 
     several = (tree.node_data() or [None])[0] in (tuple, list)
     is_whole = not several or (bool(arguments) and arguments[0][0] == tree)
-    in_order = [*zip(arguments, [(tree, 0)] if is_whole else _list_children((tree, 0)), strict=False)]
+    in_order = [*zip(arguments, [(tree, 0)] if is_whole else _iterate_children((tree, 0)), strict=False)]
     kept = list[Subtree]()
     for argument, (new, at) in in_order:
         is_new = new.num_leaves > 1 and not any(sources[at : at + new.num_leaves])
-        if put(argument, (new, at), is_update=not is_new):
+        if try_assign(argument, (new, at), is_update=not is_new):
             kept.append(argument)
     donated = [
         each for each in arguments if each[0].num_leaves and inputs[each[1]].is_donated and each not in kept
     ]
-    subtrees = [*_list_subtrees((tree, 0))]
+    subtrees = [*_iterate_subtrees((tree, 0))]
 
-    def put_parts(argument: Subtree) -> None:
-        for part in _list_children(argument):
-            if not any(put(part, place) for place in subtrees):
-                put_parts(part)
+    def assign_parts(argument: Subtree) -> None:
+        for part in _iterate_children(argument):
+            if not any(try_assign(part, subtree) for subtree in subtrees):
+                assign_parts(part)
 
-    for argument in [each for each in donated if not any(put(each, place) for place in subtrees)]:
-        if not any(put(argument, place, is_update=False) for each, place in in_order if each is argument):
-            _check_shapes(inputs[argument[1] :], argument[0], subtrees, shapes)
-            put_parts(argument)
+    for argument in [each for each in donated if not any(try_assign(each, subtree) for subtree in subtrees)]:
+        if not any(try_assign(argument, new, is_update=False) for each, new in in_order if each is argument):
+            _check_donated_shapes(inputs[argument[1] :], argument[0], subtrees, shapes)
+            assign_parts(argument)
     return chosen
 
 
-def find_sources(jaxpr: Jaxpr) -> list[int]:
-    """Return, for each result of a program, a bit mask of the inputs that it updates.
+def find_updated_inputs(jaxpr: Jaxpr) -> list[int]:
+    """Return, for each result of a program, a bit mask of the inputs of which it may be an update.
 
-    An update has the shape of the input, as has each value on the way.
+    A result is an update if a chain of operations leads to it from the input, in which each value has the same shape.
     """
     sources: dict[Var | Literal, int] = {var: 1 << number for number, var in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         inner = next(iterate_inner_jaxprs(eqn.params.values()), None) if eqn.primitive.name in CALLS else None
         if inner and [len(inner.invars), len(inner.outvars)] == [len(eqn.invars), len(eqn.outvars)]:
-            updated = find_sources(inner)
+            updated = find_updated_inputs(inner)
         elif eqn.primitive.name in _REORDERING:
             updated = [0] * len(eqn.outvars)
         else:
             updated = [
-                sum(1 << n for n, each in enumerate(eqn.invars) if _read_shape(each) == _read_shape(var))
+                sum(1 << n for n, each in enumerate(eqn.invars) if _get_shape(each) == _get_shape(var))
                 for var in eqn.outvars
             ]
         for var, operands in zip(eqn.outvars, updated, strict=True):
@@ -125,14 +126,14 @@ def find_sources(jaxpr: Jaxpr) -> list[int]:
     return [0 if isinstance(var, Literal) else sources.get(var, 0) for var in jaxpr.outvars]
 
 
-def _read_shape(var: Var | Literal) -> object:
+def _get_shape(var: Var | Literal) -> object:
     return getattr(var.aval, "shape", None)
 
 
-def _check_shapes(
-    inputs: Sequence[Input], tree: Tree, results: Sequence[Subtree], shapes: Sequence[tuple[int, ...]]
+def _check_donated_shapes(
+    inputs: Sequence[InputLeaf], tree: Tree, results: Sequence[Subtree], shapes: Sequence[tuple[int, ...]]
 ) -> None:
-    """Raise if a result with the structure of a donated argument has another shape."""
+    """Raise if a result with the tree structure of a donated argument has arrays of other shapes."""
     for start in [start for each, start in results if each == tree and tree.num_leaves > 1]:
         for given, after in zip(inputs, shapes[start : start + tree.num_leaves], strict=False):
             if given.shape != after:
@@ -140,20 +141,20 @@ def _check_shapes(
                     f"{given.name}: the step changes its shape",
                     facts={"before": given.shape, "after": after},
                     why="a result that replaces a donated argument has that argument's layouts",
-                    fix="return it with its shape, or do not donate it",
+                    fix="return the argument with its old shape, or remove it from donate_argnums",
                 )
 
 
-def _list_children(place: Subtree) -> Iterator[Subtree]:
-    tree, start = place
+def _iterate_children(subtree: Subtree) -> Iterator[Subtree]:
+    tree, start = subtree
     for child in tree.children():
         yield child, start
         start += child.num_leaves
 
 
-def _list_subtrees(place: Subtree) -> Iterator[Subtree]:
-    """List a tree and its subtrees that have leaves."""
-    if place[0].num_leaves:
-        yield place
-        for child in _list_children(place):
-            yield from _list_subtrees(child)
+def _iterate_subtrees(subtree: Subtree) -> Iterator[Subtree]:
+    """Yield a tree and all of its subtrees that have leaves."""
+    if subtree[0].num_leaves:
+        yield subtree
+        for child in _iterate_children(subtree):
+            yield from _iterate_subtrees(child)

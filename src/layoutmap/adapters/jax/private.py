@@ -1,17 +1,18 @@
 """Use private names of JAX, tested with jax 0.10.
 
 `jax._src.interpreters.partial_eval.DynamicJaxprTracer._origin_msg`: the part of an error message that says from which
-operations a traced array comes. Flax asks each array for its sharding; a traced one has none, and JAX walks all
-operations so far for a message that nobody reads, so the time of a trace grows with the square of their number, as that
-of `nnx.eval_shape` does (`benchmarks/jax_plan.py`). While models are traced here, the message is without that part. If
-the name is gone, traces are slow again.
+operations a traced array comes. Flax asks each traced array for its sharding, which raises, and JAX walks all earlier
+operations to write a message that flax discards. So the time of a trace grows with the square of their number, as in
+`nnx.eval_shape` (`benchmarks/jax_plan.py`). While models are traced here, the message is without that part. If a
+release of JAX has no such name, traces are slow again.
 
-`flax.nnx.Variable._raw_value`, found in flax 0.12: the value of a Variable. `set_raw_value` checks twice in which trace
-it is, which takes longer than all else between two steps of `jit_step`; after the first Variable that is known.
-If the name is gone, or JAX itself holds the Variable, `set_raw_value` is called for each.
+`flax.nnx.Variable._raw_value`, found in flax 0.12: the value of a Variable. `set_raw_value` checks the current trace
+twice, which takes longer than all other work between two steps of `jit_step`. The first Variable of a step is checked,
+and the others are in the same trace. If the name does not exist, or the Variable is a mutable array of JAX (`hijax`),
+`set_raw_value` is called for each Variable.
 
-`jax.Array._sharding`: the sharding of an array. `sharding` is a function of Python that returns it, which would be the
-slowest part of a comparison of 400 arrays. If the name is gone, each array is described by its public attributes.
+`jax.Array._sharding`: the sharding of an array. The public `sharding` is a Python property that returns it, and would
+be the slowest part of a comparison of 400 arrays. If the name does not exist, public attributes are compared.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import jax
 import jax.core
 import numpy as np
 
-from layoutmap.engines.patches import Attribute, Patches
+from layoutmap.engines.patches import AttributePatch, Patches
 
 _NAME = "_origin_msg"
 _WITHOUT_ARRAYS = {type(None), bool, int, float, complex, np.ndarray}
@@ -35,39 +36,40 @@ def _make_patches() -> Patches:
         from jax._src.interpreters.partial_eval import DynamicJaxprTracer as Traced
     except ImportError:
         return Patches([])
-    return Patches([Attribute(Traced, _NAME, lambda _: lambda tracer: "")] if _NAME in vars(Traced) else [])
+    patch = AttributePatch(Traced, _NAME, lambda _: lambda tracer: "")
+    return Patches([patch] if _NAME in vars(Traced) else [])
 
 
 _PATCHES = _make_patches()
 
 
-def shorten_messages() -> AbstractContextManager[None]:
+def shorten_error_messages() -> AbstractContextManager[None]:
     """Omit the origin of traced arrays from JAX's error messages while the context is open."""
     return _PATCHES.activate()
 
 
-def has_assignable_value(variable: Any) -> bool:
-    """Return whether the value of a Variable of flax.nnx may be changed in its slot."""
+def has_assignable_slot(variable: Any) -> bool:
+    """Return whether the value of a Variable of flax.nnx may be assigned through its `__slots__` entry."""
     slots = {name for base in type(variable).__mro__ for name in getattr(base, "__slots__", ())}
     return "_raw_value" in slots and not variable.hijax
 
 
 def find_value_slot(variables: Sequence[object]) -> Any:
-    """Return the slot of the values of Variables that all may be read and changed through it, or None."""
-    if not variables or not all(map(has_assignable_value, variables)):
+    """Return the slot through which the values of all these Variables can be read and assigned, or None."""
+    if not variables or not all(map(has_assignable_slot, variables)):
         return None
     return next(vars(base)["_raw_value"] for base in type(variables[0]).__mro__ if "_raw_value" in vars(base))
 
 
-def has_sharding(array: object) -> bool:
-    """Return whether an array can be passed to `are_same_arrays`."""
+def is_comparable_array(array: object) -> bool:
+    """Return whether `are_same_types` can compare an array by its private sharding attribute."""
     return isinstance(array, jax.Array) and hasattr(array, "_sharding")
 
 
-def are_same_arrays(arrays: Iterable[Any], avals: list[Any], shardings: list[Any]) -> bool:
+def are_same_types(arrays: Iterable[Any], avals: list[Any], shardings: list[Any]) -> bool:
     """Return whether arrays have these types and shardings, and none is deleted.
 
-    Equal types and shardings are put into the lists, since the same objects compare faster the next time.
+    Store types and shardings that are equal but other objects in the lists, because identical objects compare faster.
     """
     try:
         for n, (array, aval, sharding) in enumerate(zip(arrays, avals, shardings, strict=True)):
@@ -82,22 +84,22 @@ def are_same_arrays(arrays: Iterable[Any], avals: list[Any], shardings: list[Any
     return True
 
 
-def are_distinct_arrays(values: Iterable[Any], kind: type[jax.Array]) -> bool:
-    """Return whether no array in a tree is traced or deleted, and none is there twice.
+def has_only_distinct_arrays(values: Iterable[Any], array_type: type[jax.Array]) -> bool:
+    """Return whether a tree contains no traced or deleted array, and no array twice.
 
-    Dicts, lists, and tuples are looked through without `jax.tree`, which takes longer than a small step may.
+    Dicts, lists, and tuples are traversed without `jax.tree`, because that takes too long for a small step.
 
     Args:
         values: The tree.
-        kind: The class of most arrays.
+        array_type: The class of most arrays, for which the check is fastest.
     """
-    # A call of `list[Any]` takes longer than a small step may.
+    # Annotate these lists, because a call such as `list[jax.Array]()` takes too long for a small step.
     found: list[jax.Array] = []
     others: list[jax.Array] = []
     todo = [*values]
     for value in todo:
         cls = type(value)
-        if cls is kind:
+        if cls is array_type:
             found.append(value)
         elif cls is dict:
             todo += value.values()
@@ -111,7 +113,7 @@ def are_distinct_arrays(values: Iterable[Any], kind: type[jax.Array]) -> bool:
             leaves = jax.tree.leaves(value)
             if len(leaves) != 1 or leaves[0] is not value:
                 todo += leaves
-    if any(map(kind.is_deleted, found)):
+    if any(map(array_type.is_deleted, found)):
         return False
     if others:
         if any(each.is_deleted() for each in others):

@@ -11,24 +11,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from layoutmap.adapters.jax.tracing import is_array, is_key
+from layoutmap.adapters.jax.tracing import is_array, is_random_key
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.variables import Kind, Use, VariableSpec
-from layoutmap.engines.jax.trees import find_memory, is_flax_box
+from layoutmap.engines.jax.trees import find_memory_kind, is_flax_box
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
-    """An array of a model.
+class ModelLeaf:
+    """Describe an array of a model.
 
     Args:
-        path: Its path.
+        path: Path of the array.
         value: The array.
-        kind: Its purpose.
-        aliases: Its other paths, if it is in several places.
-        annotation: What the model's own code says of its layout, as a rule would; empty for most.
-        use: What is done with its axes, where that is known.
-        no_padding: Why it cannot be stored padded; empty if it can.
+        kind: Purpose of the array.
+        aliases: Other paths of the array, if the model contains it several times.
+        annotation: Sharding annotation in the model's own code, as text; empty if there is none.
+        use: How the module uses the axes of the array, if this is known.
+        no_padding: Why the array cannot be stored padded; empty if it can.
     """
 
     path: str
@@ -40,24 +40,24 @@ class Leaf:
     no_padding: str = ""
 
 
-_EQUINOX = "filters of Equinox find only arrays of JAX itself"
+_EQUINOX = "it is in an Equinox module, and the filters of Equinox find only JAX arrays, no padded ones"
 
-Describe = Callable[[Sequence[str], object], Leaf]
+DescribeLeafFn = Callable[[Sequence[str], object], ModelLeaf]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """The arrays of a model, and a function that rebuilds the model.
+class ModelParts:
+    """Store the arrays of a model, and a function that rebuilds the model.
 
     Args:
         leaves: The arrays, in a fixed order.
-        put_together: Makes a model of other arrays, in that order.
-        layers: The paths of its modules that can be called; `None`: it has no modules.
-        order: The numbers of the leaves in the order in which the model's code assigns them, which is that of a plan.
+        rebuild_model: Returns the model with other arrays, given in the order of `leaves`.
+        layers: The paths of its callable modules; `None`: the model is a pytree without modules.
+        order: Positions of the leaves in the order of a plan, in which the model's code assigns them; `None`: as above.
     """
 
-    leaves: Sequence[Leaf]
-    put_together: Callable[[Sequence[object]], Any]
+    leaves: Sequence[ModelLeaf]
+    rebuild_model: Callable[[Sequence[object]], Any]
     layers: Sequence[str] | None = None
     order: Sequence[int] | None = None
 
@@ -72,60 +72,60 @@ class Parts:
                 leaf.kind,
                 leaf.aliases,
                 use=leaf.use,
-                memory=find_memory(leaf.value),
+                memory=find_memory_kind(leaf.value),
                 no_padding=leaf.no_padding,
             )
             for leaf in self.leaves
         ]
 
 
-def take_apart(tree: object, describe: Describe | None = None) -> Parts:
+def split_pytree(tree: object, describe_leaf: DescribeLeafFn | None = None) -> ModelParts:
     """Split a pytree into its arrays and a function that rebuilds it. Other leaves keep their positions.
 
     Args:
         tree: The pytree.
-        describe: Makes a leaf of the keys that lead to an array, as text, and the array. `None`: the path is the keys
-            joined by dots; what rounds is a weight, random keys are random states, and all else is state.
+        describe_leaf: Describes an array, given its keys as text and the array. `None`: its path is the keys joined by
+            dots. Floating-point arrays are weights, random keys are random states, and other arrays are states.
 
     Raises:
-        ScopeError: Two arrays have one path.
+        ScopeError: Two arrays have the same path.
     """
     found, tree_def = jax.tree_util.tree_flatten_with_path(tree)
     values = [value for _, value in found]
-    places = [place for place, value in enumerate(values) if is_array(value)]
-    if describe is None:
-        named = list_leaves(tree)
-        leaves = [Leaf(".".join(named[n][0]), values[n], infer_kind(values[n])) for n in places]
+    positions = [position for position, value in enumerate(values) if is_array(value)]
+    if describe_leaf is None:
+        named = flatten_with_paths(tree)
+        leaves = [ModelLeaf(".".join(named[n][0]), values[n], infer_kind(values[n])) for n in positions]
     else:
-        leaves = [describe([*map(format_key, found[place][0])], values[place]) for place in places]
-    _check_distinct(leaves, tree)
+        leaves = [describe_leaf([*map(format_key, found[n][0])], values[n]) for n in positions]
+    _check_distinct_paths(leaves, tree)
     if "equinox" in sys.modules:
-        in_modules = find_equinox_leaves(tree_def)
+        in_modules = find_equinox_leaf_positions(tree_def)
         leaves = [
-            replace(leaf, no_padding=_EQUINOX) if place in in_modules else leaf
-            for place, leaf in zip(places, leaves, strict=True)
+            replace(leaf, no_padding=_EQUINOX) if position in in_modules else leaf
+            for position, leaf in zip(positions, leaves, strict=True)
         ]
 
-    def put_together(arrays: Sequence[object]) -> object:
+    def rebuild_model(arrays: Sequence[object]) -> object:
         filled = list(values)
-        for place, array in zip(places, arrays, strict=True):
-            filled[place] = array
+        for position, array in zip(positions, arrays, strict=True):
+            filled[position] = array
         return jax.tree_util.tree_unflatten(tree_def, filled)
 
-    return Parts(leaves, put_together)
+    return ModelParts(leaves, rebuild_model)
 
 
 @functools.lru_cache
-def find_equinox_leaves(tree: Any) -> frozenset[int]:
-    """Return the numbers of the leaves that are in Equinox modules."""
+def find_equinox_leaf_positions(tree: Any) -> frozenset[int]:
+    """Return the positions of a tree's leaves that are in Equinox modules."""
     module = sys.modules["equinox"].Module
     numbers = tree.unflatten(range(tree.num_leaves))
     tops = jax.tree.leaves(numbers, is_leaf=lambda value: isinstance(value, module))
     return frozenset(n for top in tops if isinstance(top, module) for n in jax.tree.leaves(top))
 
 
-def list_leaves(tree: object) -> list[tuple[tuple[str, ...], object]]:
-    """List a pytree's leaves in order, with the parts of their paths. A flax box adds no part."""
+def flatten_with_paths(tree: object) -> list[tuple[tuple[str, ...], object]]:
+    """List a pytree's leaves in order, each with the parts of its path. A flax box around an array adds no part."""
     return [
         ((*map(format_key, path), *map(format_key, inner[1:])), leaf)
         for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_flax_box)[0]
@@ -134,8 +134,8 @@ def list_leaves(tree: object) -> list[tuple[tuple[str, ...], object]]:
 
 
 def infer_kind(value: Any) -> Kind:
-    """Infer an array's purpose from its dtype."""
-    if is_key(value):
+    """Infer an array's kind from its dtype: random state, weight, or other state."""
+    if is_random_key(value):
         return Kind.RNG
     return Kind.WEIGHT if jnp.issubdtype(value.dtype, jnp.inexact) else Kind.STATE
 
@@ -143,7 +143,7 @@ def infer_kind(value: Any) -> Kind:
 def format_key(key: object) -> str:
     """Return one part of a path: an attribute name, a dict key, or a position in a sequence.
 
-    A dict's key that is a tuple, such as a path of flax, is joined by dots.
+    A dict key that is a tuple, such as a path of flax, is joined by dots.
     """
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
@@ -151,7 +151,8 @@ def format_key(key: object) -> str:
     return ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
-def _check_distinct(leaves: Sequence[Leaf], model: object) -> None:
+def _check_distinct_paths(leaves: Sequence[ModelLeaf], model: object) -> None:
+
     paths = [path for leaf in leaves for path in (leaf.path, *leaf.aliases)]
     twice = (
         next((path for path in paths if paths.count(path) > 1), None) if len({*paths}) < len(paths) else None
@@ -160,6 +161,6 @@ def _check_distinct(leaves: Sequence[Leaf], model: object) -> None:
         raise ScopeError(
             f"{twice}: two arrays of the model have this path",
             facts={"model": type(model).__name__},
-            why="a path joins keys by dots, and here different keys give the same path",
+            why="a path is the keys joined by dots, and different keys give this path",
             fix='rename one of them: a key with a dot, as in {"a.b": ..}, gives the same path as two keys',
         )

@@ -1,7 +1,7 @@
-"""Roles of the axes of weights in a module's call, for flax.nnx's own modules.
+"""Find the roles of the axes of weights, for flax.nnx's own modules.
 
-A plan is linted by it: an axis that is summed over is another thing to shard than one that is put out. What a module of
-one's own does with its weights is not known.
+Lints of a plan use them, because sharding an axis that is summed over has other costs than sharding an output axis. How
+other modules use their weights is unknown.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from layoutmap.core.variables import Use
 
 _NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
 _HEAD_SIZE = "head_dim"
-"""Names that attention modules have for the size of a head."""
+"""Attribute in which attention modules store the size of a head."""
 
 
-def find_uses(modules: Sequence[tuple[Sequence[object], nnx.Module]]) -> dict[tuple[str, ...], Use]:
-    """Return the known axis roles of modules' weights, by the keys of each weight."""
+def find_axis_uses(modules: Sequence[tuple[Sequence[object], nnx.Module]]) -> dict[tuple[str, ...], Use]:
+    """Return how modules use the axes of their weights where this is known, by the path of each weight."""
     head_sizes = {
         id(each): size
         for _, module in modules
         if isinstance(size := getattr(module, _HEAD_SIZE, None), int)
         for each in vars(module).values()
-        if isinstance(each, nnx.Linear)  # other kernels have an axis for heads
+        if isinstance(each, nnx.Linear)  # kernels of other classes have a separate axis for heads
     }
     found: dict[tuple[str, ...], Use] = {}
     for keys, module in modules:
-        for attribute, roles in _iterate_roles(module):
+        for attribute, roles in _iterate_weight_roles(module):
             if len(roles) == len(getattr(getattr(module, attribute, None), "shape", ())):
                 path = tuple(map(format_key, (*keys, attribute)))
                 found[path] = Use(tuple(roles), head_sizes.get(id(module)))
     return found
 
 
-def _iterate_roles(module: object) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield the attribute and the axis roles of each weight of a module."""
+def _iterate_weight_roles(module: object) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the attribute of each weight of a module, with the role of each of its axes."""
     if isinstance(module, nnx.LinearGeneral):
         batch = [""] * len(module.batch_axis)
-        out = _number_roles("out", len(module.out_features))
-        yield "kernel", (*batch, *_number_roles("in", len(module.in_features)), *out)
+        out = _make_numbered_roles("out", len(module.out_features))
+        yield "kernel", (*batch, *_make_numbered_roles("in", len(module.in_features)), *out)
         yield "bias", (*batch, *out)
     elif isinstance(module, nnx.Linear):
         yield "kernel", ("in.0", "out.0")
         yield "bias", ("out.0",)
     elif isinstance(module, nnx.Einsum):
-        yield from _read_equation(module.einsum_str or "")
+        yield from _iterate_einsum_roles(module.einsum_str or "")
     elif isinstance(module, nnx.Conv):
         yield "kernel", (*[""] * (len(module.kernel_shape) - 2), "in.0", "out.0")
         yield "bias", ("out.0",)
@@ -61,16 +61,17 @@ def _iterate_roles(module: object) -> Iterator[tuple[str, Sequence[str]]]:
         yield "bias", ("out.0",)
 
 
-def _number_roles(role: str, number: int) -> list[str]:
-    return [f"{role}.{i}" for i in range(number)]
+def _make_numbered_roles(role: str, count: int) -> list[str]:
+    return [f"{role}.{i}" for i in range(count)]
 
 
-def _read_equation(equation: str) -> Iterator[tuple[str, Sequence[str]]]:
+def _iterate_einsum_roles(equation: str) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the attributes `kernel` and `bias` with the roles of their axes, from an einsum equation."""
     operands, _, result = equation.replace("...", "").replace(" ", "").partition("->")
     inputs, _, kernel = operands.partition(",")
     summed = [letter for letter in kernel if letter in inputs and letter not in result]
     put_out = [letter for letter in result if letter in kernel and letter not in inputs]
-    names = dict(zip(summed, _number_roles("in", len(summed)), strict=True))
-    names |= dict(zip(put_out, _number_roles("out", len(put_out)), strict=True))
+    names = dict(zip(summed, _make_numbered_roles("in", len(summed)), strict=True))
+    names |= dict(zip(put_out, _make_numbered_roles("out", len(put_out)), strict=True))
     yield "kernel", [names.get(letter, "") for letter in kernel]
     yield "bias", [names.get(letter, "") for letter in result if letter in kernel]

@@ -11,20 +11,21 @@ from typing import Any
 import jax
 import jax.core
 
-from layoutmap.adapters.jax.contexts import note_context
-from layoutmap.adapters.jax.models import constrain_outputs, is_nnx, make_unsharded
-from layoutmap.adapters.jax.mutable_arrays import check_immutable
-from layoutmap.adapters.jax.pytrees import Leaf, Parts
-from layoutmap.adapters.jax.tracing import Traced, is_key, trace
-from layoutmap.adapters.jax.training import TrainState, put_values, split_model, unwrap_model
+from layoutmap.adapters.jax.contexts import record_context
+from layoutmap.adapters.jax.models import build_without_annotations, constrain_outputs
+from layoutmap.adapters.jax.mutable_arrays import check_no_mutable_arrays
+from layoutmap.adapters.jax.nnx_types import is_nnx_module
+from layoutmap.adapters.jax.pytrees import ModelLeaf, ModelParts
+from layoutmap.adapters.jax.tracing import TracedArray, is_random_key, trace_build_function
+from layoutmap.adapters.jax.training import TrainState, replace_arrays, unwrap_and_split, unwrap_model
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
-from layoutmap.core.paths import format_path_pattern
-from layoutmap.core.unsupported import Unsupported
+from layoutmap.core.paths import format_path_regex_source
+from layoutmap.core.unsupported import UnsupportedFeature
 from layoutmap.core.variables import Assignment, VariableSpec
-from layoutmap.engines.agreement import check_values
+from layoutmap.engines.agreement import check_same_values
 from layoutmap.engines.jax.ambient import make_abstract_mesh
 from layoutmap.engines.jax.padded import PaddedArray
 
@@ -42,7 +43,7 @@ class JaxSession:
         self._context = context
         self.specs: Sequence[VariableSpec] = ()
 
-    def defer(self) -> AbstractContextManager[None]:
+    def defer_variables(self) -> AbstractContextManager[None]:
         """Raise, because JAX computes arrays immediately.
 
         Raises:
@@ -51,101 +52,105 @@ class JaxSession:
         raise ScopeError(
             "a scope cannot defer JAX models",
             why="JAX computes arrays immediately, so their creation cannot be deferred",
-            fix="make the model in a function: model = layout_map.build(lambda: Model(nnx.Rngs(0)))",
+            fix="create the model in a function: model = layout_map.build(lambda: Model(nnx.Rngs(0)))",
         )
 
-    def build(self, make: Callable[[], object]) -> Any:
+    def build_model(self, make_model: Callable[[], object]) -> Any:
         """Build a model with its arrays in their layouts. In a plan, return shapes."""
         parts: Any = None
 
-        def make_and_take_apart() -> tuple[object, Sequence[object]]:
+        def make_and_split() -> tuple[object, Sequence[object]]:
             nonlocal parts
-            model = make_unsharded(make, unwrap_model)
-            check_immutable(unwrap_model(model))
-            parts = split_model(model)
+            model = build_without_annotations(make_model, unwrap_model)
+            check_no_mutable_arrays(unwrap_model(model))
+            parts = unwrap_and_split(model)
             return model, [leaf.value for leaf in parts.leaves]
 
-        model, arrays = trace(make_and_take_apart, make_abstract_mesh(self._context.policy.mesh))
-        assignments = self._assign(model, parts, arrays)
+        model, arrays = trace_build_function(make_and_split, make_abstract_mesh(self._context.policy.mesh))
+        assignments = self._assign_layouts(model, parts, arrays)
         if self._context.plan_only:
             shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-            return self._finish(model, parts.put_together(shapes))
-        return self._finish(model, parts.put_together(self._materialize(assignments, arrays)))
+            return self._finish_model(model, parts.rebuild_model(shapes))
+        return self._finish_model(model, parts.rebuild_model(self._materialize(assignments, arrays)))
 
-    def _finish(self, made: object, model: object) -> object:
-        """Make a model apply activation rules, and return it in its `TrainState`."""
+    def _finish_model(self, result: object, model: object) -> object:
+        """Make a model apply activation rules, record its scope, and return it, in its `TrainState` if it has one."""
         if not self._context.plan_only:
             constrain_outputs(model, self._context.policy)
-        if isinstance(made, TrainState):
-            made.model, made.policy = model, self._context.policy
-            model = made
-        self._note(model)
+        if isinstance(result, TrainState):
+            result.model, result.policy = model, self._context.policy
+            model = result
+        self._record_context(model)
         return model
 
-    def take(self, model: object) -> object:
+    def shard_model(self, model: object) -> object:
         """Shard an existing model. A module stays the same object, and a pytree is replaced by a new one."""
-        check_immutable(unwrap_model(model))
-        parts = split_model(model)
+        check_no_mutable_arrays(unwrap_model(model))
+        parts = unwrap_and_split(model)
         arrays = [leaf.value for leaf in parts.leaves]
         for leaf in parts.leaves:
             if isinstance(leaf.value, jax.core.Tracer):
                 raise ScopeError(
-                    f"{leaf.path}: the model is only traced",
-                    why="arrays have shapes and no values inside of a function that JAX traces",
-                    fix="shard it before jax.jit, or create it with layout_map.build",
+                    f"{leaf.path}: this array of the model is traced",
+                    why="inside a function that JAX traces, arrays have shapes but no values",
+                    fix="shard the model before jax.jit, or create it with layout_map.build",
                 )
-        laid_out = put_values(model, self._materialize(self._assign(model, parts, arrays), arrays))
+        assignments = self._assign_layouts(model, parts, arrays)
+        laid_out = replace_arrays(model, self._materialize(assignments, arrays))
         constrain_outputs(unwrap_model(laid_out), self._context.policy)
-        self._note(laid_out)
+        self._record_context(laid_out)
         if isinstance(model, TrainState):
             model.policy = self._context.policy
         return laid_out
 
-    def _note(self, model: object) -> None:
+    def _record_context(self, model: object) -> None:
         for each in (model, unwrap_model(model)):
-            note_context(each, self._context)
+            record_context(each, self._context)
 
-    def made(self, model: object) -> bool:
+    def has_built(self, model: object) -> bool:
         """Return whether this session built a model, and did not get one with values."""
         if isinstance(model, TrainState):
-            return self.made(model.model)
-        if not is_nnx(model):
-            return _is_made(jax.tree.leaves(model))
+            return self.has_built(model.model)
+        if not is_nnx_module(model):
+            return _is_traced_or_without_arrays(jax.tree.leaves(model))
         nnx = sys.modules["flax.nnx"]
-        # The first array is enough to detect tracing.
+        # Stop at the first traced array, because a model is traced as a whole.
         nodes = (node for _, node in nnx.iter_graph(model))
         is_made = (any(map(_is_tracer, jax.tree.leaves(n))) for n in nodes if isinstance(n, nnx.Variable))
-        return any(is_made) or _is_made(jax.tree.leaves(nnx.state(model)))
+        return any(is_made) or _is_traced_or_without_arrays(jax.tree.leaves(nnx.state(model)))
 
     def list_unbuilt_layers(self) -> Sequence[str]:
         """Return an empty sequence, because a JAX model has all arrays once it is built."""
         return ()
 
-    def complete(self, model: object, inputs: object) -> None:
+    def create_lazy_variables(self, model: object, inputs: object) -> None:
         """Do nothing, because a JAX model has all arrays once it is built."""
 
-    def _assign(self, model: object, parts: Parts, arrays: Sequence[object]) -> Sequence[Assignment]:
+    def _assign_layouts(
+        self, model: object, parts: ModelParts, arrays: Sequence[object]
+    ) -> Sequence[Assignment]:
+        """Return the layout of each array, in the order of the arrays. Raise if the plan has errors."""
         specs = parts.specs
         order = parts.order or range(len(specs))
         self.specs = specs
         whys = {
             spec.key: why
             for spec, array in zip(specs, arrays, strict=True)
-            if isinstance(array, Traced) and (why := array.explain_global())
+            if isinstance(array, TracedArray) and (why := array.explain_global_init())
         }
         unused = [_make_annotation_note(leaf) for leaf in parts.leaves if leaf.annotation]
         if parts.layers is None and self._context.policy.activations is not None:
             unused.append(_make_pytree_warning(unwrap_model(model)))
-        assigned = self._context.assign(
+        assigned = self._context.assign_layouts(
             [specs[number] for number in order], whys, unused, True, parts.layers, free_activations=True
         )
         return [
-            self._keep_axis_types(assignment)
+            self._use_scope_mesh(assignment)
             for _, assignment in sorted(zip(order, assigned, strict=True), key=lambda pair: pair[0])
         ]
 
-    def _keep_axis_types(self, assignment: Assignment) -> Assignment:
-        """Return an assignment on the scope's mesh, because an equal layout may have other axis types."""
+    def _use_scope_mesh(self, assignment: Assignment) -> Assignment:
+        """Return an assignment on the scope's own mesh object, because an equal mesh may have other axis types."""
         layout, mesh = assignment.layout, self._context.policy.mesh
         if layout.mesh.axis_types == mesh.axis_types:
             return assignment
@@ -157,29 +162,30 @@ class JaxSession:
         todo = {
             str(number): (assignment, array)
             for number, (assignment, array) in enumerate(zip(assignments, arrays, strict=True))
-            if isinstance(array, Traced) and not array.is_seed
+            if isinstance(array, TracedArray) and not array.is_precomputed
         }
-        if context.across:
-            # Each process has its own copy of existing arrays, so compare the copies before they are placed.
+        if context.spans_processes:
+            # Each process has its own copy of existing arrays, so compare checksums of the copies before placing them.
             sums = (
-                (a.variable.path, compute_checksum(context.engine.to_numpy(_get_data(array))))
+                (a.variable.path, compute_checksum(context.engine.to_numpy(_get_numeric_value(array))))
                 for number, (a, array) in enumerate(zip(assignments, arrays, strict=True))
                 if str(number) not in todo
             )
-            check_values(sums, context.gather)
-        made = context.create(
+            check_same_values(sums, context.gather_from_processes)
+        made = context.create_arrays(
             {key: assignment for key, (assignment, _) in todo.items()},
             {key: array.make_initializer() for key, (_, array) in todo.items()},
         )
         return [
             made[key]
             if (key := str(number)) in made
-            else context.engine.relayout(_get_value(array), assignment.layout, pad=assignment.is_padded)
+            else context.engine.relayout(_get_array_value(array), assignment.layout, pad=assignment.is_padded)
             for number, (assignment, array) in enumerate(zip(assignments, arrays, strict=True))
         ]
 
 
-def _is_made(values: Sequence[object]) -> bool:
+def _is_traced_or_without_arrays(values: Sequence[object]) -> bool:
+    """Return whether one of the arrays is traced, or there are no arrays."""
     arrays = [value for value in values if isinstance(value, (jax.Array, PaddedArray))]
     return not arrays or any(map(_is_tracer, arrays))
 
@@ -188,31 +194,31 @@ def _is_tracer(value: object) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-def _get_value(array: object) -> Any:
-    return array.seed() if isinstance(array, Traced) else array
+def _get_array_value(array: object) -> Any:
+    return array.compute_precomputed_value() if isinstance(array, TracedArray) else array
 
 
-def _get_data(array: object) -> Any:
-    value = _get_value(array)
-    return jax.random.key_data(value) if is_key(value) else value
+def _get_numeric_value(array: object) -> Any:
+    value = _get_array_value(array)
+    return jax.random.key_data(value) if is_random_key(value) else value
 
 
-def _make_annotation_note(leaf: Leaf) -> Unsupported:
-    return Unsupported(
+def _make_annotation_note(leaf: ModelLeaf) -> UnsupportedFeature:
+    return UnsupportedFeature(
         leaf.path,
         f"its annotation {leaf.annotation} has no effect",
         f"the model's code annotates it with {leaf.annotation}, and here only rules of the layout map shard; without "
         "a rule it is replicated",
-        f"write a rule in the dims of the mesh: layout_map[{format_path_pattern([leaf.path])}] = {leaf.annotation}",
+        f"write a rule in dims of the mesh: layout_map[{format_path_regex_source([leaf.path])}] = {leaf.annotation}",
         "note",
     )
 
 
-def _make_pytree_warning(model: object) -> Unsupported:
-    return Unsupported(
+def _make_pytree_warning(model: object) -> UnsupportedFeature:
+    return UnsupportedFeature(
         type(model).__name__,
-        "the rules of layout_map.activations lay out nothing",
-        "the model is a pytree, whose parts are called by functions that know no paths",
-        "constrain them in the function that computes them: x = lm.dtensor.relayout(x, layout)",
+        "the rules of layout_map.activations have no effect",
+        "the model is a pytree, and the functions that compute its activations have no paths",
+        "constrain activations in the function that computes them: x = lm.dtensor.relayout(x, layout)",
         "warning",
     )

@@ -1,7 +1,7 @@
-"""Find the parameter of each leaf of an optimizer's state, and match their axes.
+"""Find the parameter of each leaf of an optimizer's state, and match the axes of both.
 
-A leaf belongs to the parameter whose path is in its own path: `0.mu.blocks.3.kernel` to `blocks.3.kernel`. Its axes are
-those of the parameter that have the same sizes, in the same order:
+A leaf belongs to the parameter whose path its own path contains: `0.mu.blocks.3.kernel` to `blocks.3.kernel`. Its axes
+stand for the parameter's axes of the same sizes, in the same order:
 
     mu, nu, trace, ...           the parameter's shape: its axes
     v_row, v_col                 Adafactor: all axes but the largest, all but the second largest
@@ -10,7 +10,7 @@ those of the parameter that have the same sizes, in the same order:
     a preconditioner (n, n)      Shampoo: the axis of size n, and one of its own
     projector (n, rank)          GaLore: the axis of size n, and one of its own
 
-A leaf with no parameter's path in its own, such as a step count, belongs to none.
+A leaf whose path contains no parameter's path, such as a step count, belongs to no parameter.
 """
 
 from __future__ import annotations
@@ -25,35 +25,37 @@ import numpy as np
 from layoutmap.core.uneven import Axes
 from layoutmap.core.variables import Kind, VariableSpec, make_unique_names
 
-Parts = tuple[str, ...]
-"""The parts of a path; one of them may have dots in it."""
+PathParts = tuple[str, ...]
+"""The parts of a path. A part may contain dots."""
 
-# Adafactor's slots lack the largest or second largest axis.
+# Adafactor reduces over the largest or second largest axis, so its slots lack that axis of the parameter.
 _REMOVED = {"v_row": -1, "v_col": -2}
 
 
 @dataclass(frozen=True, slots=True)
 class StateLeaf:
-    """A leaf of an optimizer's state.
+    """Describe a leaf of an optimizer's state.
 
     Args:
-        parts: Its path in the state.
-        shape: Its shape.
-        dtype: The name of its element type.
+        parts: Path of the leaf in the state.
+        shape: Shape of the leaf.
+        dtype: Name of the element type.
     """
 
-    parts: Parts
+    parts: PathParts
     shape: tuple[int, ...]
     dtype: str
 
 
 # Rules rarely match slots, so each slot inherits its parameter's layout axis by axis (decisions/0020).
-def describe_slots(params: Mapping[Parts, VariableSpec], leaves: Sequence[StateLeaf]) -> list[VariableSpec]:
+def describe_slots(
+    params: Mapping[PathParts, VariableSpec], leaves: Sequence[StateLeaf]
+) -> list[VariableSpec]:
     """Describe the leaves of an optimizer's state as variables, each with its parameter and axes.
 
     Args:
         params: The parameters, by the parts of their paths in the tree that the optimizer was initialized with.
-        leaves: The leaves of its state.
+        leaves: The leaves of the optimizer's state.
 
     Example:
         >>> params = {("up", "kernel"): VariableSpec("up.kernel", (64, 256), "float32")}
@@ -66,8 +68,8 @@ def describe_slots(params: Mapping[Parts, VariableSpec], leaves: Sequence[StateL
     return [replace(slot, path=path) for slot, path in zip(slots, paths, strict=True)]
 
 
-def _describe_slot(params: Mapping[Parts, VariableSpec], leaf: StateLeaf) -> VariableSpec:
-    found = _find_parameter(params, leaf.parts)
+def _describe_slot(params: Mapping[PathParts, VariableSpec], leaf: StateLeaf) -> VariableSpec:
+    found = _find_parameter_span(params, leaf.parts)
     if found is None:
         return VariableSpec(".".join(("optimizer", *leaf.parts)), leaf.shape, leaf.dtype, Kind.SLOT)
     start, end = found
@@ -89,8 +91,10 @@ def _describe_slot(params: Mapping[Parts, VariableSpec], leaf: StateLeaf) -> Var
     )
 
 
-def _find_parameter(params: Mapping[Parts, VariableSpec], parts: Parts) -> tuple[int, int] | None:
-    """Find the longest parameter path in a leaf's path, the last one if several match, and return its span."""
+def _find_parameter_span(
+    params: Mapping[PathParts, VariableSpec], parts: PathParts
+) -> tuple[int, int] | None:
+    """Return the start and stop of the longest parameter path in a leaf's path, the last one of several, or None."""
     for length in range(len(parts), -1, -1):
         for start in range(len(parts) - length, -1, -1):
             if parts[start : start + length] in params:
@@ -100,35 +104,35 @@ def _find_parameter(params: Mapping[Parts, VariableSpec], parts: Parts) -> tuple
 
 @cache
 def match_axes(
-    shape: tuple[int, ...], of: tuple[int, ...], name: str = "", number: int | None = None
+    shape: tuple[int, ...], parameter_shape: tuple[int, ...], slot_name: str = "", index: int | None = None
 ) -> Axes:
-    """Match each axis of a slot with parameter axes, as many of equal size as possible, in order.
+    """Return, for each axis of a slot, the parameter's axis that it stands for, in a tuple that is empty for none.
 
     Args:
-        shape: The other shape.
-        of: The parameter's shape.
-        name: What the state calls it; says which axis was reduced over if two have one size.
-        number: Its number among those of the parameter: the axis that it is for, if that has its size.
+        shape: The slot's shape.
+        parameter_shape: The parameter's shape.
+        slot_name: Name of the slot in the state, which tells the reduced axis if two axes have the same size.
+        index: Index of the slot among several of one parameter. Of equally good matches, one with this axis is chosen.
 
     Example:
         >>> match_axes((3, 8, 16), (8, 16)), match_axes((16, 16), (8, 16)), match_axes((8,), (8, 8), "v_col")
         (((), (0,), (1,)), ((), (1,)), ((1,),))
     """
-    if name in _REMOVED and len(of) > 1:
-        removed = np.argsort(of)[_REMOVED[name]]
-        kept = [axis for axis in range(len(of)) if axis != removed]
-        if shape == tuple(of[axis] for axis in kept):
+    if slot_name in _REMOVED and len(parameter_shape) > 1:
+        removed = np.argsort(parameter_shape)[_REMOVED[slot_name]]
+        kept = [axis for axis in range(len(parameter_shape)) if axis != removed]
+        if shape == tuple(parameter_shape[axis] for axis in kept):
             return tuple((axis,) for axis in kept)
-    for count in range(min(len(shape), len(of)), 0, -1):
+    for count in range(min(len(shape), len(parameter_shape)), 0, -1):
         matches = [
             (mine, theirs)
-            # Optimizers prepend axes, so try the last axes first.
+            # Optimizers add new axes in front, so try the last axes of the slot first.
             for mine in reversed(list(itertools.combinations(range(len(shape)), count)))
-            for theirs in itertools.combinations(range(len(of)), count)
-            if all(shape[a] == of[b] > 1 for a, b in zip(mine, theirs, strict=True))
+            for theirs in itertools.combinations(range(len(parameter_shape)), count)
+            if all(shape[a] == parameter_shape[b] > 1 for a, b in zip(mine, theirs, strict=True))
         ]
         if matches:
-            mine, theirs = next((match for match in matches if number in match[1]), matches[0])
+            mine, theirs = next((match for match in matches if index in match[1]), matches[0])
             made_of = dict(zip(mine, theirs, strict=True))
             return tuple((made_of[axis],) if axis in made_of else () for axis in range(len(shape)))
     return ((),) * len(shape)

@@ -11,26 +11,27 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.core
 
-from layoutmap.adapters.jax.objects import StepObjects, is_object
+from layoutmap.adapters.jax.nnx_types import is_nnx_object
+from layoutmap.adapters.jax.objects import StepObjects
 from layoutmap.adapters.jax.outputs import Tree
-from layoutmap.adapters.jax.pytrees import find_equinox_leaves
+from layoutmap.adapters.jax.pytrees import find_equinox_leaf_positions
 from layoutmap.adapters.protocol import RuleLookup
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutError, ScopeError, shorten_repr
 from layoutmap.core.specs import BatchDim
-from layoutmap.engines.jax.padded import PaddedArray, Shape, unwrap
+from layoutmap.engines.jax.padded import PaddedArray, Shape, unwrap_padded
 
 NUMBERS = (int, float, complex)
 
-Key = int | str
+ArgumentKey = int | str
 """An argument: its position, or its name if it is passed by name."""
 
 Constants = tuple[tuple[int, type, object], ...]
-"""Values that are compiled into a step: the number, type, and value of each."""
+"""Values that are compiled into a step: the position, type, and value of each."""
 
 
 class StepOptions:
-    """The function of a step, and the options of `jit_step`.
+    """Store the function of a step and the options of `jit_step`.
 
     Attributes:
         name: Name of the function.
@@ -63,38 +64,40 @@ class StepOptions:
             parameters = ()
         positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
         self.parameters = [each.name for each in parameters if each.kind in positional]
-        self._last_number = max(_as_tuple(donate_argnums) + _as_tuple(batch_argnums), default=-1)
-        self.donate = self._find_keys(donate_argnums)
-        self.static = self._find_keys(static_argnums, static_argnames)
-        self.batches = None if batch_argnums is None else self._find_keys(batch_argnums)
+        self._last_position = max(_make_tuple(donate_argnums) + _make_tuple(batch_argnums), default=-1)
+        self.donate = self._find_argument_keys(donate_argnums)
+        self.static = self._find_argument_keys(static_argnums, static_argnames)
+        self.batches = None if batch_argnums is None else self._find_argument_keys(batch_argnums)
         self.batch_dim = tuple(batch_dim) if isinstance(batch_dim, list) else batch_dim
         self.layout_map, self.out_names = layout_map, out_names
 
-    def _find_keys(self, numbers: int | Sequence[int], names: str | Sequence[str] = ()) -> frozenset[Key]:
-        """Return arguments by position and by name, each by both where the function's signature has both."""
+    def _find_argument_keys(
+        self, positions: int | Sequence[int], names: str | Sequence[str] = ()
+    ) -> frozenset[ArgumentKey]:
+        """Return the position and the name of each argument, as far as the function's signature has both."""
         known = self.parameters
-        at = [n + len(known) if n < 0 else n for n in _as_tuple(numbers)]
+        at = [n + len(known) if n < 0 else n for n in _make_tuple(positions)]
         named = {names} if isinstance(names, str) else {*names}
         named |= {known[n] for n in at if n < len(known)}
         return frozenset((*at, *named, *(n for n, name in enumerate(known) if name in named)))
 
-    def format_argument(self, name: str) -> str:
-        """Name a leaf by its parameter and its path inside it: `params['kernel']`."""
+    def format_argument_name(self, name: str) -> str:
+        """Replace `args[0]` or `kwargs['params']` at the start of a name by the parameter: `params['kernel']`."""
         for number, parameter in enumerate(self.parameters):
             for prefix in (f"args[{number}]", f"kwargs[{parameter!r}]"):
                 if name.startswith(prefix):
                     return parameter + name.removeprefix(prefix)
         return name
 
-    def check_arguments(self, call: Call) -> None:
-        """Raise for arguments that a compiled step cannot take."""
+    def check_arguments(self, call: StepCall) -> None:
+        """Raise for unhashable static values, traced arrays, nnx objects inside other arguments, and non-arrays."""
         variant = call.variant
-        if self._last_number >= max(variant.num_positional, len(self.parameters)):
+        if self._last_position >= max(variant.num_positional, len(self.parameters)):
             raise ScopeError(
-                f"{self.name}: there is no argument {self._last_number}",
+                f"{self.name}: there is no argument {self._last_position}",
                 why=f"it is called with {variant.num_positional} positional arguments, and donate_argnums and "
                 "batch_argnums count these from 0",
-                fix="pass it by position, or leave its number out",
+                fix="pass the argument by position, or remove its number from donate_argnums or batch_argnums",
             )
         for number, _, value in variant.static:
             try:
@@ -103,35 +106,36 @@ class StepOptions:
                 raise ScopeError(
                     f"{self.name}: the static argument {variant.keys[number]} cannot be hashed",
                     facts={"value": shorten_repr(value)},
-                    why=f"a step is compiled once for each value of it: {error}",
+                    why=f"a step is compiled once for each value of a static argument, but {error}",
                     fix="pass a tuple in place of a list, or a frozen dataclass in place of a dict",
                 ) from error
-        values, constants = variant.fill_tree(call.leaves), [id(value) for *_, value in variant.constants]
-        for path, leaf in jax.tree_util.tree_flatten_with_path(values, is_leaf=is_object)[0]:
-            if is_object(leaf):
+        values = variant.rebuild_arguments(call.leaves)
+        constants = [id(value) for *_, value in variant.constants]
+        for path, leaf in jax.tree_util.tree_flatten_with_path(values, is_leaf=is_nnx_object)[0]:
+            if is_nnx_object(leaf):
                 raise ScopeError(
-                    f"{self.name}: {variant.format_path(path)} is an object of nnx inside of another argument",
+                    f"{self.name}: {variant.format_path(path)} is an nnx object inside another argument",
                     facts={"type": type(leaf).__name__},
-                    why="only objects passed as arguments are changed in place",
-                    fix="pass it as a separate argument",
+                    why="a step updates only those nnx objects that are arguments themselves",
+                    fix="pass the object as a separate argument",
                 )
             if isinstance(leaf, jax.core.Tracer):
                 raise ScopeError(
-                    f"{self.name}: it is called inside another traced function",
-                    why="a compiled step places its arguments on devices, but traced arguments have no devices",
+                    f"{self.name}: the step is called inside another traced function",
+                    why="a compiled step places its arguments on devices, but traced arrays are on no device",
                     fix=f"call the function itself there: {self.name}.__wrapped__(...)",
                 )
             if len(path) == 1 and id(leaf) in constants:
                 self.refuse_leaf(variant.format_path(path), leaf)
 
-    def check_leaves(self, call: Call, leaves: Sequence[object], donated: Sequence[bool] = ()) -> None:
+    def check_donations(self, call: StepCall, leaves: Sequence[object], donated: Sequence[bool] = ()) -> None:
         """Raise for deleted arrays and for donated arrays passed twice, because XLA would abort the process."""
         seen: dict[int, int] = {}
         for number, leaf in enumerate(leaves):
             first = seen.setdefault(id(leaf), number)
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise LayoutError(
-                    f"{self.name}: {call.list_names()[0][number]} was donated, and has no values any more",
+                    f"{self.name}: {call.list_names_and_owners()[0][number]} was donated, and has no values any more",
                     why="an earlier step, or another compiled function, reused the memory of this array "
                     "for its results",
                     fix="pass the result of the step: state = step(state, batch); or donate fewer "
@@ -143,7 +147,7 @@ class StepOptions:
                 and donated
                 and (donated[first] or donated[number])
             ):
-                names, _ = call.list_names()
+                names, _ = call.list_names_and_owners()
                 raise LayoutError(
                     f"{self.name}: {names[first]} and {names[number]} are the same array, which is donated",
                     why="the memory of a donated array is reused for results, so it can be passed only once",
@@ -160,25 +164,26 @@ class StepOptions:
         )
 
 
-class Variant(NamedTuple):
-    """The static part of a call, over which the traced function closes. It must not keep the leaves alive."""
+class CallVariant(NamedTuple):
+    """Describe a call without the values of its arrays. A step is compiled once for each variant."""
 
-    keys: tuple[Key, ...]  # positional arguments, then names in sorted order
-    static: Constants  # number, type, and value of each static argument
-    nodes: tuple[int, ...]  # numbers of arguments that are nnx objects
-    structure: int  # number of the structure of these objects
+    keys: tuple[ArgumentKey, ...]  # positional arguments, then names in sorted order
+    static: Constants  # position, type, and value of each static argument
+    nodes: tuple[int, ...]  # positions of arguments that are nnx objects
+    structure: int  # index of the structure of these objects, among those that this step was called with
     tree: Tree  # tree of all arguments; static ones are None, and nnx objects are lists of arrays
     constants: Constants  # leaves that are not arrays
-    padded: tuple[tuple[int, Shape], ...]  # number and logical shape of each padded array
+    padded: tuple[tuple[int, Shape], ...]  # position and logical shape of each padded array
 
     @property
     def num_positional(self) -> int:
         """The number of positional arguments."""
         return sum(isinstance(key, int) for key in self.keys)
 
-    def fill_tree(self, leaves: Iterable[object], *, with_constants: bool = True) -> list[Any]:
-        """Return the arguments with these leaves, and with the constants or None for the others."""
-        return fill(self.tree, {n: x if with_constants else None for n, _, x in self.constants}, leaves)
+    def rebuild_arguments(self, leaves: Iterable[object], *, with_constants: bool = True) -> list[Any]:
+        """Return the arguments with these arrays, and with the constant leaves or None in the other places."""
+        constants = {n: x if with_constants else None for n, _, x in self.constants}
+        return rebuild_tree(self.tree, constants, leaves)
 
     def format_path(self, path: tuple[Any, ...]) -> str:
         """Format the path of a leaf as Python: `args[0]['kernel']`."""
@@ -186,27 +191,27 @@ class Variant(NamedTuple):
         return f"{'args' if isinstance(key, int) else 'kwargs'}[{key!r}]{jax.tree_util.keystr(path[1:])}"
 
 
-Head = tuple[tuple[Key, ...], Constants, tuple[int, ...], int]
-"""The first fields of a `Variant`."""
+Head = tuple[tuple[ArgumentKey, ...], Constants, tuple[int, ...], int]
+"""The first four fields of a `CallVariant`, which are known before the arguments are flattened."""
 
 
-class ReadArguments(NamedTuple):
-    """Arguments of one call as they are read before each step: static ones are None, nnx objects lists of arrays."""
+class ArgumentValues(NamedTuple):
+    """Store the arguments of a call, with None in place of static ones, and lists of arrays for nnx objects."""
 
     head: Head
     values: Sequence[Any]
     objects: StepObjects | None
 
-    def flatten(self) -> GivenArguments:
-        """Return the same with the leaves of the arguments."""
+    def flatten(self) -> FlatArguments:
+        """Return the same arguments as a tree structure and a list of leaves."""
         leaves, tree = jax.tree_util.tree_flatten([*self.values])
         _, static, nodes, _ = self.head
         types = None if static or nodes else [*map(type, self.values)]
-        return GivenArguments(self.head, tree, leaves, self.objects, types)
+        return FlatArguments(self.head, tree, leaves, self.objects, types)
 
 
-class GivenArguments(NamedTuple):
-    """Arguments of one call and their leaves."""
+class FlatArguments(NamedTuple):
+    """Store the arguments of one call as a tree structure and a list of leaves."""
 
     head: Head
     tree: Tree
@@ -216,17 +221,17 @@ class GivenArguments(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Call:
-    """The arguments of one call: its arrays, and its static part."""
+class StepCall:
+    """Store the arguments of one call: its arrays, and the part for which the step is compiled."""
 
-    variant: Variant
+    variant: CallVariant
     leaves: list[Any]
     objects: StepObjects | None = None
 
-    def list_names(self) -> tuple[list[str], list[int]]:
-        """Return the name of each leaf, and the number of its argument."""
+    def list_names_and_owners(self) -> tuple[list[str], list[int]]:
+        """Return the name of each leaf, and the index of the argument that contains it."""
         names, owners = list[str](), list[int]()
-        values = self.variant.fill_tree(self.leaves, with_constants=False)
+        values = self.variant.rebuild_arguments(self.leaves, with_constants=False)
         for path, _ in jax.tree_util.tree_flatten_with_path(values)[0]:
             owner = path[0].idx
             owners.append(owner)
@@ -238,24 +243,24 @@ class Call:
 
 
 class ArgumentReader:
-    """Read the arguments of a step's calls.
+    """Read the arguments of a step's calls, and inspect nnx objects again only if they have changed.
 
     Args:
         static: Arguments that are constants.
     """
 
-    def __init__(self, static: frozenset[Key]):
+    def __init__(self, static: frozenset[ArgumentKey]):
         self._static = static
         self._structures: list[object] = []
         self._objects: StepObjects | None = None
 
-    def read(self, args: Sequence[object], kwargs: Mapping[str, object]) -> GivenArguments:
-        """Return the leaves of a call's arguments, and the structure of all arguments."""
+    def read_leaves(self, args: Sequence[object], kwargs: Mapping[str, object]) -> FlatArguments:
+        """Return a call's arguments as a tree structure and a list of leaves."""
         return self.read_values(args, kwargs).flatten()
 
-    def read_values(self, args: Sequence[object], kwargs: Mapping[str, object]) -> ReadArguments:
-        """Return a call's arguments."""
-        keys: tuple[Key, ...] = (*range(len(args)), *sorted(kwargs))
+    def read_values(self, args: Sequence[object], kwargs: Mapping[str, object]) -> ArgumentValues:
+        """Return a call's arguments, with None for static ones, and lists of arrays for nnx objects."""
+        keys: tuple[ArgumentKey, ...] = (*range(len(args)), *sorted(kwargs))
         values = [*args, *(kwargs[name] for name in sorted(kwargs))]
         static: Constants = ()
         if self._static:
@@ -266,58 +271,60 @@ class ArgumentReader:
                 values[n] = None
         objects, nodes = None, ()
         if "flax.nnx" in sys.modules:
-            nodes = tuple(n for n, value in enumerate(values) if is_object(value))
+            nodes = tuple(n for n, value in enumerate(values) if is_nnx_object(value))
         if nodes:
-            objects, arrays = self._read_objects([values[n] for n in nodes])
+            objects, arrays = self._inspect_objects([values[n] for n in nodes])
             for n, each in zip(nodes, arrays, strict=True):
                 values[n] = each
-        return ReadArguments((keys, static, nodes, objects.token if objects else -1), values, objects)
+        head = keys, static, nodes, objects.structure_index if objects else -1
+        return ArgumentValues(head, values, objects)
 
-    def _read_objects(self, nodes: Sequence[object]) -> tuple[StepObjects, list[list[object]]]:
-        """Inspect nnx objects, and return them with their arrays."""
+    def _inspect_objects(self, nodes: Sequence[object]) -> tuple[StepObjects, list[list[object]]]:
+        """Return the arrays of nnx objects and their structure, which is read again only if it has changed."""
         objects = self._objects
-        arrays = objects.read() if objects is not None and objects.is_unchanged(nodes) else None
+        arrays = objects.read_arrays() if objects is not None and objects.is_unchanged(nodes) else None
         if objects is None or arrays is None:
             self._objects = objects = StepObjects(nodes)
-            arrays = objects.read() or []
+            arrays = objects.read_arrays() or []
             if objects.structure not in self._structures:
                 self._structures.append(objects.structure)
-            objects.token = self._structures.index(objects.structure)
+            objects.structure_index = self._structures.index(objects.structure)
         return objects, arrays
 
 
-def find_variant(given: GivenArguments) -> Call:
-    """Separate a call's arrays from its static values."""
-    others = {n: leaf for n, leaf in enumerate(given.leaves) if not hasattr(unwrap(leaf), "aval")}
-    found = find_constants(given.tree, others)
-    leaves = [leaf for n, leaf in enumerate(given.leaves) if n not in found]
+def split_arguments(arguments: FlatArguments) -> StepCall:
+    """Split a call's arguments into arrays and the part for which the step is compiled."""
+    others = {n: leaf for n, leaf in enumerate(arguments.leaves) if not hasattr(unwrap_padded(leaf), "aval")}
+    found = find_constant_leaves(arguments.tree, others)
+    leaves = [leaf for n, leaf in enumerate(arguments.leaves) if n not in found]
     constants = tuple((n, type(value), value) for n, value in found.items())
     padded = tuple((n, leaf.shape) for n, leaf in enumerate(leaves) if type(leaf) is PaddedArray)
-    return Call(Variant(*given.head, given.tree, constants, padded), list(map(unwrap, leaves)), given.objects)
+    variant = CallVariant(*arguments.head, arguments.tree, constants, padded)
+    return StepCall(variant, list(map(unwrap_padded, leaves)), arguments.objects)
 
 
-# A compiled program takes no functions or text, so these are part of its key (decisions/0186).
-def find_constants(tree: Tree, leaves: Mapping[int, object]) -> dict[int, object]:
-    """Return the leaves of a tree that are not arrays: functions, text, and numbers in Equinox modules.
+# A compiled program takes only arrays, so functions and text are part of its key instead (decisions/0186).
+def find_constant_leaves(tree: Tree, leaves: Mapping[int, object]) -> dict[int, object]:
+    """Return the leaves that are not arrays, by position: functions, text, and numbers in Equinox modules.
 
-    A leaf with arrays of its own, as JAX or numpy would read them, is none, and neither is one that has no hash.
+    Leaves that JAX or numpy can convert to arrays, and leaves without a hash, are not returned.
     """
-    plain = {n: x for n, x in leaves.items() if not (hasattr(x, "shape") or hasattr(x, "__array__"))}
-    in_modules = find_equinox_leaves(tree) if plain and "equinox" in sys.modules else ()
+    candidates = {n: x for n, x in leaves.items() if not (hasattr(x, "shape") or hasattr(x, "__array__"))}
+    in_modules = find_equinox_leaf_positions(tree) if candidates and "equinox" in sys.modules else ()
     return {
         n: leaf
-        for n, leaf in plain.items()
+        for n, leaf in candidates.items()
         if (n in in_modules if isinstance(leaf, NUMBERS) else isinstance(leaf, Hashable))
     }
 
 
-def fill(tree: Tree, constants: Mapping[int, object], others: Iterable[object]) -> Tree:
-    """Rebuild a tree from constants and other leaves."""
+def rebuild_tree(tree: Tree, constants: Mapping[int, object], others: Iterable[object]) -> Tree:
+    """Rebuild a tree from its constant leaves by position, and its other leaves in order."""
     if not constants:
         return tree.unflatten(others)
     rest = iter(others)
     return tree.unflatten([constants[n] if n in constants else next(rest) for n in range(tree.num_leaves)])
 
 
-def _as_tuple(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
+def _make_tuple(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums or ())

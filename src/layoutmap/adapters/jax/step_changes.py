@@ -9,13 +9,13 @@ from layoutmap.core.errors import shorten_repr
 
 
 class ProgramKey(NamedTuple):
-    """The properties of the arguments for which a step was compiled.
+    """Store the properties of the arguments for which a step was compiled.
 
     Args:
         names: Name of each array among the arguments.
-        types: Shape and dtype of each.
-        shardings: Sharding of each.
-        static: Static arguments and leaves that are no arrays: name and value of each.
+        types: Shape and dtype of each array.
+        shardings: Sharding of each array.
+        static: Static arguments, and leaves that are not arrays: the name and value of each.
     """
 
     names: Sequence[str]
@@ -25,7 +25,7 @@ class ProgramKey(NamedTuple):
 
 
 def describe_change(before: ProgramKey, after: ProgramKey) -> str:
-    """Return the first difference between the arguments of two compilations.
+    """Return the first difference between the arguments of two compilations as text.
 
     Example:
         >>> first = ProgramKey(["x"], [((3,), "float32")], [None], [])

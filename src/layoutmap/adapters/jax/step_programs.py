@@ -17,59 +17,55 @@ import numpy as np
 from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from layoutmap.adapters.fingerprints import hash_lowered, list_versions
+from layoutmap.adapters.fingerprints import hash_lowered_step, iterate_versions
 from layoutmap.adapters.jax.contexts import find_context
 from layoutmap.adapters.jax.later_arrays import (
     ArrayShape,
-    check_mesh,
+    check_same_mesh,
     find_rule_shardings,
-    name_results,
-    warn_without_rule,
+    list_result_paths,
+    warn_of_missing_rule,
 )
 from layoutmap.adapters.jax.microbatches import find_consecutive_splits
-from layoutmap.adapters.jax.objects import (
-    find_changed_arrays,
-    is_nnx_optimizer,
-    is_object,
-    open_objects,
-)
-from layoutmap.adapters.jax.outputs import Input, Subtree, Tree, choose_shardings
-from layoutmap.adapters.jax.private import are_same_arrays, has_sharding
-from layoutmap.adapters.jax.pytrees import list_leaves
+from layoutmap.adapters.jax.nnx_types import is_nnx_object, is_nnx_optimizer
+from layoutmap.adapters.jax.objects import find_changed_arrays, rebuild_objects
+from layoutmap.adapters.jax.outputs import InputLeaf, Subtree, Tree, choose_result_shardings
+from layoutmap.adapters.jax.private import are_same_types, is_comparable_array
+from layoutmap.adapters.jax.pytrees import flatten_with_paths
 from layoutmap.adapters.jax.step_arguments import (
     NUMBERS,
-    Call,
-    GivenArguments,
-    Key,
+    ArgumentKey,
+    CallVariant,
+    FlatArguments,
+    StepCall,
     StepOptions,
-    Variant,
-    fill,
-    find_constants,
+    find_constant_leaves,
+    rebuild_tree,
 )
-from layoutmap.adapters.jax.tracing import is_key
+from layoutmap.adapters.jax.tracing import is_random_key
 from layoutmap.adapters.protocol import RuleLookup
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError
 from layoutmap.core.idle_dims import make_idle_dims_warning
 from layoutmap.core.layout import Layout
-from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.mesh import Mesh, check_dims_in_mesh
 from layoutmap.core.specs import count_batch_shards, format_batch_dim, list_batch_dims
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines import get_engine
-from layoutmap.engines.agreement import check_program
+from layoutmap.engines.agreement import check_same_program
 from layoutmap.engines.jax.ambient import leave_ambient_mesh, use_mesh
-from layoutmap.engines.jax.padded import Shape, find_padded_shape, pad, unpad, unwrap
-from layoutmap.engines.jax.trees import set_memory
+from layoutmap.engines.jax.padded import Shape, compute_padded_shape, pad_array, unpad_array, unwrap_padded
+from layoutmap.engines.jax.trees import move_to_memory
 
 ARRAYS = (jax.Array, np.ndarray, np.generic)
-Signature = tuple[Variant, tuple[jax.core.ShapedArray, ...], tuple[Any, ...], frozenset[int]]
-"""The key of a program: the static part, the types and shardings of arrays, and the arrays that JAX places."""
+Signature = tuple[CallVariant, tuple[jax.core.ShapedArray, ...], tuple[Any, ...], frozenset[int]]
+"""The key of a program: the static part, the types and shardings of arrays, and which arrays JAX places."""
 
-_MAX_NON_BATCH = 1024  # larger arrays outside the mesh may be batches
+_MAX_NON_BATCH = 1024  # a larger array outside the mesh may be a batch, so warn if it is replicated
 _MAY_TRACE = ContextVar("_MAY_TRACE", default=False)
 
 
 class UnknownCallError(Exception):
-    """Call of a program for which JAX would trace its step again."""
+    """Raised instead of tracing a step again, if JAX does not recognize the arguments of a call."""
 
 
 @contextmanager
@@ -84,74 +80,78 @@ def allow_traces() -> Iterator[None]:
 
 
 @dataclass(slots=True, eq=False)
-# `jax.jit` flattens trees faster than Python does, and it refuses constants and padded arrays (decisions/0285).
-class Program:
-    """Step that is compiled for certain shapes and layouts, as a function of its arguments or of their leaves."""
+# `jax.jit` flattens trees faster than Python does, so a program takes the arguments themselves. It takes their leaves
+# only if these include constants or padded arrays, because `jax.jit` refuses both (decisions/0285).
+class StepProgram:
+    """Store a step that is compiled for certain shapes and layouts. It takes the arguments or their leaves."""
 
     shardings: Sequence[NamedSharding]  # sharding of each leaf
     donated: Sequence[bool]
-    of_objects: Sequence[int]  # numbers of leaves that are arrays of nnx objects
+    object_leaves: Sequence[int]  # positions of leaves that are arrays of nnx objects
     values_tree: Tree  # tree of the arguments, or None if the program takes their leaves
     has_result_tree: bool = False
     compiled: Any = None  # returns the results, or their leaves, and the new arrays of nnx objects
     result_shardings: tuple[Tree, object] = ((), None)
+    # shapes without padding of padded results, and of padded new arrays of nnx objects
     logical_results: tuple[dict[int, Shape], dict[int, Shape]] = field(default_factory=lambda: ({}, {}))
     tree: Tree = None  # tree of the results, set by tracing
     constants: dict[int, object] = field(default_factory=dict[int, object])  # results that are not arrays
 
-    def pack_leaves(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Return the positional arguments of the program for the leaves of a step's arguments."""
+    def make_arguments(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Return the program's positional arguments, made of the leaves of a step's arguments."""
         return leaves if self.values_tree is None else self.values_tree.unflatten(leaves)
 
-    def fill_results(self, out: Tree, constants: Mapping[int, object]) -> object:
-        """Return the results of the step from those of the program."""
-        return out if self.has_result_tree else fill(self.tree, constants, out)
+    def rebuild_results(self, out: Tree, constants: Mapping[int, object]) -> object:
+        """Return the results of the step: those of the program, or the tree of its leaves and the constants."""
+        return out if self.has_result_tree else rebuild_tree(self.tree, constants, out)
 
 
-# Checks take longer than a small step, so compare a call with earlier, checked ones first (decisions/0270).
+# Checking arguments takes longer than a small step, so first compare a call with earlier ones (decisions/0270).
 class KnownCall:
-    """A call with checked arguments, and its program.
+    """Store the properties that identify a call with checked arguments, and its program.
 
     Args:
-        given: Its arguments.
-        call: The arguments, split into arrays and the static part.
+        arguments: The arguments of the call.
+        call: The same arguments, split into arrays and the static part.
         program: The program.
-        places: Leaves to place before the program runs, and whether each is a batch.
+        to_place: Positions of leaves to place before the program runs, each with whether it is a batch.
     """
 
-    def __init__(self, given: GivenArguments, call: Call, program: Program, places: Mapping[int, bool]):
-        self.head, self.types, self._tree = given.head, given.types, given.tree
+    def __init__(
+        self, arguments: FlatArguments, call: StepCall, program: StepProgram, to_place: Mapping[int, bool]
+    ):
+        self.head, self.types, self._tree = arguments.head, arguments.types, arguments.tree
         self._constants = {n for n, *_ in call.variant.constants}
         self._others = [
-            (n, _describe_leaf(leaf, n in self._constants))
-            for n, leaf in enumerate(given.leaves)
-            if n in self._constants or not has_sharding(leaf)
+            (n, _make_leaf_key(leaf, n in self._constants))
+            for n, leaf in enumerate(arguments.leaves)
+            if n in self._constants or not is_comparable_array(leaf)
         ][::-1]
-        arrays = [leaf for leaf in given.leaves if has_sharding(leaf)]
+        arrays = [leaf for leaf in arguments.leaves if is_comparable_array(leaf)]
         self._avals, self._shardings = [each.aval for each in arrays], [each.sharding for each in arrays]
-        self.variant, self.program, self.places = call.variant, program, places
+        self.variant, self.program, self.to_place = call.variant, program, to_place
         self.kind: type[jax.Array] = type(arrays[0]) if arrays else jax.Array
-        # Under the mesh of `jax.set_mesh` JAX would trace the step again.
+        # `jax.jit` itself notices whether a call differs, but under the mesh of `jax.set_mesh` it would trace again.
         has_mesh = not jax.sharding.get_abstract_mesh().empty
-        self.is_direct = program.values_tree is not None and not places and bool(arrays) and not has_mesh
+        self.is_jit_checked = program.values_tree is not None and bool(arrays) and not (to_place or has_mesh)
 
-    def match(self, given: GivenArguments) -> tuple[list[Any], bool] | None:
-        """Return the arrays of a call, and whether one of them is passed twice, or None for a call that differs."""
-        if given.head != self.head or given.tree != self._tree:
+    def match_arguments(self, arguments: FlatArguments) -> tuple[list[Any], bool] | None:
+        """Return the arrays of an equal call, and whether one is passed twice. Return None if the call differs."""
+        if arguments.head != self.head or arguments.tree != self._tree:
             return None
-        leaves = arrays = given.leaves
+        leaves = arrays = arguments.leaves
         others = []
         if self._others:
             arrays = [*leaves]
             for n, description in self._others:
-                if _describe_leaf(leaves[n], n in self._constants) != description:
+                if _make_leaf_key(leaves[n], n in self._constants) != description:
                     return None
                 del arrays[n]
-                if hasattr(leaf := unwrap(leaves[n]), "is_deleted"):
+                if hasattr(leaf := unwrap_padded(leaves[n]), "is_deleted"):
                     others.append(leaf)
             if self._constants or self.variant.padded:
-                leaves = [unwrap(leaf) for n, leaf in enumerate(leaves) if n not in self._constants]
-        if not are_same_arrays(arrays, self._avals, self._shardings):
+                leaves = [unwrap_padded(leaf) for n, leaf in enumerate(leaves) if n not in self._constants]
+        if not are_same_types(arrays, self._avals, self._shardings):
             return None
         if others:
             if any(each.is_deleted() for each in others):
@@ -160,16 +160,17 @@ class KnownCall:
         return leaves, len({*map(id, arrays)}) < len(arrays)
 
 
-def _describe_leaf(leaf: Any, is_constant: bool) -> object:
+def _make_leaf_key(leaf: Any, is_constant: bool) -> object:
+    """Return a value that is equal for equal constants, and for arrays of equal types and shardings."""
     if is_constant:
         return type(leaf), leaf
     names = "shape", "dtype", "aval", "sharding"
-    value = unwrap(leaf)
+    value = unwrap_padded(leaf)
     return type(leaf), getattr(leaf, "shape", None), *(getattr(value, name, None) for name in names)
 
 
-def _can_hold_any(tree: Tree) -> bool:
-    """Return whether a tree can be made of shardings, which classes that check their fields refuse."""
+def _can_take_any_leaf(tree: Tree) -> bool:
+    """Return whether a tree can be rebuilt with shardings as leaves. Classes that check their fields raise."""
     try:
         tree.unflatten([object()] * tree.num_leaves)
     except Exception:  # the class checks its fields and may raise anything
@@ -178,13 +179,14 @@ def _can_hold_any(tree: Tree) -> bool:
 
 
 def _is_on_mesh(sharding: Any, native: jax.sharding.Mesh) -> bool:
+    """Return whether a sharding is over several devices, or is a named one if the mesh has a single device."""
     if sharding is None:
         return False
     return len(sharding.device_set) > 1 or (native.size == 1 and isinstance(sharding, NamedSharding))
 
 
-class Programs:
-    """Find the program of a step by the shapes and layouts of its arguments.
+class StepPrograms:
+    """Store the compiled programs of a step by the shapes and layouts of its arguments, and compile missing ones.
 
     Args:
         options: The step and its options.
@@ -194,100 +196,100 @@ class Programs:
         self._options = options
         self._has_stepped = False
         self._warned = set[str]()
-        self.by_signature: dict[Signature, Program] = {}
+        self.by_signature: dict[Signature, StepProgram] = {}
 
-    def find(self, call: Call, kinds: tuple[type, ...]) -> tuple[Program, dict[int, bool]]:
-        """Return the program for a call, and the leaves to place before it runs."""
+    def find_or_compile(self, call: StepCall, types: tuple[type, ...]) -> tuple[StepProgram, dict[int, bool]]:
+        """Return the program for a call, and the leaves to place before it runs: whether each is a batch."""
         self._options.check_arguments(call)
-        self._options.check_leaves(call, call.leaves)
-        names, owners = call.list_names()
-        mesh, native = self.find_mesh(names, call.leaves)
+        self._options.check_donations(call, call.leaves)
+        names, owners = call.list_names_and_owners()
+        mesh, native = self.find_call_mesh(names, call.leaves)
         num_rows = {np.shape(leaf)[0] for leaf in call.leaves if isinstance(leaf, np.ndarray) and leaf.ndim}
-        by_rule = self._find_rule_shardings(call, names, owners, native)
-        off_mesh, places, shapes = dict[int, bool](), dict[int, bool](), list[jax.ShapeDtypeStruct]()
-        short = dict[int, Shape]()  # batches with rows that do not divide
+        by_rule = self._find_shardings_by_rule(call, names, owners, native)
+        off_mesh, to_place, shapes = dict[int, bool](), dict[int, bool](), list[jax.ShapeDtypeStruct]()
+        short = dict[int, Shape]()  # logical shapes of batches with uneven shards
         shardings: list[Any] = [getattr(leaf, "sharding", None) for leaf in call.leaves]
         for n, (leaf, sharding) in enumerate(zip(call.leaves, shardings, strict=True)):
-            if not isinstance(leaf, kinds + NUMBERS):
+            if not isinstance(leaf, types + NUMBERS):
                 self._options.refuse_leaf(names[n], leaf)
             if n in by_rule:
-                shardings[n], places[n] = by_rule[n], False
+                shardings[n], to_place[n] = by_rule[n], False
             elif not _is_on_mesh(sharding, native):
                 is_of_object, rank = owners[n] in call.variant.nodes, np.ndim(leaf)
                 is_batch = not is_of_object and (
                     (
                         self._options.batches is None
                         and not native.is_multi_process
-                        and _has_key_per_row(leaf, num_rows)
+                        and _has_random_key_per_row(leaf, num_rows)
                     )
                     or self._is_batch(call.variant.keys[owners[n]], leaf, names[n], mesh)
                 )
-                if is_batch and self._is_short(mesh, native, np.shape(leaf), names[n]):
+                if is_batch and self._is_uneven(mesh, native, np.shape(leaf), names[n]):
                     short[n] = np.shape(leaf)
                 dims = [self._options.batch_dim if is_batch else None] * min(rank, 1) + [None] * (rank - 1)
                 shardings[n], off_mesh[n] = NamedSharding(native, PartitionSpec(*dims)), is_batch
                 if native.is_multi_process or isinstance(leaf, jax.Array) or is_of_object or n in short:
-                    places[n] = is_batch
-            # jax.jit places these leaves, so they have no sharding on the mesh during tracing.
-            is_placed_by_jit = n in off_mesh and n not in places
-            shapes.append(describe_shape(leaf, None if is_placed_by_jit else shardings[n]))
+                    to_place[n] = is_batch
+            # `jax.jit` places these leaves itself, so they are traced without a sharding.
+            is_placed_by_jit = n in off_mesh and n not in to_place
+            shapes.append(make_shape_struct(leaf, None if is_placed_by_jit else shardings[n]))
         if short:
             padded = (*call.variant.padded, *short.items())
-            call = Call(call.variant._replace(padded=padded), call.leaves, call.objects)
-        avals, by_jit = tuple(map(jax.typeof, shapes)), frozenset(off_mesh.keys() - places)
+            call = StepCall(call.variant._replace(padded=padded), call.leaves, call.objects)
+        avals, by_jit = tuple(map(jax.typeof, shapes)), frozenset(off_mesh.keys() - to_place)
         signature = call.variant, avals, tuple(shardings), by_jit
         if signature not in self.by_signature:
             with_layouts = {owner for n, owner in enumerate(owners) if n not in off_mesh}
-            inputs = list[Input]()
+            inputs = list[InputLeaf]()
             logical = dict(call.variant.padded)
             for n, (name, owner, shape) in enumerate(zip(names, owners, shapes, strict=True)):
                 is_donated = call.variant.keys[owner] in self._options.donate
                 kept = shardings[n] if is_donated or owner in with_layouts else None
-                inputs.append(Input(name, logical.get(n) or shape.shape, kept, is_donated))
-            program = self._compile(call, inputs, owners, shardings, shapes, native)
+                inputs.append(InputLeaf(name, logical.get(n) or shape.shape, kept, is_donated))
+            program = self._compile_program(call, inputs, owners, shardings, shapes, native)
             if any(
                 s.shape and (off_mesh.get(n) or (n in off_mesh and s.size > _MAX_NON_BATCH))
                 for n, s in enumerate(shapes)
             ):
                 self._warn_of_idle_dims(mesh, shardings, program, shapes)
             if native.is_multi_process:
-                # On CPUs, a running step and a gather could deadlock.
+                # On CPUs, a step that still runs and the gather below could deadlock, so wait for the step.
                 jax.block_until_ready(call.leaves)
-                gather = functools.partial(get_engine("jax").all_gather, mesh=mesh)
+                gather = functools.partial(get_engine("jax").gather_from_processes, mesh=mesh)
                 with allow_traces():
-                    lowered = hash_lowered(
-                        self._options.name, program.compiled.lower(*program.pack_leaves(shapes))
+                    lowered = hash_lowered_step(
+                        self._options.name, program.compiled.lower(*program.make_arguments(shapes))
                     )
-                check_program(self._options.name, [*list_versions("jax", "jaxlib"), lowered], gather)
+                check_same_program(self._options.name, [*iterate_versions("jax", "jaxlib"), lowered], gather)
             self.by_signature[signature] = program
-        return self.by_signature[signature], places
+        return self.by_signature[signature], to_place
 
-    def _compile(
+    def _compile_program(
         self,
-        call: Call,
-        inputs: Sequence[Input],
+        call: StepCall,
+        inputs: Sequence[InputLeaf],
         owners: Sequence[int],
         shardings: Sequence[NamedSharding],
         shapes: Sequence[jax.ShapeDtypeStruct],
         native: jax.sharding.Mesh,
-    ) -> Program:
+    ) -> StepProgram:
         """Trace the step for these shapes and shardings, and choose the shardings of its results."""
         options, variant = self._options, call.variant
         structure = call.objects.structure if call.objects is not None else None
-        of_objects = [n for n, owner in enumerate(owners) if owner in variant.nodes]
-        has_tree = not (variant.constants or variant.padded or options.layout_map) and _can_hold_any(
+        object_leaves = [n for n, owner in enumerate(owners) if owner in variant.nodes]
+        has_tree = not (variant.constants or variant.padded or options.layout_map) and _can_take_any_leaf(
             variant.tree
         )
         values_tree = variant.tree if has_tree else None
-        program = Program(shardings, [each.is_donated for each in inputs], of_objects, values_tree)
+        program = StepProgram(shardings, [each.is_donated for each in inputs], object_leaves, values_tree)
 
         def run_on_leaves(*stored: Any) -> tuple[Tree, dict[int, object]]:
             if not _MAY_TRACE.get():
                 raise UnknownCallError
-            # JAX mixes no memories in an operation, and the shardings of the results return each (decisions/0264).
-            leaves = [set_memory(each, "device") for each in jax.tree.leaves(stored)]
-            values, before = variant.fill_tree(leaves), [leaves[n] for n in of_objects]
-            opened = open_objects(structure, before) if variant.nodes else ()
+            # JAX refuses operands in different memories, so move all to the device (decisions/0264).
+            leaves = [move_to_memory(each, "device") for each in jax.tree.leaves(stored)]
+            values, old_arrays = variant.rebuild_arguments(leaves), [leaves[n] for n in object_leaves]
+            opened = rebuild_objects(structure, old_arrays) if variant.nodes else ()
             for n, value in (
                 *zip(variant.nodes, opened, strict=True),
                 *((n, x) for n, _, x in variant.static),
@@ -297,14 +299,14 @@ class Programs:
             named = dict(zip(map(str, variant.keys[count:]), values[count:], strict=True))
             with use_mesh(native):
                 out = options.function(*values[:count], **named)
-            _check_results(options.name, out)
+            _check_no_nnx_results(options.name, out)
             found, program.tree = jax.tree.flatten(out)
-            program.constants = find_constants(program.tree, dict(enumerate(found)))
-            program.has_result_tree = has_tree and not program.constants and _can_hold_any(program.tree)
+            program.constants = find_constant_leaves(program.tree, dict(enumerate(found)))
+            program.has_result_tree = has_tree and not program.constants and _can_take_any_leaf(program.tree)
             arrays = [leaf for n, leaf in enumerate(found) if n not in program.constants]
-            changed_from = [inputs[n] for n in of_objects]
+            changed_from = [inputs[n] for n in object_leaves]
             return out if program.has_result_tree else arrays, find_changed_arrays(
-                structure, opened, before, changed_from
+                structure, opened, old_arrays, changed_from
             ) if variant.nodes else {}
 
         run_on_leaves.__name__ = run_on_leaves.__qualname__ = self._options.name
@@ -316,50 +318,51 @@ class Programs:
             jax.ShapeDtypeStruct(padded[n], each.dtype) if n in padded else each
             for n, each in enumerate(shapes)
         ]
-        # JAX reuses this trace for compiling.
+        # JAX caches this trace, so compiling does not trace the step again.
         with allow_traces():
-            traced = jax.jit(run_on_leaves, donate_argnums=donate).trace(*program.pack_leaves(logical))
-        self._warn_of_splits(traced.jaxpr.jaxpr, inputs, shardings)
+            traced = jax.jit(run_on_leaves, donate_argnums=donate).trace(*program.make_arguments(logical))
+        self._warn_of_consecutive_splits(traced.jaxpr.jaxpr, inputs, shardings)
         out, changed = traced.out_info
         arrays = jax.tree.leaves(out)
-        results = fill(program.tree, dict.fromkeys(program.constants), arrays)
-        chosen = choose_shardings(results, traced.jaxpr.jaxpr, inputs, self._list_arguments(variant))
+        results = rebuild_tree(program.tree, dict.fromkeys(program.constants), arrays)
+        arguments = self._list_replaceable_arguments(variant)
+        chosen = choose_result_shardings(results, traced.jaxpr.jaxpr, inputs, arguments)
         if options.layout_map is not None:
-            self._choose_by_rules(options.layout_map, results, chosen, native)
-        kept = {n: shardings[of_objects[n]] for n in changed}
+            self._choose_result_shardings_by_rule(options.layout_map, results, chosen, native)
+        kept = {n: shardings[object_leaves[n]] for n in changed}
         program.result_shardings = program.tree.unflatten(chosen) if program.has_result_tree else chosen, kept
         of_results, of_changed = dict(enumerate(arrays)), dict(changed)
         padded_results = (
-            _find_padded(of_results, dict(enumerate(chosen))),
-            _find_padded(of_changed, kept),
+            _find_padded_shapes(of_results, dict(enumerate(chosen))),
+            _find_padded_shapes(of_changed, kept),
         )
         program.logical_results = (
             {n: of_results[n].shape for n in padded_results[0]},
             {n: of_changed[n].shape for n in padded_results[1]},
         )
 
-        # XLA partitions arrays of any shape, but JAX passes only even shards to a program and back (decisions/0230).
-        def run_padded(*stored: Any) -> tuple[Tree, dict[int, object]]:
-            leaves = (unpad(each, padded[n]) if n in padded else each for n, each in enumerate(stored))
+        # JAX passes only even shards to a program and back, so slice the padding off inside (decisions/0230).
+        def run_with_padding(*stored: Any) -> tuple[Tree, dict[int, object]]:
+            leaves = (unpad_array(each, padded[n]) if n in padded else each for n, each in enumerate(stored))
             results = run_on_leaves(*leaves)
             for made, shapes in zip(results, padded_results, strict=True):
                 for n, shape in shapes.items():
-                    made[n] = pad(made[n], shape)
+                    made[n] = pad_array(made[n], shape)
             return results
 
-        run_padded.__name__ = run_padded.__qualname__ = self._options.name
+        run_with_padding.__name__ = run_with_padding.__qualname__ = self._options.name
         program.compiled = jax.jit(
-            run_padded if padded else run_on_leaves,
-            in_shardings=tuple(program.pack_leaves(shardings)),
+            run_with_padding if padded else run_on_leaves,
+            in_shardings=tuple(program.make_arguments(shardings)),
             out_shardings=program.result_shardings,
             donate_argnums=donate,
         )
         return program
 
-    def _warn_of_splits(
-        self, jaxpr: Jaxpr, inputs: Sequence[Input], shardings: Sequence[NamedSharding]
+    def _warn_of_consecutive_splits(
+        self, jaxpr: Jaxpr, inputs: Sequence[InputLeaf], shardings: Sequence[NamedSharding]
     ) -> None:
-        """Warn of a scan over microbatches that each use rows of few devices."""
+        """Warn if a scan iterates over microbatches of consecutive rows, which few devices store."""
         sizes = shardings[0].mesh.shape if shardings else {}
         dims = {dim for dim in list_batch_dims(self._options.batch_dim) if sizes[dim] > 1}
         sharded = [n for n, each in enumerate(shardings) if dims & {*jax.tree.leaves(tuple(each.spec[:1]))}]
@@ -369,16 +372,16 @@ class Programs:
                 f"{self._options.name}: a scan goes over {count} microbatches of {name}, and each "
                 "device computes all of their rows",
                 facts={"rows": f"{rows}, sharded over {', '.join(sorted(dims))}"},
-                why=f"x.reshape({count}, ..) puts consecutive rows into a microbatch, and few devices "
-                "hold them",
+                why=f"x.reshape({count}, ..) puts consecutive rows into a microbatch, and only few devices "
+                "store these rows",
                 fix=f"split it by layoutmap.microbatches(x, {count}), which takes rows from every device",
             )
             warnings.warn(warning, stacklevel=find_user_stacklevel())
 
-    def _list_arguments(self, variant: Variant) -> list[Subtree]:
-        """List the arguments that results can replace, in the function's order."""
+    def _list_replaceable_arguments(self, variant: CallVariant) -> list[Subtree]:
+        """Return the arguments that results can replace: all but static ones and nnx objects, in order."""
         leaves = range(variant.tree.num_leaves - len(variant.constants))
-        values = variant.fill_tree(leaves, with_constants=False)
+        values = variant.rebuild_arguments(leaves, with_constants=False)
         start, found = 0, list[tuple[int, Subtree]]()
         for number, (key, value) in enumerate(zip(variant.keys, values, strict=True)):
             tree = jax.tree.structure(value)
@@ -388,8 +391,8 @@ class Programs:
             start += tree.num_leaves
         return [place for _, place in sorted(found, key=lambda each: each[0])]
 
-    def find_mesh(self, names: Sequence[str], leaves: Sequence[Any]) -> tuple[Mesh, jax.sharding.Mesh]:
-        """Return the mesh of a call's arrays."""
+    def find_call_mesh(self, names: Sequence[str], leaves: Sequence[Any]) -> tuple[Mesh, jax.sharding.Mesh]:
+        """Return the mesh of a call's arrays, as an object of this library and of JAX."""
         first: tuple[str, jax.sharding.Mesh, Mesh] | None = None
         for name, leaf in zip(names, leaves, strict=True):
             layout = get_engine("jax").get_layout(leaf)
@@ -402,40 +405,41 @@ class Programs:
                     f"{self._options.name}: {first[0]} and {name} are on different meshes",
                     facts={first[0]: str(first[1]), name: str(leaf.sharding.mesh)},
                     why="a step computes on one mesh",
-                    fix="move them to one mesh",
+                    fix="move both to the same mesh: lm.dtensor.copy_to_mesh(..)",
                 )
         layout_map = self._options.layout_map
         if first is None and layout_map is not None and (mesh := layout_map.mesh) is not None:
-            first = "layout_map", get_engine("jax").native(Layout.replicated(mesh, 0), 0).mesh, mesh
+            native = get_engine("jax").make_native_layout(Layout.replicated(mesh, 0), 0).mesh
+            first = "layout_map", native, mesh
         if first is None:
             raise LayoutError(
                 f"{self._options.name}: no argument has a layout",
-                why="a step keeps the layouts of its arguments, but none of them is on a mesh",
+                why="a step runs on the mesh of its arguments, but none of them is on a mesh",
                 fix="build the parameters with layout_map.build(..), or shard them: layout_map.apply(params)",
             )
         _, native, mesh = first
-        check_dim(
+        check_dims_in_mesh(
             f"{self._options.name}: batch_dim", self._options.batch_dim, mesh, "batches are sharded over it"
         )
         return mesh, native
 
-    # Look up rules only while compiling, so that later calls take no time for it (decisions/0265).
-    def _find_rule_shardings(
-        self, call: Call, names: Sequence[str], owners: Sequence[int], native: jax.sharding.Mesh
+    # Rules are looked up only when a step is compiled, so that later calls take no time for it (decisions/0265).
+    def _find_shardings_by_rule(
+        self, call: StepCall, names: Sequence[str], owners: Sequence[int], native: jax.sharding.Mesh
     ) -> dict[int, NamedSharding]:
-        """Return the shardings that rules give to leaves without a layout."""
+        """Return shardings for leaves without a layout, by position, if rules match leaves of the same argument."""
         options, found, others = self._options, dict[int, NamedSharding](), dict[int, int]()
         if options.layout_map is not None:
-            check_mesh(options.name, options.layout_map, native)
+            check_same_mesh(options.name, options.layout_map, native)
         variant, known = call.variant, dict(enumerate(options.parameters))
-        values = variant.fill_tree(call.leaves, with_constants=False)
-        paths = [parts for parts, _ in list_leaves(values)]
+        values = variant.rebuild_arguments(call.leaves, with_constants=False)
+        paths = [parts for parts, _ in flatten_with_paths(values)]
         for n, (leaf, owner) in enumerate(zip(call.leaves, owners, strict=True)):
             if _is_on_mesh(getattr(leaf, "sharding", None), native):
                 continue
             key, layout_map = variant.keys[owner], options.layout_map
             if call.objects is not None and owner in variant.nodes:
-                node, path = call.objects.get_node(variant.nodes.index(owner)), names[n]
+                node, path = call.objects.get_object(variant.nodes.index(owner)), names[n]
                 if layout_map is None and (context := find_context(node)) is not None:
                     layout_map = context.layout_map
                 layout_map = None if is_nnx_optimizer(node) else layout_map
@@ -450,30 +454,30 @@ class Programs:
                 continue
             others[n] = owner
             if isinstance(leaf, jax.Array) and layout_map is options.layout_map:
-                self._warn_without_rule(path, leaf, "is replicated on the mesh")
+                self._warn_of_missing_rule_once(path, leaf, "is replicated on the mesh")
         ruled = {owners[n] for n in found}
         replicated = {n: [None] * np.ndim(call.leaves[n]) for n, owner in others.items() if owner in ruled}
         return found | {n: NamedSharding(native, PartitionSpec(*specs)) for n, specs in replicated.items()}
 
-    def _choose_by_rules(
+    def _choose_result_shardings_by_rule(
         self, layout_map: RuleLookup, results: object, chosen: list[object], native: jax.sharding.Mesh
     ) -> None:
-        """Choose the shardings of results that replace no argument, by rules for their names."""
+        """Fill in `chosen` for results that replace no argument, by the rules for their names."""
         out_names = self._options.out_names
-        paths = name_results(self._options.name, out_names, results)
+        paths = list_result_paths(self._options.name, out_names, results)
         for n, (path, leaf) in enumerate(zip(paths, jax.tree.leaves(results), strict=True)):
             if path and chosen[n] is None:
                 chosen[n] = find_rule_shardings(layout_map, {path: leaf}, native).get(path)
                 if chosen[n] is None and out_names is not None:
-                    self._warn_without_rule(path, leaf, "XLA chooses its layout")
+                    self._warn_of_missing_rule_once(path, leaf, "XLA chooses its layout")
 
-    def _warn_without_rule(self, path: str, array: ArrayShape, consequence: str) -> None:
+    def _warn_of_missing_rule_once(self, path: str, array: ArrayShape, consequence: str) -> None:
         if path not in self._warned:
             self._warned.add(path)
-            warn_without_rule(self._options.name, path, array, consequence)
+            warn_of_missing_rule(self._options.name, path, array, consequence)
 
-    def _is_batch(self, key: Key, leaf: Any, name: str, mesh: Mesh) -> bool:
-        """Return whether a leaf outside the mesh is a batch."""
+    def _is_batch(self, key: ArgumentKey, leaf: Any, name: str, mesh: Mesh) -> bool:
+        """Return whether a leaf without a layout is a batch, and warn if a large array is not."""
         if self._options.batches is not None:
             return key in self._options.batches
         if isinstance(leaf, (np.ndarray, jax.ShapeDtypeStruct)):
@@ -482,16 +486,16 @@ class Programs:
             warning = LayoutMapWarning(
                 f"{self._options.name}: {name} is on one device, and is replicated on the mesh",
                 facts={"shape": np.shape(leaf)},
-                why="by default, only numpy arrays are batches, and this is a JAX array",
+                why="without batch_argnums, only numpy arrays are batches, and this is a JAX array",
                 fix="if it is a batch, pass batch_argnums=...; if not, shard it first: "
                 "lm.dtensor.relayout(..)",
             )
             warnings.warn(warning, stacklevel=find_user_stacklevel())
         return False
 
-    # A step slices rows from a padded array, which JAX refuses along explicit axes (decisions/0295).
-    def _is_short(self, mesh: Mesh, native: jax.sharding.Mesh, shape: tuple[int, ...], name: str) -> bool:
-        """Return whether a batch has uneven shards. With several processes, JAX checks the rows of each.
+    # A step slices the padding off inside the program, which JAX refuses along explicit axes (decisions/0295).
+    def _is_uneven(self, mesh: Mesh, native: jax.sharding.Mesh, shape: tuple[int, ...], name: str) -> bool:
+        """Return whether a batch has uneven shards and must be padded. JAX checks the rows of several processes.
 
         Raises:
             LayoutError: The shards are uneven, and the mesh has explicit axes.
@@ -517,10 +521,10 @@ class Programs:
         self,
         mesh: Mesh,
         shardings: Sequence[NamedSharding],
-        program: Program,
+        program: StepProgram,
         shapes: Sequence[jax.ShapeDtypeStruct],
     ) -> None:
-        """Warn at the first step of mesh dims that shard nothing and that the function does not use."""
+        """Warn, at the first step, of mesh dims that shard no argument and that the function does not use."""
         if self._has_stepped:
             return
         self._has_stepped = True
@@ -529,8 +533,8 @@ class Programs:
         idle = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name not in used]
         if idle:  # lower only if a dim may be idle, because it takes time
             with allow_traces():
-                lines = program.compiled.lower(*program.pack_leaves(shapes)).as_text().splitlines()
-            # Shardy names each used dim. GSPMD numbers devices, so usage is unknown.
+                lines = program.compiled.lower(*program.make_arguments(shapes)).as_text().splitlines()
+            # Shardy writes the names of used dims. GSPMD writes only device numbers, so then warn of no dim.
             uses = [line for line in lines if "sdy." in line and "sdy.mesh @" not in line]
             idle = [dim for dim in idle if uses and not any(f'"{dim}"' in line for line in uses)]
         if idle:
@@ -540,44 +544,45 @@ class Programs:
             warnings.warn(warning, stacklevel=find_user_stacklevel())
 
 
-def _check_results(name: str, out: object) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(out, is_leaf=is_object)[0]:
-        if is_object(leaf):
+def _check_no_nnx_results(name: str, out: object) -> None:
+
+    for path, leaf in jax.tree_util.tree_flatten_with_path(out, is_leaf=is_nnx_object)[0]:
+        if is_nnx_object(leaf):
             raise ScopeError(
                 f"{name}: it returns a {type(leaf).__name__}",
                 facts={"where": jax.tree_util.keystr(path)},
-                why="nnx objects are changed in place, and a returned object would be a copy",
+                why="the step changes nnx objects in place, and a returned object would be a copy",
                 fix="return the loss and metrics only",
             )
 
 
-def _find_padded(shapes: Mapping[int, Any], shardings: Mapping[int, Any]) -> dict[int, Shape]:
-    """Return the padded shapes of uneven results, by number."""
+def _find_padded_shapes(shapes: Mapping[int, Any], shardings: Mapping[int, Any]) -> dict[int, Shape]:
+    """Return the padded shapes of the results with uneven shards, by their position."""
     found = {
-        n: find_padded_shape(each.shape, shardings[n])
+        n: compute_padded_shape(each.shape, shardings[n])
         for n, each in shapes.items()
         if isinstance(shardings[n], NamedSharding)
     }
     return {n: shape for n, shape in found.items() if shape != shapes[n].shape}
 
 
-def _has_key_per_row(leaf: Any, num_rows: Set[int]) -> bool:
+def _has_random_key_per_row(leaf: Any, num_rows: Set[int]) -> bool:
     """Return whether an array has a random key for each row of a batch."""
-    return isinstance(leaf, jax.Array) and is_key(leaf) and leaf.ndim > 0 and leaf.shape[0] in num_rows
+    return isinstance(leaf, jax.Array) and is_random_key(leaf) and leaf.ndim > 0 and leaf.shape[0] in num_rows
 
 
-def describe_shape(leaf: object, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
-    """Return the type of a leaf with a sharding, with rows that divide."""
+def make_shape_struct(leaf: object, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+    """Return the shape, with padding for even shards, the dtype, and the sharding of a leaf, without its values."""
     aval = jax.typeof(leaf)
-    shape = aval.shape if sharding is None else find_padded_shape(aval.shape, sharding)
+    shape = aval.shape if sharding is None else compute_padded_shape(aval.shape, sharding)
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
 
 
 def place_leaf(leaf: object, sharding: NamedSharding, is_batch: bool) -> jax.Array:
-    """Place a leaf on the mesh. A number becomes a weakly typed array, as in JAX."""
+    """Put a leaf on the mesh, and pad uneven batches. A number becomes a weakly typed array, as in JAX."""
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else jnp.asarray(leaf)
     shape = (
-        find_padded_shape(array.shape, sharding)
+        compute_padded_shape(array.shape, sharding)
         if is_batch and sharding.is_fully_addressable
         else array.shape
     )

@@ -11,23 +11,23 @@ from typing import Any, overload
 import jax
 import numpy as np
 
-from layoutmap.adapters.jax.private import are_distinct_arrays
+from layoutmap.adapters.jax.private import has_only_distinct_arrays
 from layoutmap.adapters.jax.step_arguments import (
     ArgumentReader,
-    Call,
-    GivenArguments,
+    FlatArguments,
+    StepCall,
     StepOptions,
-    find_variant,
+    split_arguments,
 )
 from layoutmap.adapters.jax.step_changes import ProgramKey, describe_change
 from layoutmap.adapters.jax.step_programs import (
     ARRAYS,
     KnownCall,
-    Programs,
     Signature,
+    StepPrograms,
     UnknownCallError,
     allow_traces,
-    describe_shape,
+    make_shape_struct,
     place_leaf,
 )
 from layoutmap.adapters.protocol import RuleLookup
@@ -35,7 +35,7 @@ from layoutmap.core.specs import BatchDim
 from layoutmap.engines import get_engine
 from layoutmap.engines.jax.padded import PaddedArray
 
-_MAX_KNOWN_CALLS = 8  # a step compares with this number of earlier calls before it checks the arguments
+_MAX_KNOWN_CALLS = 8  # a new call is compared with this number of earlier calls, because more take too long
 
 
 @overload
@@ -146,50 +146,49 @@ def jit_step(
 
 
 class JitStep:
-    """A compiled training step, the result of `jit_step`."""
+    """Run a compiled training step. `jit_step` creates it."""
 
     def __init__(self, function: Callable[..., object], **options: Any):
         functools.update_wrapper(self, function)
         self._options = StepOptions(function, **options)
         self._reader = ArgumentReader(self._options.static)
-        self._programs = Programs(self._options)
-        self._known: list[KnownCall] = []  # the latest first
-        self._direct: KnownCall | None = (
-            None  # the latest, if `jax.jit` itself finds a call that differs from it
-        )
+        self._programs = StepPrograms(self._options)
+        self._known_calls: list[KnownCall] = []  # the latest first
+        # the latest known call, if `jax.jit` itself notices that a new call differs from it
+        self._direct_call: KnownCall | None = None
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the step, and compile it first for arguments with new shapes or layouts."""
-        direct, read = self._direct, None
+        direct, read = self._direct_call, None
         if direct is not None:
             values = args
-            # Without static arguments, objects, and names, the arguments are what the program takes.
+            # Without static arguments, nnx objects, and keywords, the program takes the arguments unchanged.
             if kwargs or direct.types != [*map(type, args)]:
                 read = self._reader.read_values(args, kwargs)
                 values = read.values if read.head == direct.head else None
-            if values is not None and are_distinct_arrays(values, direct.kind):
+            if values is not None and has_only_distinct_arrays(values, direct.kind):
                 try:
                     out, changed = direct.program.compiled(*values)
-                except (UnknownCallError, ValueError):  # no Python code of the step has run
+                except (UnknownCallError, ValueError):  # nothing has run yet, so handle the call below
                     pass
                 else:
                     if read is not None and read.objects is not None:
-                        read.objects.write(changed)
-                    return direct.program.fill_results(out, direct.program.constants)
-        given = (read or self._reader.read_values(args, kwargs)).flatten()
-        for known in self._known:
-            found = known.match(given)
-            if found is not None:
-                # A call that JAX does not know takes longer there, so calls in turns are compared here.
-                self._direct = known if known.is_direct and known is self._known[0] else None
-                if known is not self._known[0]:
-                    self._known = [known, *(each for each in self._known if each is not known)]
-                return self._run(known, given, *found)
-        call = find_variant(given)
-        known = KnownCall(given, call, *self._programs.find(call, ARRAYS))
-        self._direct = known if known.is_direct and not self._known else None
-        self._known = [known, *self._known[: _MAX_KNOWN_CALLS - 1]]
-        return self._run(known, given, call.leaves, True)
+                        read.objects.write_arrays(changed)
+                    return direct.program.rebuild_results(out, direct.program.constants)
+        arguments = (read or self._reader.read_values(args, kwargs)).flatten()
+        for known in self._known_calls:
+            matched = known.match_arguments(arguments)
+            if matched is not None:
+                # JAX takes longer to notice that a call differs. So if two kinds of calls alternate, compare them here.
+                self._direct_call = known if known.is_jit_checked and known is self._known_calls[0] else None
+                if known is not self._known_calls[0]:
+                    self._known_calls = [known, *(each for each in self._known_calls if each is not known)]
+                return self._run_program(known, arguments, *matched)
+        call = split_arguments(arguments)
+        known = KnownCall(arguments, call, *self._programs.find_or_compile(call, ARRAYS))
+        self._direct_call = known if known.is_jit_checked and not self._known_calls else None
+        self._known_calls = [known, *self._known_calls[: _MAX_KNOWN_CALLS - 1]]
+        return self._run_program(known, arguments, call.leaves, True)
 
     @property
     def num_programs(self) -> int:
@@ -205,32 +204,32 @@ class JitStep:
             args: Arguments of the step. `jax.ShapeDtypeStruct` may stand for arrays.
             kwargs: Arguments by name.
         """
-        call = find_variant(self._reader.read(args, kwargs))
-        program, _ = self._programs.find(call, (*ARRAYS, jax.ShapeDtypeStruct))
+        call = split_arguments(self._reader.read_leaves(args, kwargs))
+        program, _ = self._programs.find_or_compile(call, (*ARRAYS, jax.ShapeDtypeStruct))
         variant = call.variant
 
-        def fill_results(out: object, changed: object) -> object:
-            out = program.fill_results(out, dict.fromkeys(program.constants))
+        def assemble_results(out: object, changed: object) -> object:
+            out = program.rebuild_results(out, dict.fromkeys(program.constants))
             return (out, changed) if variant.nodes else out
 
-        def run_with_tree(*args: object, **kwargs: object) -> object:
-            leaves = program.pack_leaves(jax.tree.leaves((args, kwargs)))
-            return fill_results(*program.compiled.__wrapped__(*leaves))
+        def run_on_arguments(*args: object, **kwargs: object) -> object:
+            leaves = program.make_arguments(jax.tree.leaves((args, kwargs)))
+            return assemble_results(*program.compiled.__wrapped__(*leaves))
 
-        run_with_tree.__name__ = run_with_tree.__qualname__ = self._options.name
-        shapes = map(describe_shape, call.leaves, program.shardings)
-        values = zip(variant.keys, variant.fill_tree(shapes, with_constants=False), strict=True)
-        given = [(key, value) for key, value in values if key not in self._options.static]
-        positions = [key for key, _ in given if isinstance(key, int)]
-        named = {key: value for key, value in given if isinstance(key, str)}
+        run_on_arguments.__name__ = run_on_arguments.__qualname__ = self._options.name
+        shapes = map(make_shape_struct, call.leaves, program.shardings)
+        values = zip(variant.keys, variant.rebuild_arguments(shapes, with_constants=False), strict=True)
+        dynamic = [(key, value) for key, value in values if key not in self._options.static]
+        positions = [key for key, _ in dynamic if isinstance(key, int)]
+        named = {key: value for key, value in dynamic if isinstance(key, str)}
         compiled = jax.jit(
-            run_with_tree,
-            out_shardings=fill_results(*program.result_shardings),
+            run_on_arguments,
+            out_shardings=assemble_results(*program.result_shardings),
             donate_argnums=[n for n, key in enumerate(positions) if key in self._options.donate],
             donate_argnames=[key for key in named if key in self._options.donate],
         )
         with allow_traces():
-            return compiled.lower(*(value for _, value in given[: len(positions)]), **named)
+            return compiled.lower(*(value for _, value in dynamic[: len(positions)]), **named)
 
     def explain(self, *args: object, **kwargs: object) -> Any:
         """Explain the work of each device in this step, without running it.
@@ -251,51 +250,56 @@ class JitStep:
             >>> sorted({each.kind for each in explanation.collectives}), explanation.recompilations
             (['all_reduce'], ())
         """
-        call = find_variant(self._reader.read(args, kwargs))
-        program, _ = self._programs.find(call, (*ARRAYS, jax.ShapeDtypeStruct))
-        names, _ = call.list_names()
-        mesh, _ = self._programs.find_mesh(names, call.leaves)
+        call = split_arguments(self._reader.read_leaves(args, kwargs))
+        program, _ = self._programs.find_or_compile(call, (*ARRAYS, jax.ShapeDtypeStruct))
+        names, _ = call.list_names_and_owners()
+        mesh, _ = self._programs.find_call_mesh(names, call.leaves)
         with allow_traces():
-            shapes = [*map(describe_shape, call.leaves, program.shardings)]
-            traced = program.compiled.trace(*program.pack_leaves(shapes))
-        names = list(map(self._options.format_argument, names))
-        leaves = tuple(program.pack_leaves(range(len(names))))
+            shapes = [*map(make_shape_struct, call.leaves, program.shardings)]
+            traced = program.compiled.trace(*program.make_arguments(shapes))
+        names = list(map(self._options.format_argument_name, names))
+        leaves = tuple(program.make_arguments(range(len(names))))
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(leaves)[0]]
         engine = get_engine("jax")
         batches = {
             name for name, leaf in zip(names, call.leaves, strict=True) if engine.get_layout(leaf) is None
         }
-        keys = list(map(self._describe_program, self._programs.by_signature))
+        keys = list(map(self._make_program_key, self._programs.by_signature))
         changes = [describe_change(before, after) for before, after in pairwise(keys)]
         # Import by name, because `cost` is a higher package.
         return import_module("layoutmap.cost.entry").explain_step(
             self._options.name, traced, names, paths, list(map(np.shape, call.leaves)), batches, mesh, changes
         )
 
-    def _describe_program(self, signature: Signature) -> ProgramKey:
+    def _make_program_key(self, signature: Signature) -> ProgramKey:
+        """Return the properties of the arguments for which a program was compiled, with names for messages."""
         variant, avals, shardings, _ = signature
-        names, _ = Call(variant, [*range(len(avals))]).list_names()
+        names, _ = StepCall(variant, [*range(len(avals))]).list_names_and_owners()
         static = [(f"argument {variant.keys[n]!r}", value) for n, _, value in variant.static]
         static += [(f"leaf {n}", value) for n, _, value in variant.constants]
         types = [(aval.shape, aval.dtype) for aval in avals]
-        return ProgramKey(list(map(self._options.format_argument, names)), types, shardings, static)
+        return ProgramKey(list(map(self._options.format_argument_name, names)), types, shardings, static)
 
-    def _run(self, known: KnownCall, given: GivenArguments, leaves: list[Any], has_equal: bool) -> object:
-        """Run a program, and return the results of the step."""
-        program, objects = known.program, given.objects
-        if known.places:
+    def _run_program(
+        self, known: KnownCall, arguments: FlatArguments, leaves: list[Any], may_repeat: bool
+    ) -> object:
+        """Run the program of a call, update the nnx objects, and return the results of the step."""
+        program, objects = known.program, arguments.objects
+        if known.to_place:
             leaves = [*leaves]
-            for n, is_batch in known.places.items():
+            for n, is_batch in known.to_place.items():
                 leaves[n] = place_leaf(leaves[n], program.shardings[n], is_batch)
-            if objects is not None:  # running placed the arrays of nnx objects on the mesh
-                objects.write({at: leaves[n] for at, n in enumerate(program.of_objects) if n in known.places})
-        if has_equal:
-            self._options.check_leaves(Call(known.variant, leaves, objects), leaves, program.donated)
+            if objects is not None:  # so that the next call finds the placed arrays on the mesh
+                placed = {at: leaves[n] for at, n in enumerate(program.object_leaves) if n in known.to_place}
+                objects.write_arrays(placed)
+        if may_repeat:
+            call = StepCall(known.variant, leaves, objects)
+            self._options.check_donations(call, leaves, program.donated)
         with allow_traces():
-            results = out, changed = program.compiled(*program.pack_leaves(leaves))
+            results = out, changed = program.compiled(*program.make_arguments(leaves))
         for made, shapes in zip(results, program.logical_results, strict=True):
             for n, shape in shapes.items():
                 made[n] = PaddedArray(made[n], shape)
         if objects is not None:
-            objects.write(changed)
-        return program.fill_results(out, program.constants)
+            objects.write_arrays(changed)
+        return program.rebuild_results(out, program.constants)

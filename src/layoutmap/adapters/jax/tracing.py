@@ -1,9 +1,10 @@
 """Trace a function that builds a model, and derive the program that initializes each array.
 
-JAX models are made by functions that compute arrays at once. Here such a function is traced, so that it computes none,
-and each array that it returns becomes an initializer: the operations that lead to it, and no others. Small arrays that
-they begin with, random keys and numbers, are its seeds: they are computed one operation after the other, as eager JAX
-does. Arrays of equal operations (those of a model's equal blocks) have equal programs, which an engine compiles once.
+Functions that build JAX models compute arrays immediately. Here such a function is traced, so that it computes nothing,
+and each array that it returns becomes an initializer: a program of only the operations that lead to it. Small arrays
+with which a program begins, such as random keys and numbers, are its inputs. They are precomputed one operation at a
+time, as in eager JAX. Arrays of equal operations (those of a model's equal blocks) have equal programs, which an engine
+compiles once.
 """
 
 from __future__ import annotations
@@ -20,62 +21,62 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from layoutmap.adapters.jax.private import shorten_messages
+from layoutmap.adapters.jax.private import shorten_error_messages
 from layoutmap.core.errors import ScopeError
-from layoutmap.core.initializers import Initializer, Program
+from layoutmap.core.initializers import Initializer, InitializerProgram
 from layoutmap.engines.jax.ambient import use_mesh
 from layoutmap.engines.jax.meshless import remove_mesh
 from layoutmap.engines.jax.padded import PaddedArray
 from layoutmap.engines.jax.programs import (
-    find_global_reason,
+    explain_no_shards,
     is_ref,
     leave_program_context,
     make_closed_jaxpr,
 )
 
-_MAX_SEED_SIZE = 1024
-"""Arrays with at most this number of elements are computed in advance and passed to programs as seeds."""
+_MAX_PRECOMPUTED_SIZE = 1024
+"""Arrays with at most this number of elements are computed in advance and passed to programs as inputs."""
 
 
 def is_array(value: object) -> bool:
-    """Return whether a value is a JAX or numpy array, or a planned one."""
+    """Return whether a value is a numeric array of JAX or numpy, or the shape of a planned one."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value.dtype == bool or jnp.issubdtype(value.dtype, jnp.number)
     return isinstance(value, (jax.Array, jax.ShapeDtypeStruct, PaddedArray))
 
 
-def is_key(value: Any) -> bool:
-    """Return whether an array holds random keys."""
+def is_random_key(value: Any) -> bool:
+    """Return whether an array contains random keys of JAX."""
     return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
-def trace(
+def trace_build_function(
     make: Callable[[], tuple[object, Sequence[object]]],
     mesh: jax.sharding.AbstractMesh,
-    # A program may use a JAX array immediately, so trace the function and create arrays later in
-    # their layouts (decisions/0073).
+    # JAX computes an array when it is created, so trace the function, and create the arrays later in their
+    # layouts (decisions/0073).
 ) -> tuple[Any, Sequence[Any]]:
-    """Trace a function that builds a model.
+    """Trace a function that builds a model or arrays, so that it computes nothing.
 
     Args:
-        make: Makes something, and returns it and arrays: traced ones, or ones that existed.
+        make: Builds a model, and returns it and a list of its arrays: traced ones, or ones that existed before.
         mesh: The mesh of the layout map, which `jax.P` and `jax.shard_map` in the function refer to.
 
     Returns:
-        What it made, and for each array the one that existed, or the `Traced` one.
+        The model, and for each array a `TracedArray`, or the array itself if it existed before.
 
     Raises:
-        ScopeError: The function needs the value of an array, which has none here.
+        ScopeError: The function needs the value of a traced array, or changes a flax object that it did not create.
     """
     made: list[Any] = []
 
-    def run_under_mesh() -> list[object]:
+    def list_traced_arrays() -> list[object]:
         made[:] = make()
         return [value for value in made[1] if isinstance(value, jax.core.Tracer)]
 
     try:
-        with leave_program_context(), shorten_messages(), use_mesh(mesh):
-            closed = remove_mesh(jax.make_jaxpr(run_under_mesh)())
+        with leave_program_context(), shorten_error_messages(), use_mesh(mesh):
+            closed = remove_mesh(jax.make_jaxpr(list_traced_arrays)())
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise ScopeError(
             "the function that creates the model reads the value of an array that it computes",
@@ -95,19 +96,20 @@ def trace(
             "objects that it creates",
             fix="create it inside the function: layout_map.build(lambda: Model(nnx.Rngs(0)))",
         ) from error
-    operations = Operations(closed)
+    operations = TracedOperations(closed)
     results = iter(closed.jaxpr.outvars)
     model, arrays = made
     return model, [
-        Traced(operations, next(results)) if isinstance(value, jax.core.Tracer) else value for value in arrays
+        TracedArray(operations, next(results)) if isinstance(value, jax.core.Tracer) else value
+        for value in arrays
     ]
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
-    """An array that a traced function would compute."""
+class TracedArray:
+    """Describe an array that a traced function would compute."""
 
-    operations: Operations
+    operations: TracedOperations
     result: Any
 
     @property
@@ -120,115 +122,118 @@ class Traced:
         """The element type."""
         return self.result.aval.dtype
 
-    def explain_global(self) -> str:
-        """Return why one device must compute the global value, or an empty text."""
-        return "" if self.is_seed else self.operations.slice(self.result).global_reason
+    def explain_global_init(self) -> str:
+        """Return why one device must compute the whole array, or an empty string if shards can be computed."""
+        return "" if self.is_precomputed else self.operations.find_array_program(self.result).global_reason
 
     @property
-    def is_seed(self) -> bool:
-        """Whether it is small and computed in advance."""
-        return self.operations.is_seed(self.result)
+    def is_precomputed(self) -> bool:
+        """Whether the array is small and computed in advance, one operation at a time."""
+        return self.operations.is_precomputed(self.result)
 
-    def seed(self) -> jax.Array:
-        """Compute the value of a seed."""
-        return self.operations.read_seeds([self.result])[0]
+    def compute_precomputed_value(self) -> jax.Array:
+        """Compute the value of a precomputed array."""
+        return self.operations.get_precomputed_values([self.result])[0]
 
     def make_initializer(self) -> Initializer:
-        """Return an initializer that computes this array from its seeds."""
-        part = self.operations.slice(self.result)
-        seed = self.operations.read_seeds(part.takes)
+        """Return an initializer that computes this array from precomputed arrays."""
+        program = self.operations.find_array_program(self.result)
+        values = self.operations.get_precomputed_values(program.inputs)
 
         def compute_global_value() -> jax.Array:
             with leave_program_context():
-                return part.run(seed)
+                return program.compute_array(values)
 
-        return Initializer(compute_global_value, Program(part.key, seed, part.run), recipe=part.format_text)
+        by_shards = InitializerProgram(program.key, values, program.compute_array)
+        return Initializer(compute_global_value, by_shards, recipe=program.format_text)
 
 
 @dataclass(frozen=True, eq=False)
-class _Slice:
-    """The operations that compute one array from its seeds."""
+class _ArrayProgram:
+    """Store the operations that compute one array from precomputed arrays."""
 
     closed: ClosedJaxpr
-    takes: Sequence[Var]
+    inputs: Sequence[Var]
     key: Hashable
     global_reason: str
 
-    def run(self, seed: Sequence[object]) -> jax.Array:
-        """Compute the array, one operation at a time, like the function itself."""
-        return jaxpr_as_fun(self.closed)(*seed)[0]
+    def compute_array(self, inputs: Sequence[object]) -> jax.Array:
+        """Compute the array one operation at a time, as the function itself would."""
+        return jaxpr_as_fun(self.closed)(*inputs)[0]
 
     def format_text(self) -> str:
         return str(self.closed)
 
 
-class Operations:
-    """The operations of a traced function."""
+class TracedOperations:
+    """Store the operations of a traced function, and find those that compute a certain array."""
 
     def __init__(self, closed: ClosedJaxpr):
         jaxpr = closed.jaxpr
         self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._eqns = jaxpr.eqns
-        self._makers = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-        # Operations on a Ref depend on all earlier operations on it.
+        self._eqn_indices = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+        # An operation on a Ref depends on all earlier operations on this Ref, so store their indices.
         self._on_refs: dict[Var, list[int]] = {}
         for number, eqn in enumerate(jaxpr.eqns):
             for var in filter(is_ref, eqn.invars):
                 self._on_refs.setdefault(var, []).append(number)
         reads = (*jaxpr.outvars, *(var for eqn in jaxpr.eqns for var in eqn.invars))
         self._used = {var for var in reads if not isinstance(var, Literal)}
-        self._seed_eqns: list[JaxprEqn] = []
-        self._seeds: set[Var] = {var for var in jaxpr.constvars if _can_be_seed(var.aval)}
+        self._precomputed_eqns: list[JaxprEqn] = []
+        self._precomputed: set[Var] = {var for var in jaxpr.constvars if _can_precompute(var.aval)}
         for eqn in jaxpr.eqns:
-            from_seeds = all(isinstance(v, Literal) or v in self._seeds for v in eqn.invars)
-            if from_seeds and not eqn.effects and all(_can_be_seed(v.aval) for v in eqn.outvars):
-                self._seed_eqns.append(eqn)
-                self._seeds.update(eqn.outvars)
-        self._slices: dict[Var, _Slice] = {}
-        self._whys: dict[Hashable, str] = {}
+            from_precomputed = all(isinstance(v, Literal) or v in self._precomputed for v in eqn.invars)
+            if from_precomputed and not eqn.effects and all(_can_precompute(v.aval) for v in eqn.outvars):
+                self._precomputed_eqns.append(eqn)
+                self._precomputed.update(eqn.outvars)
+        self._programs: dict[Var, _ArrayProgram] = {}
+        self._global_reasons: dict[Hashable, str] = {}
 
-    def is_seed(self, var: Var) -> bool:
-        """Return whether a value is computed in advance."""
-        return isinstance(var, Literal) or var in self._seeds
+    def is_precomputed(self, var: Var) -> bool:
+        """Return whether the value of a variable is computed in advance."""
+        return isinstance(var, Literal) or var in self._precomputed
 
-    def read_seeds(self, wanted: Sequence[Var]) -> list[jax.Array]:
-        """Compute the values of seeds."""
+    def get_precomputed_values(self, wanted: Sequence[Var]) -> list[jax.Array]:
+        """Return the values of literals and precomputed variables."""
         return [
-            jnp.asarray(var.val, _read_dtype(var)) if isinstance(var, Literal) else self._seed_values[var]
+            jnp.asarray(var.val, _get_dtype(var))
+            if isinstance(var, Literal)
+            else self._precomputed_values[var]
             for var in wanted
         ]
 
     @functools.cached_property
-    def _seed_values(self) -> dict[Var, jax.Array]:
-        """All seeds, computed one operation at a time, so that each has the bits of the function itself."""
-        values = {var: self._consts[var] for var in self._consts if var in self._seeds}
-        made = [var for eqn in self._seed_eqns for var in eqn.outvars if var in self._used]
-        takes = list(values)
+    def _precomputed_values(self) -> dict[Var, jax.Array]:
+        """Values of all precomputed variables. They equal those of the untraced function bit for bit."""
+        values = {var: self._consts[var] for var in self._consts if var in self._precomputed}
+        made = [var for eqn in self._precomputed_eqns for var in eqn.outvars if var in self._used]
+        inputs = list(values)
         with leave_program_context():
-            results = jaxpr_as_fun(make_closed_jaxpr(self._seed_eqns, takes, made))(*values.values())
+            results = jaxpr_as_fun(make_closed_jaxpr(self._precomputed_eqns, inputs, made))(*values.values())
         return values | dict(zip(made, results, strict=True))
 
-    def slice(self, result: Var) -> _Slice:
-        """Return the operations that compute a value from its seeds."""
-        if result not in self._slices:
+    def find_array_program(self, result: Var) -> _ArrayProgram:
+        """Return the operations that compute a variable from precomputed ones."""
+        if result not in self._programs:
             eqns, needs = self._find_operations(result)
-            takes = [var for var in needs if var in self._seeds]
-            consts = {var: self._consts[var] for var in needs if var not in self._seeds}
-            closed = make_closed_jaxpr(eqns, takes, [result], consts)
-            key = _make_key(closed)
-            if key not in self._whys:
-                self._whys[key] = find_global_reason(closed)
-            self._slices[result] = _Slice(closed, takes, key, self._whys[key])
-        return self._slices[result]
+            inputs = [var for var in needs if var in self._precomputed]
+            consts = {var: self._consts[var] for var in needs if var not in self._precomputed}
+            closed = make_closed_jaxpr(eqns, inputs, [result], consts)
+            key = _make_program_key(closed)
+            if key not in self._global_reasons:
+                self._global_reasons[key] = explain_no_shards(closed)
+            self._programs[result] = _ArrayProgram(closed, inputs, key, self._global_reasons[key])
+        return self._programs[result]
 
     def _find_operations(self, result: Var) -> tuple[list[JaxprEqn], list[Var]]:
-        """Return the operations that compute a value, in order, and the seeds and constants they use."""
+        """Return the operations that compute a variable, in order, and the precomputed variables they use."""
         numbers: set[int] = set()
         needs: dict[Var, None] = {}
         todo = [result]
         while todo:
             var = todo.pop()
-            number = None if var in self._seeds else self._makers.get(var)
+            number = None if var in self._precomputed else self._eqn_indices.get(var)
             if number is None:
                 needs[var] = None
                 continue
@@ -237,23 +242,24 @@ class Operations:
                 number = leading.pop()
                 if number not in numbers:
                     numbers.add(number)
-                    takes = [v for v in self._eqns[number].invars if not isinstance(v, Literal)]
-                    todo += takes
-                    leading += [n for v in takes for n in self._on_refs.get(v, ()) if n < number]
-        order = sorted(needs, key=lambda var: self._makers.get(var, -1))
+                    inputs = [v for v in self._eqns[number].invars if not isinstance(v, Literal)]
+                    todo += inputs
+                    leading += [n for v in inputs for n in self._on_refs.get(v, ()) if n < number]
+        order = sorted(needs, key=lambda var: self._eqn_indices.get(var, -1))
         return [self._eqns[number] for number in sorted(numbers)], order
 
 
-def _read_dtype(var: Any) -> np.dtype:
+def _get_dtype(var: Any) -> np.dtype:
     return var.aval.dtype
 
 
-def _can_be_seed(aval: Any) -> bool:
-    return isinstance(aval, jax.core.ShapedArray) and math.prod(aval.shape) <= _MAX_SEED_SIZE
+def _can_precompute(aval: Any) -> bool:
+    """Return whether an array is small enough to be computed in advance."""
+    return isinstance(aval, jax.core.ShapedArray) and math.prod(aval.shape) <= _MAX_PRECOMPUTED_SIZE
 
 
-def _make_key(closed: ClosedJaxpr) -> Hashable:
-    """Return a key that is equal only for slices that compute the same values from their seeds."""
+def _make_program_key(closed: ClosedJaxpr) -> Hashable:
+    """Return a key that is equal only for programs that compute the same result from the same inputs."""
     jaxpr = closed.jaxpr
     numbers: dict[Var, int] = {}
 
@@ -265,8 +271,8 @@ def _make_key(closed: ClosedJaxpr) -> Hashable:
             for v in variables
         )
 
-    consts = _UnequalToAll() if closed.consts else None
-    takes = describe_variables((*jaxpr.constvars, *jaxpr.invars))
+    consts = _IncomparableValue() if closed.consts else None
+    inputs = describe_variables((*jaxpr.constvars, *jaxpr.invars))
     steps = tuple(
         (
             eqn.primitive,
@@ -276,16 +282,17 @@ def _make_key(closed: ClosedJaxpr) -> Hashable:
         )
         for eqn in jaxpr.eqns
     )
-    return consts, takes, steps, describe_variables(jaxpr.outvars)
+    return consts, inputs, steps, describe_variables(jaxpr.outvars)
 
 
-class _UnequalToAll:
-    """Stand in for a value that cannot be compared, and equal only itself."""
+class _IncomparableValue:
+    """Replace, in a key, a value that cannot be compared. An instance equals only itself."""
 
 
 def _make_hashable(parameter: tuple[str, object]) -> Hashable:
+    """Return a parameter of an operation, or an object that equals only itself if the parameter cannot be hashed."""
     try:
         hash(parameter)
     except TypeError:
-        return _UnequalToAll()
+        return _IncomparableValue()
     return parameter

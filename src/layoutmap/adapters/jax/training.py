@@ -1,6 +1,6 @@
 """Describe how a model is trained: its forward function, loss, and optimizer.
 
-JAX programs keep these in their own step. `check_parity` runs a step itself, so it has to know them.
+JAX programs use these in their own step. `check_parity` runs a step itself, so it must be told about them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from layoutmap.adapters.jax import models
-from layoutmap.adapters.jax.models import is_nnx, take_apart
-from layoutmap.adapters.jax.optimizers import describe, make_state
-from layoutmap.adapters.jax.pytrees import Parts, format_key
+from layoutmap.adapters.jax.models import split_model
+from layoutmap.adapters.jax.nnx_types import is_nnx_module
+from layoutmap.adapters.jax.optimizers import create_state, describe_optimizer
+from layoutmap.adapters.jax.pytrees import ModelParts, format_key
 from layoutmap.adapters.jax.steps import JitStep, jit_step
 from layoutmap.adapters.jax.variables import Variable
 from layoutmap.core.errors import ScopeError, shorten_repr
 from layoutmap.core.layout import Layout
-from layoutmap.core.old_names import OldName
+from layoutmap.core.old_names import DeprecatedAlias
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.variables import Kind
 from layoutmap.engines import get_engine
@@ -30,7 +31,7 @@ Arrays = dict[str, jax.Array]
 
 
 class TrainState:
-    """A model with its forward function, loss, and optimizer state. `train_with` creates it.
+    """Store a model with its forward function, loss, and optimizer state. `train_with` creates it.
 
     Attributes:
         model: The model: a module of flax.nnx, or any pytree. Each step replaces a pytree by a new one.
@@ -51,20 +52,20 @@ class TrainState:
         self.opt_state: Any = None
         self.policy: LayoutPolicy | None = None
         self.mesh: jax.sharding.Mesh | None = None
-        self._steps: Steps | None = None
+        self._steps: CompiledSteps | None = None
 
     @property
-    def steps(self) -> Steps:
-        """The compiled functions of the model, by name."""
-        self._steps = self._steps or Steps(self)
+    def steps(self) -> CompiledSteps:
+        """The compiled functions of the model: forward, gradients, and optimizer step."""
+        self._steps = self._steps or CompiledSteps(self)
         return self._steps
 
-    weights = OldName("list_weights")
-    slots = OldName("list_slots")
+    weights = DeprecatedAlias("list_weights")
+    slots = DeprecatedAlias("list_slots")
 
     def list_weights(self) -> dict[str, jax.Array]:
         """Return the trained arrays by path."""
-        values = {leaf.path: leaf.value for leaf in take_apart(self.model).leaves}
+        values = {leaf.path: leaf.value for leaf in split_model(self.model).leaves}
         return {path: values[path] for path in self.steps.trained}
 
     def list_slots(self) -> dict[str, Variable]:
@@ -75,15 +76,15 @@ class TrainState:
         slots: dict[str, Variable] = {}
         weights = {*self.steps.trained}
         for number, (keys, value) in enumerate(found):
-            names = sorted(map(format_key, keys), key=lambda name: name not in weights)  # weights come first
+            names = sorted(map(format_key, keys), key=lambda name: name not in weights)  # weight's path first
             path = ".".join(("optimizer", *names))
 
-            def replace(new: object, number: int = number) -> None:
+            def replace_slot(new: object, number: int = number) -> None:
                 leaves = jax.tree.leaves(self.opt_state)
                 leaves[number] = new
                 self.opt_state = jax.tree.unflatten(tree_def, leaves)
 
-            slots[path] = Variable(path, value, replace)
+            slots[path] = Variable(path, value, replace_slot)
         return slots
 
     def __repr__(self) -> str:
@@ -117,33 +118,33 @@ def train_with(
 
 
 def unwrap_model(model: object) -> Any:
-    """Return a model without its `TrainState`."""
+    """Return the model in a `TrainState`, and any other model unchanged."""
     return model.model if isinstance(model, TrainState) else model
 
 
-def split_model(model: object) -> Parts:
-    """Split a model, also in a `TrainState`, into its arrays and structure."""
-    return take_apart(unwrap_model(model))
+def unwrap_and_split(model: object) -> ModelParts:
+    """Split a model, or the model in a `TrainState`, into its arrays and a function that rebuilds it."""
+    return split_model(unwrap_model(model))
 
 
-def put_values(model: object, values: Sequence[object]) -> Any:
-    """Replace the arrays of a model: in place for a module, in a new object for a pytree."""
+def replace_arrays(model: object, values: Sequence[object]) -> Any:
+    """Replace the arrays of a model, and return it. A module changes in place, and a pytree is a new object."""
     if isinstance(model, TrainState):
-        model.model = put_values(model.model, values)
+        model.model = replace_arrays(model.model, values)
         return model
-    return models.put_values(model, values)
+    return models.replace_arrays(model, values)
 
 
-class Steps:
-    """Compile the functions of a `TrainState`.
+class CompiledSteps:
+    """Compile and run the forward function, the gradients, and the optimizer step of a `TrainState`.
 
     Args:
-        state: The state. Its model keeps its structure.
+        state: The state. The structure of its model must not change.
     """
 
     def __init__(self, state: TrainState):
         self._state = state
-        self._parts = take_apart(state.model)
+        self._parts = split_model(state.model)
         self.trained = [
             leaf.path
             for leaf in self._parts.leaves
@@ -155,7 +156,7 @@ class Steps:
         self._forward = compiled(self._compute_outputs)
 
     def _compile_unsharded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a function for one device, under a mesh of that device with the dims of the layout map."""
+        """Compile a function for one device. It runs under a mesh of this device, with the dims of the layout map."""
         compiled = jax.jit(function)
 
         def run_on_one_device(*args: object) -> Any:
@@ -166,16 +167,16 @@ class Steps:
 
     @property
     def num_step_programs(self) -> int:
-        """Number of programs that the steps were compiled to."""
+        """Number of programs that were compiled for the optimizer step."""
         return self._update.num_programs if isinstance(self._update, JitStep) else 1
 
     def compute_outputs(self, batch: object) -> object:
         """Return the model's inference outputs for a batch."""
-        return self._forward(self._values(), self._place_batch(find_inputs(batch)))
+        return self._forward(self._read_arrays(), self._place_batch(get_inputs(batch)))
 
     def compute_gradients(self, batch: object) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the loss of a batch and its gradients, without changing the model."""
-        weights, others = self._split_values(self._values())
+        """Return the loss of a batch and the gradient of each weight by path, without changing the model."""
+        weights, others = self._split_weights(self._read_arrays())
         batch = self._place_batch(split_batch(batch, self._state))
         (loss, _), gradients = self._gradients(weights, others, batch)
         if self._state.policy is not None:
@@ -193,47 +194,45 @@ class Steps:
         state = self._state
         if state.optimizer is None:
             raise ScopeError(
-                f"{type(state.model).__name__}: it has no optimizer",
-                why="JAX models do not hold an optimizer",
-                fix="pass one: train_with(model, loss=.., optimizer=optax.adamw(1e-3)), or use steps=0",
+                f"{type(state.model).__name__}: no optimizer was passed for this model",
+                why="a JAX model does not contain its optimizer",
+                fix="pass an optimizer: train_with(model, loss=.., optimizer=optax.adamw(1e-3)), or use steps=0",
             )
-        weights, others = self._split_values(self._values())
+        weights, others = self._split_weights(self._read_arrays())
         if state.opt_state is None:
-            state.opt_state = _init_optimizer(state.optimizer, weights)
+            state.opt_state = _create_optimizer_state(state.optimizer, weights)
         batch = self._place_batch(split_batch(batch, state))
         weights, others, state.opt_state, loss = self._update(weights, others, state.opt_state, batch)
         new = weights | others
-        put_values(state, [new[leaf.path] for leaf in self._parts.leaves])
+        replace_arrays(state, [new[leaf.path] for leaf in self._parts.leaves])
         return loss
 
-    def _values(self) -> Arrays:
-        return {leaf.path: leaf.value for leaf in take_apart(self._state.model).leaves}
+    def _read_arrays(self) -> Arrays:
+        return {leaf.path: leaf.value for leaf in split_model(self._state.model).leaves}
 
-    def _split_values(self, values: Arrays) -> tuple[Arrays, Arrays]:
+    def _split_weights(self, values: Arrays) -> tuple[Arrays, Arrays]:
+        """Return two mappings by path: the trained weights, and all other arrays."""
         weights = {path: values[path] for path in self.trained}
         return weights, {path: value for path, value in values.items() if path not in weights}
 
-    def _make_model(self, values: Arrays) -> Any:
-        return self._parts.put_together([values[leaf.path] for leaf in self._parts.leaves])
+    def _rebuild_model(self, values: Arrays) -> Any:
+        return self._parts.rebuild_model([values[leaf.path] for leaf in self._parts.leaves])
 
     def _compute_outputs(self, values: Arrays, inputs: object) -> object:
-        model = self._make_model(values)
-        if is_nnx(model):
+        model = self._rebuild_model(values)
+        if is_nnx_module(model):
             model.eval()
-        return self._call(model, inputs)
-
-    def _call(self, model: object, inputs: object) -> object:
         return call_model(model, self._state.forward, inputs)
 
     def _compute_loss(
         self, weights: Arrays, others: Arrays, batch: tuple[object, object]
     ) -> tuple[object, Arrays]:
         inputs, targets = batch
-        model = self._make_model({**weights, **others})
-        output = self._call(model, inputs)
+        model = self._rebuild_model({**weights, **others})
+        output = call_model(model, self._state.forward, inputs)
         loss = self._state.loss
         value = output if loss is None else loss(output, targets)
-        after = {leaf.path: leaf.value for leaf in take_apart(model).leaves}
+        after = {leaf.path: leaf.value for leaf in split_model(model).leaves}
         return value, {path: after[path] for path in others}
 
     def _compute_update(
@@ -255,11 +254,11 @@ class Steps:
         )
 
 
-def _init_optimizer(optimizer: Any, weights: Arrays) -> Any:
-    """Create the first state of an optimizer, in the layouts of the weights if these are padded."""
+def _create_optimizer_state(optimizer: Any, weights: Arrays) -> Any:
+    """Create the first state of an optimizer. If weights are padded, create it in their layouts."""
     if not any(isinstance(each, PaddedArray) for each in weights.values()):
         return optimizer.init(weights)
-    found = describe(optimizer.init, weights)
+    found = describe_optimizer(optimizer.init, weights)
     mesh = next(iter(found.layouts.values())).mesh
     layouts = [
         found.layouts["", slot.parent]
@@ -267,18 +266,18 @@ def _init_optimizer(optimizer: Any, weights: Arrays) -> Any:
         else Layout.replicated(mesh, len(slot.shape))
         for slot in found.slots
     ]
-    return make_state(optimizer.init, weights, layouts)
+    return create_state(optimizer.init, weights, layouts)
 
 
 def call_model(model: Any, forward: Callable[..., object] | None, inputs: Any) -> object:
-    """Return a model's outputs for its inputs."""
+    """Return a model's outputs for its inputs, by `forward` if there is one, else by calling the model."""
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     return model(*args, **kwargs) if forward is None else forward(model, *args, **kwargs)
 
 
-def find_inputs(batch: object) -> Any:
+def get_inputs(batch: object) -> Any:
     """Return the inputs of a batch, as positional arguments or as a mapping of named ones."""
-    inputs = batch[0] if isinstance(batch, tuple | list) else batch  # a single array contains only inputs
+    inputs = batch[0] if isinstance(batch, tuple | list) else batch  # a single array has no targets
     return inputs if isinstance(inputs, (Mapping, tuple, list)) else (inputs,)
 
 
@@ -296,5 +295,5 @@ def split_batch(batch: object, state: TrainState) -> tuple[object, object]:
                 why="the loss is called with outputs and targets",
                 fix="pass (inputs, targets), the inputs as a mapping if they have names",
             )
-        return find_inputs(batch), ()
-    return find_inputs(batch), batch[1]
+        return get_inputs(batch), ()
+    return get_inputs(batch), batch[1]

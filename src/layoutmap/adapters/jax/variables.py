@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.core
 
-from layoutmap.adapters.jax.tracing import is_key
+from layoutmap.adapters.jax.tracing import is_random_key
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
@@ -17,10 +17,10 @@ from layoutmap.engines import get_engine
 
 @dataclass(slots=True)
 class Variable:
-    """An array of a model or of its optimizer's state.
+    """Read and write an array of a model or of its optimizer's state.
 
     Args:
-        path: Its path.
+        path: Path of the array.
         array: The array.
         replace: Replaces the array in the model.
     """
@@ -34,7 +34,7 @@ class Variable:
         """The layout of the array.
 
         Raises:
-            AttributeError: It has none.
+            AttributeError: The array is unsharded.
         """
         layout = get_engine("jax").get_layout(self.array)
         if layout is None:
@@ -42,22 +42,22 @@ class Variable:
         return layout
 
     def read(self) -> NumpyArray:
-        """Return the global value as a numpy array. For random keys, return their data.
+        """Return the global value as a numpy array. For random keys, return their numbers.
 
         Raises:
-            PlanError: It has none.
+            PlanError: The array is only planned, and has no value.
         """
-        self._check()
+        self._check_has_value()
         return get_engine("jax").to_numpy(self.array)
 
     def write(self, value: object) -> None:
-        """Assign a JAX or numpy value without changing the layout.
+        """Assign a value of JAX or numpy without changing the layout.
 
         Raises:
-            PlanError: It is only planned.
+            PlanError: The array is only planned.
         """
-        self._check()
-        if is_key(self.array) and not is_key(value):
+        self._check_has_value()
+        if is_random_key(self.array) and not is_random_key(value):
             value = jax.random.wrap_key_data(jax.numpy.asarray(value), impl=jax.random.key_impl(self.array))
         layout = get_engine("jax").get_layout(self.array)
         self.array = (
@@ -67,10 +67,10 @@ class Variable:
         )
         self.replace(self.array)
 
-    def _check(self) -> None:
+    def _check_has_value(self) -> None:
         if isinstance(self.array, (jax.core.Tracer, jax.ShapeDtypeStruct)):
             raise PlanError(
-                f"{self.path}: only a plan, it has no values",
+                f"{self.path}: this array is only planned and has no values",
                 why="the function that created the model was traced, so its arrays have shapes and no values",
                 fix="use the result of layout_map.build",
             )

@@ -11,14 +11,14 @@ import numpy as np
 
 from layoutmap.adapters import random_states
 from layoutmap.adapters.keras.callback import CheckpointCallback as CheckpointCallback
-from layoutmap.adapters.keras.checkpoints import KerasKeeping
+from layoutmap.adapters.keras.checkpoints import KerasCheckpointing
 from layoutmap.adapters.keras.derived import find_reduced_slots
 from layoutmap.adapters.keras.hooks import install_hooks
 from layoutmap.adapters.keras.paths import find_variables, make_slot_path
-from layoutmap.adapters.keras.private import check_keras, get_global_seed_state
-from layoutmap.adapters.keras.protocol import get_backend, get_backend_name, read_variable
+from layoutmap.adapters.keras.private import check_keras_support, get_global_seed_variable
+from layoutmap.adapters.keras.protocol import get_backend, get_backend_name, read_global_value
 from layoutmap.adapters.keras.session import Session
-from layoutmap.adapters.keras.training import complete, match_slots
+from layoutmap.adapters.keras.training import create_missing_variables, find_slot_weights
 from layoutmap.adapters.keras.wraps import get_session
 from layoutmap.adapters.protocol import Adapter, ScopeContext
 from layoutmap.core.errors import ScopeError
@@ -26,11 +26,11 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.variables import VariableSpec
 
 
-class KerasAdapter(KerasKeeping, Adapter):
+class KerasAdapter(KerasCheckpointing, Adapter):
     """Adapter for Keras 3 models (see `layoutmap.adapters.protocol`)."""
 
     name = "keras"
-    places_batches = True
+    shards_batches = True
 
     @property
     def engine_name(self) -> str:
@@ -41,10 +41,10 @@ class KerasAdapter(KerasKeeping, Adapter):
         """Return why a variable cannot be stored padded, or an empty text if it can."""
         return get_backend(get_backend_name()).explain_no_padding(variable, layout)
 
-    def check(self) -> None:
+    def check_context(self) -> None:
         """Raise for a Keras version, a backend, or a context in which a scope cannot work."""
         backend = get_backend(get_backend_name())
-        check_keras(backend.list_private_names())
+        check_keras_support(backend.list_private_names())
         if backend.is_tracing():
             raise ScopeError(
                 "a scope was opened inside a compiled function",
@@ -56,25 +56,25 @@ class KerasAdapter(KerasKeeping, Adapter):
         """Return whether an object is a Keras layer or model."""
         return isinstance(model, keras.layers.Layer)
 
-    def refused(self, library: str) -> AbstractContextManager[None]:
-        """Raise for Keras layers built until the block ends, because the scope is for another library."""
+    def refuse_models(self, scope_library: str) -> AbstractContextManager[None]:
+        """Raise for each Keras layer that is constructed in the block, because the scope is for another library."""
         return install_hooks()
 
-    def begin(self, context: ScopeContext) -> Session:
-        """Return a session for one scope."""
+    def make_session(self, context: ScopeContext) -> Session:
+        """Return the session of a scope. Unless it is a plan, Keras's default device type is now the mesh's."""
         backend = get_backend(get_backend_name())
-        check_keras(backend.list_private_names())
+        check_keras_support(backend.list_private_names())
         if not context.plan_only:
-            backend.compute_on(context.policy.mesh)
+            backend.set_default_device_type(context.policy.mesh)
         return Session(context, backend)
 
     @contextmanager
-    def keep_random_states(self) -> Generator[None]:
+    def preserve_random_states(self) -> Generator[None]:
         """Restore the random states of Python, numpy, and Keras when the block ends."""
-        generator = get_global_seed_state()
+        generator = get_global_seed_variable()
         value = None if generator is None else self.read(generator)
         try:
-            with random_states.keep_states():
+            with random_states.preserve_states():
                 yield
         finally:
             if generator is not None:
@@ -84,29 +84,29 @@ class KerasAdapter(KerasKeeping, Adapter):
         """Seed Python, numpy and the backend."""
         keras.utils.set_random_seed(seed)
 
-    def complete(self, model: object, batch: object) -> None:
+    def create_lazy_variables(self, model: object, batch: object) -> None:
         """Create, without computing, the variables that a first call and training step would create."""
         session = get_session(model)
-        # JAX cannot multiply arrays on another mesh than that of `jax.set_mesh`, even in traced calls.
+        # JAX refuses arrays on another mesh than that of `jax.set_mesh`, also in traced calls, so leave that mesh.
         with session.backend.leave_tracing() if session is not None else nullcontext():
-            complete(model, _get_inputs(batch))
+            create_missing_variables(model, _get_batch_inputs(batch))
 
     def set_optimizer(self, model: keras.Model, optimizer: keras.Optimizer) -> object:
-        """Set the optimizer of a model, given its name or a function that makes it, and return the model."""
+        """Set a model's optimizer, passed as an optimizer, a name, or a function that makes it. Return the model."""
         if optimizer is None:
             return model
         try:
-            made = keras.optimizers.get(optimizer() if callable(optimizer) else optimizer)
+            new_optimizer = keras.optimizers.get(optimizer() if callable(optimizer) else optimizer)
         except ValueError as error:
             raise ScopeError(
-                f"optimizer={optimizer!r}",
+                f"optimizer={optimizer!r} is not an optimizer of Keras",
                 why=str(error),
                 fix='pass the name of a Keras optimizer, such as "adamw"',
             ) from error
         if getattr(model, "compiled", False):
-            model.optimizer = made  # assign only the optimizer, so that the compiled loss stays
+            model.optimizer = new_optimizer  # assign only the optimizer, so that the compiled loss stays
         else:
-            model.compile(optimizer=made)
+            model.compile(optimizer=new_optimizer)
         return model
 
     def variables(self, model: keras.Model) -> dict[str, keras.Variable]:
@@ -120,7 +120,9 @@ class KerasAdapter(KerasKeeping, Adapter):
         reduced = (
             {id(each.slot): each for each in find_reduced_slots(optimizer)} if optimizer is not None else {}
         )
-        for slot, found_weight in zip(slots, match_slots(slots, model.trainable_variables), strict=True):
+        for slot, found_weight in zip(
+            slots, find_slot_weights(slots, model.trainable_variables), strict=True
+        ):
             known = reduced.get(id(slot))
             weight, kind = (known.weight, known.kind) if known else (found_weight, "")
             named[make_slot_path(slot, weight, paths.get(id(weight), ""), taken, kind)] = slot
@@ -133,7 +135,7 @@ class KerasAdapter(KerasKeeping, Adapter):
 
     def read(self, variable: keras.Variable) -> Any:
         """Return the global value of a variable, as a numpy array."""
-        return read_variable(variable)
+        return read_global_value(variable)
 
     def write(self, variable: keras.Variable, value: object) -> None:
         """Assign an engine or numpy array to a variable without changing its layout."""
@@ -141,30 +143,30 @@ class KerasAdapter(KerasKeeping, Adapter):
 
     def forward(self, model: keras.Model, batch: object) -> object:
         """Return a model's inference outputs for a batch as numpy arrays."""
-        with get_backend(get_backend_name()).match_runs(model):
-            return keras.tree.map_structure(np.asarray, model.predict_on_batch(_get_inputs(batch)))
+        with get_backend(get_backend_name()).use_same_draws_and_rows(model):
+            return keras.tree.map_structure(np.asarray, model.predict_on_batch(_get_batch_inputs(batch)))
 
     def gradients(self, model: keras.Model, batch: object) -> tuple[dict[str, float], dict[str, Any]]:
         """Return the losses of a batch, and the gradients that the model's step gives its optimizer, by path."""
-        x, y, sample_weight = _make_step_inputs(batch)
+        x, y, sample_weight = _convert_batch_to_tensors(batch)
         backend = get_backend(get_backend_name())
-        with backend.match_runs(model):
-            losses, gradients = backend.gradients(model, x, y, sample_weight)
+        with backend.use_same_draws_and_rows(model):
+            losses, gradients = backend.compute_gradients(model, x, y, sample_weight)
         paths = {id(f.variable): f.path for f in find_variables(model)}
         named = zip(model.trainable_variables, gradients, strict=True)
-        return _read_scalar_logs(losses), {paths[id(v)]: gradient for v, gradient in named}
+        return _convert_scalar_logs(losses), {paths[id(v)]: gradient for v, gradient in named}
 
     def train_step(self, model: keras.Model, batch: object) -> dict[str, float]:
         """Run one optimizer step of a compiled model on a batch, and return its logs."""
-        x, y, sample_weight = _make_step_inputs(batch)
-        with get_backend(get_backend_name()).match_runs(model):
-            return _read_scalar_logs(
+        x, y, sample_weight = _convert_batch_to_tensors(batch)
+        with get_backend(get_backend_name()).use_same_draws_and_rows(model):
+            return _convert_scalar_logs(
                 model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)
             )
 
 
-def _make_step_inputs(batch: object) -> Any:
-    """Return the parts of a batch as tensors, as `fit` passes them to a step."""
+def _convert_batch_to_tensors(batch: object) -> Any:
+    """Return inputs, targets, and sample weights of a batch, with numpy arrays converted to tensors as in `fit`."""
     return keras.tree.map_structure(
         lambda each: keras.ops.convert_to_tensor(each) if isinstance(each, np.ndarray) else each,
         keras.utils.unpack_x_y_sample_weight(batch),
@@ -172,14 +174,15 @@ def _make_step_inputs(batch: object) -> Any:
     )
 
 
-def _read_scalar_logs(logs: Mapping[str, Any]) -> dict[str, float]:
+def _convert_scalar_logs(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the logs that are single numbers as floats, by name."""
     return {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
 
 
-def _get_inputs(batch: object) -> object:
+def _get_batch_inputs(batch: object) -> object:
     return keras.utils.unpack_x_y_sample_weight(batch)[0]
 
 
-def adapter() -> KerasAdapter:
+def make_adapter() -> KerasAdapter:
     """Return the adapter for Keras models."""
     return KerasAdapter()

@@ -57,8 +57,8 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._every_epochs = every_epochs
         self._data = data
         self._states: dict[int, object] = {}  # the state of the data after each step's batch
-        self._num_before = 0  # batches of the current epoch that were trained before the run was resumed
-        self._is_new = False  # whether a step has not been offered to the manager
+        self._num_before = 0  # trained batches of the current epoch before the run was resumed
+        self._is_new = False  # whether the last step has not been offered to the manager yet
 
     # Keras reads batches ahead of training, so record the data state after each batch (decisions/0081).
     def batches(self) -> Iterator[object]:
@@ -88,7 +88,7 @@ class CheckpointCallback(keras.callbacks.Callback):
             yield batch
 
     def set_model(self, model: keras.Model) -> None:
-        """Take the model of `fit`."""
+        """Store the model that `fit` trains."""
         super().set_model(model)
         # Keras on JAX copies all values into the model when a callback accesses it, so defer that to saves.
         self._unsynced = model
@@ -101,7 +101,7 @@ class CheckpointCallback(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
         """Save the previous step. Only now it is known that it did not end its epoch."""
         if self._is_new and self._every_epochs is None:
-            self._save()
+            self._save_step()
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
         """Count the trained batches, of which one execution may have several."""
@@ -115,9 +115,9 @@ class CheckpointCallback(keras.callbacks.Callback):
         """Save the last step of an epoch, with its metrics."""
         self.epoch, self.batch, self._num_before = epoch + 1, 0, 0
         if self._every_epochs is None:
-            self._save(metrics=logs)
+            self._save_step(metrics=logs)
         elif self.epoch % self._every_epochs == 0:
-            self._save(metrics=logs, force=True)
+            self._save_step(metrics=logs, force=True)
 
     def on_train_end(self, logs: object = None) -> None:
         """Wait for the last save."""
@@ -139,7 +139,8 @@ class CheckpointCallback(keras.callbacks.Callback):
             self._states = {}
             restore_state(self._data, state["data"])
 
-    def _save(self, *, metrics: Mapping[str, float] | None = None, force: bool = False) -> None:
+    def _save_step(self, *, metrics: Mapping[str, float] | None = None, force: bool = False) -> None:
+        """Offer the current step to the manager, and stop `fit` if the process is being preempted."""
         self._is_new = False
         if self._manager.is_preempted:  # `fit` stops after this batch, and the epoch stays incomplete
             return

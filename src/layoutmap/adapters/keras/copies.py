@@ -1,8 +1,8 @@
 """Shard copies of sharded models, and warn about or refuse unsharded models that contain sharded layers.
 
 copy.deepcopy    makes the copy in the scope again, so it has the same layouts
-pickle           holds values and a configuration, and may be read where other devices are: a warning
-clone_model      makes new layers; where no scope is open those are plain: a warning
+pickle           has values and a configuration, and may be read where other devices are: a warning
+clone_model      makes new layers, which are unsharded if no scope is open: a warning
 load_model       makes new layers, too: a warning, by a mark in the file, while the model that was saved lives
 a head           a model made outside of the scope, with layers in it that are not: a warning at its first call, and
                  an error in a step that a backend cannot take with it
@@ -23,49 +23,46 @@ from layoutmap.adapters.keras.private import CLONING, LOADING, H5IOStore
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import LayoutMapWarning, ScopeError
 from layoutmap.core.users_line import find_user_stacklevel
-from layoutmap.engines.patches import Attribute, Closing, Patches
+from layoutmap.engines.patches import AttributePatch, ClosingContext, Patches
 
 _MARK = "layoutmap"  # this HDF5 attribute marks files of sharded models
 _INNER = frozenset(("copy", "jax", "keras", "pickle", "tensorflow", "torch"))
 
 
-def make_copy_wraps(
-    layer: Any,
-    session: KerasSession,
-    # A copy can lose its layouts, so shard copies again, and warn for pickles and clones (decisions/0056).
-) -> dict[str, Callable[..., object]]:
-    """Return methods to wrap on a layer so that copies are sharded or a warning is issued."""
-    own = getattr(layer, "__deepcopy__", None)
-    plain_reduce, plain_config = layer.__reduce_ex__, layer.get_config
+# A copy can lose its layouts, so shard copies again, and warn of pickles and clones (decisions/0056).
+def make_copy_wrappers(layer: Any, session: KerasSession) -> dict[str, Callable[..., object]]:
+    """Return wrappers of a layer's methods that shard deep copies, and warn of pickles and clones without layouts."""
+    own_deepcopy = getattr(layer, "__deepcopy__", None)
+    original_reduce, original_config = layer.__reduce_ex__, layer.get_config
 
-    def deepcopy(memo: object) -> object:
-        with session.defer():
-            if own is not None:
-                return own(memo)
-            make, arguments, *_ = plain_reduce(4)
+    def copy_in_scope(memo: object) -> object:
+        with session.defer_variables():
+            if own_deepcopy is not None:
+                return own_deepcopy(memo)
+            make, arguments, *_ = original_reduce(4)
             return make(*arguments)
 
-    @functools.wraps(plain_reduce)
+    @functools.wraps(original_reduce)
     def reduce_ex(protocol: object) -> object:
-        _warn_of_copy(
-            f"{layer.name}: a pickle of it has no layouts",
-            why="it holds values and a configuration, and may be read on other devices",
+        _warn_in_user_code(
+            f"{layer.name}: a pickle of this layer has no layouts",
+            why="a pickle has values and a configuration, and may be read on other devices",
             fix="read it in a scope, with layout_map.scope(): model = pickle.loads(..); "
             "or shard the result: layout_map.apply(model)",
         )
-        return plain_reduce(protocol)
+        return original_reduce(protocol)
 
-    @functools.wraps(plain_config)
+    @functools.wraps(original_config)
     def get_config() -> object:
         if get_current_session() is None and find_frame(CLONING) is not None:
-            _warn_of_copy(
+            _warn_in_user_code(
                 "a sharded model is cloned outside of a scope, so the clone is unsharded",
                 why="clone_model creates new layers, which are unsharded without an open scope",
                 fix="clone it in a scope: with layout_map.scope(): clone = keras.models.clone_model(model)",
             )
-        return plain_config()
+        return original_config()
 
-    return {"__deepcopy__": deepcopy, "__reduce_ex__": reduce_ex, "get_config": get_config}
+    return {"__deepcopy__": copy_in_scope, "__reduce_ex__": reduce_ex, "get_config": get_config}
 
 
 def wrap_save_own_variables(save: Callable[..., object], session: KerasSession) -> Callable[..., object]:
@@ -75,25 +72,27 @@ def wrap_save_own_variables(save: Callable[..., object], session: KerasSession) 
     def save_own_variables(store: Any) -> None:
         if isinstance(store, H5IOStore):
             store.h5_file.attrs[_MARK] = "saved from layouts"
-            session.load_watch.__enter__()  # the watch ends with the scope's last layer
+            session.load_watch.__enter__()  # it ends when the session is deleted
         save(store)
 
     return save_own_variables
 
 
-def watch_loads() -> Closing:
-    """Watch for marked files loaded outside a scope, until the result is garbage-collected."""
+def make_load_watch() -> ClosingContext:
+    """Return a context in which loading the file of a sharded model outside a scope warns."""
     return _PATCHES.activate()
 
 
-def _wrap_store_get(plain: Callable[..., object]) -> Callable[..., object]:
-    @functools.wraps(plain)
-    def get(store: Any, path: str) -> object:
-        # Keras requests the model with an empty path once, before its layers.
+def _wrap_store_get(original: Callable[..., object]) -> Callable[..., object]:
+    """Wrap the `get` of Keras's file store to warn if `load_model` reads a marked file outside a scope."""
+
+    @functools.wraps(original)
+    def get_store(store: Any, path: str) -> object:
+        # Keras requests the empty path once per file, before the paths of layers, so warn only then.
         if not path and get_current_session() is None and _MARK in store.h5_file.attrs:
             loading = find_frame(LOADING, "load_model")
             if loading is not None:
-                _warn_of_copy(
+                _warn_in_user_code(
                     f"{loading.f_locals['filepath']}: it contains a sharded model, and is loaded "
                     "outside of a scope",
                     why="a file has values and a configuration, and weights that are created outside of "
@@ -101,37 +100,37 @@ def _wrap_store_get(plain: Callable[..., object]) -> Callable[..., object]:
                     fix="load it in a scope: with layout_map.scope(): model = keras.models.load_model(path); "
                     "or shard the result: layout_map.apply(model)",
                 )
-        return plain(store, path)
+        return original(store, path)
 
-    return get
-
-
-# The patch outlives the scope, because layers loaded from a file know nothing of this library.
-_PATCHES = Patches([Attribute(H5IOStore, "get", _wrap_store_get)])
+    return get_store
 
 
-def warn_of_unsharded_layers(model: keras.Model, plain: list[keras.Layer]) -> None:
+# Layers that are loaded from a file have no wrappers, so this patch must outlive the scope.
+_PATCHES = Patches([AttributePatch(H5IOStore, "get", _wrap_store_get)])
+
+
+def warn_of_unsharded_layers(model: keras.Model, unsharded_layers: list[keras.Layer]) -> None:
     """Warn of a model that was created outside the scope of some of its layers."""
-    names = ", ".join(layer.name for layer in plain[:5])
-    more = f" and {len(plain) - 5} more" if len(plain) > 5 else ""
-    _warn_of_copy(
+    names = ", ".join(layer.name for layer in unsharded_layers[:5])
+    more = f" and {len(unsharded_layers) - 5} more" if len(unsharded_layers) > 5 else ""
+    _warn_in_user_code(
         f"{model.name}: it has sharded layers, but was created outside of their scope",
         facts={"without layouts": names + more},
-        why="weights that are created outside are unsharded, and its batches are not sharded over batch_dim",
+        why="weights created outside are unsharded, and the model's batches are not sharded over batch_dim",
         fix="create it in the scope, too: with layout_map.scope(): ...; or shard it: layout_map.apply(model)",
     )
 
 
-def make_mixed_model_error(model: keras.Model, step: str) -> ScopeError:
+def make_mixed_model_error(model: keras.Model, step_name: str) -> ScopeError:
     """Return the error for a model created outside the scope of its sharded layers."""
     return ScopeError(
-        f"{model.name}: its {step} cannot have sharded layers, because it was created outside of their scope",
-        why="its batches, other layers, and optimizer are unsharded",
-        fix="create its new layers and the model in the scope: with layout_map.scope(): ...; or lay it "
-        "out and compile "
-        "it again: layout_map.apply(model)",
+        f"{model.name}: {step_name} cannot run with sharded layers, because the model was created outside their scope",
+        why="the model's batches, other layers, and optimizer are unsharded",
+        fix="create the model and its new layers in the scope: with layout_map.scope(): ...; or shard the model, and "
+        "compile it again: layout_map.apply(model)",
     )
 
 
-def _warn_of_copy(what: str, **parts: Any) -> None:
-    warnings.warn(LayoutMapWarning(what, **parts), stacklevel=find_user_stacklevel(_INNER))
+def _warn_in_user_code(problem: str, **parts: Any) -> None:
+    """Warn with a message that points to the line of the user's code."""
+    warnings.warn(LayoutMapWarning(problem, **parts), stacklevel=find_user_stacklevel(_INNER))

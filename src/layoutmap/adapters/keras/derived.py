@@ -1,6 +1,6 @@
 """Find variables that Keras derives from others: LoRA factors, quantized kernels, scales, and reduced slots.
 
-Such a variable has its parent's layout, axis for axis. What an axis means is known here, from the layers that make it:
+Such a variable has its parent's layout, axis by axis. This module knows the meaning of each axis for Keras's layers:
 
     lora_kernel_a, _b           the kernel's axes but the last, then the rank; the rank, then the last
     kernel of int4, gptq, awq   the axes that are summed over as one, and the others as one, two values in a byte
@@ -9,7 +9,7 @@ Such a variable has its parent's layout, axis for axis. What an axis means is kn
     those of float8             none: they are single numbers and histories of them
     embeddings                  the same, with the rows of the table in the place of the axes that are not summed over
 
-What a layer of one's own derives is not known, and asks the rules like any weight.
+Variables that custom layers derive are unknown here, so they need rules like any weight.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _FLOAT8 = (
 class Derivation:
     """The parent weight of a derived variable, and how its axes correspond to the parent's."""
 
-    parent: str  # name in the same layer, or its own name if it replaced the parent
+    parent: str  # name in the same layer, or the own name if the variable replaced its parent
     shape: tuple[int, ...]  # shape of the parent
-    axes: Axes  # the parent axes that each axis joins
+    axes: Axes  # for each axis, the parent axes that it joins
 
 
 # Rules rarely match derived variables, so these inherit from their parent axis by axis (decisions/0020).
-def find_derivations(layers: Iterable[Any]) -> dict[int, Derivation]:
+def find_derivations_by_id(layers: Iterable[Any]) -> dict[int, Derivation]:
     """Return the known derivations of variables in some layers, by the id of the variable."""
     found: dict[int, Derivation] = {}
     for layer in layers:
         if not layer.built:
             continue
-        for kind, derived in _KINDS:
+        for kind, derived in _DERIVE_FUNCTIONS:
             if isinstance(layer, kind):
                 for variable, derivation in derived(layer):
                     if variable is not None:
@@ -62,8 +62,8 @@ class ReducedSlot:
 
     slot: keras.Variable
     weight: keras.Variable
-    kind: str  # the optimizer's name of the slot, because Keras names it like the weight
-    axes: Axes  # the weight axes that each axis joins
+    kind: str  # name of the slot in the optimizer, because its Keras name is that of the weight
+    axes: Axes  # for each axis, the weight axes that it joins
 
 
 def find_reduced_slots(optimizer: object) -> Iterator[ReducedSlot]:
@@ -84,76 +84,78 @@ def find_reduced_slots(optimizer: object) -> Iterator[ReducedSlot]:
 _Derived = Iterator[tuple[keras.Variable | None, Derivation]]
 
 
-def _get_variable(layer: object, name: str) -> Any:
+def _get_own_variable(layer: object, name: str) -> Any:
     """Return the variable in a layer's attribute, or None if it is missing or computed."""
     value = vars(layer).get(name)
     return value if isinstance(value, keras.Variable) else None
 
 
-def _derive_lora(layer: object, name: str, shape: tuple[int, ...]) -> _Derived:
+def _derive_lora_factors(layer: object, name: str, shape: tuple[int, ...]) -> _Derived:
     """Yield the LoRA factors of a weight with their derivations."""
     last = len(shape) - 1
     rest = tuple((axis,) for axis in range(last))
-    yield _get_variable(layer, f"lora_{name}_a"), Derivation(name, shape, (*rest, ()))
-    yield _get_variable(layer, f"lora_{name}_b"), Derivation(name, shape, ((), (last,)))
+    yield _get_own_variable(layer, f"lora_{name}_a"), Derivation(name, shape, (*rest, ()))
+    yield _get_own_variable(layer, f"lora_{name}_b"), Derivation(name, shape, ((), (last,)))
 
 
-def _derive_quantized(
-    layer: keras.Layer, name: str, shape: tuple[int, ...], table: Axes, kept: tuple[int, ...]
+def _derive_quantized_variables(
+    layer: keras.Layer, name: str, shape: tuple[int, ...], table_axes: Axes, kept_axes: tuple[int, ...]
 ) -> _Derived:
     """Yield the quantized form of a weight and its scales with their derivations."""
     mode = getattr(layer, "quantization_mode", None)
     if mode is None:
         return
     if mode == "int4":
-        for attribute in (f"_{name}", name):  # Keras versions use a private or a public attribute
-            yield _get_variable(layer, attribute), Derivation(name, shape, table)
-    yield _get_variable(layer, f"quantized_{name}"), Derivation(name, shape, table)
+        for attribute in (f"_{name}", name):  # it is private or public, depending on the Keras version
+            yield _get_own_variable(layer, attribute), Derivation(name, shape, table_axes)
+    yield _get_own_variable(layer, f"quantized_{name}"), Derivation(name, shape, table_axes)
     for scale in (f"{name}_scale", f"{name}_zero"):
-        variable = _get_variable(layer, scale)
+        variable = _get_own_variable(layer, scale)
         rank = 0 if variable is None else len(variable.shape)
-        yield variable, Derivation(name, shape, table if rank == 2 else (kept,) * rank)
-    (summed,) = (of for of in table if of != kept)
+        yield variable, Derivation(name, shape, table_axes if rank == 2 else (kept_axes,) * rank)
+    (summed,) = (of for of in table_axes if of != kept_axes)
     for row in ("g_idx", "awq_scales"):
-        yield _get_variable(layer, row), Derivation(name, shape, (summed,))
+        yield _get_own_variable(layer, row), Derivation(name, shape, (summed,))
 
 
-def _derive_float8(layer: keras.Layer, shape: tuple[int, ...]) -> _Derived:
+def _derive_float8_scales(layer: keras.Layer, shape: tuple[int, ...]) -> _Derived:
     """Yield the float8 scales of a kernel with their derivations."""
     if getattr(layer, "quantization_mode", None) == "float8":
         for name in _FLOAT8:
-            variable = _get_variable(layer, name)
+            variable = _get_own_variable(layer, name)
             yield (
                 variable,
                 Derivation("kernel", shape, ((),) * (0 if variable is None else len(variable.shape))),
             )
 
 
-def _derive_from_dense(layer: keras.Layer) -> _Derived:
-    table, kernel = _get_variable(layer, "quantized_kernel"), _get_variable(layer, "_kernel")
-    if table is None and kernel is None:  # without a kernel, the layer is being quantized
+def _derive_dense_variables(layer: keras.Layer) -> _Derived:
+    """Yield the variables that a `Dense` layer derives from its kernel, with their derivations."""
+    table, kernel = _get_own_variable(layer, "quantized_kernel"), _get_own_variable(layer, "_kernel")
+    if table is None and kernel is None:  # the layer is being quantized, so its kernel is missing
         return
     shape = (kernel.shape[0] if table is None else table.shape[1], layer.units)
-    yield from _derive_lora(layer, "kernel", shape)
-    yield from _derive_float8(layer, shape)
+    yield from _derive_lora_factors(layer, "kernel", shape)
+    yield from _derive_float8_scales(layer, shape)
     as_table: Axes = ((1,), (0,)) if table is not None else ((0,), (1,))
-    yield from _derive_quantized(layer, "kernel", shape, as_table, (1,))
+    yield from _derive_quantized_variables(layer, "kernel", shape, as_table, (1,))
 
 
-def _derive_from_einsum_dense(layer: keras.Layer) -> _Derived:
-    kernel = _get_variable(layer, "_kernel")
+def _derive_einsum_dense_variables(layer: keras.Layer) -> _Derived:
+    """Yield the variables that an `EinsumDense` layer derives from its kernel, with their derivations."""
+    kernel = _get_own_variable(layer, "_kernel")
     shape = getattr(layer, "original_kernel_shape", None) or (None if kernel is None else kernel.shape)
     if shape is None:
         return
     shape = tuple(shape)
-    yield from _derive_lora(layer, "kernel", shape)
-    yield from _derive_float8(layer, shape)
+    yield from _derive_lora_factors(layer, "kernel", shape)
+    yield from _derive_float8_scales(layer, shape)
     mode = getattr(layer, "quantization_mode", None)
     if mode in ("gptq", "awq"):
         # A kernel of rank 3 has one output axis if its largest axis is last, and two if it is first.
         split = 1 if len(shape) == 2 or shape.index(max(shape)) == 0 else 2
         rows, columns = tuple(range(split)), tuple(range(split, len(shape)))
-        yield from _derive_quantized(layer, "kernel", shape, (columns, rows), columns)
+        yield from _derive_quantized_variables(layer, "kernel", shape, (columns, rows), columns)
     elif mode in ("int8", "int4"):
         # With prime sizes, the shape of the scale shows which kernel axes each of its axes joins.
         sizes = _PRIMES[: len(shape)]
@@ -161,31 +163,33 @@ def _derive_from_einsum_dense(layer: keras.Layer) -> _Derived:
         columns = tuple(sorted(axis for of in axes for axis in of))
         rows = tuple(axis for axis in range(len(shape)) if axis not in columns)
         if mode == "int8":
-            yield _get_variable(layer, "kernel_scale"), Derivation("kernel", shape, axes)
+            yield _get_own_variable(layer, "kernel_scale"), Derivation("kernel", shape, axes)
         else:
-            yield from _derive_quantized(layer, "kernel", shape, (rows, columns), columns)
+            yield from _derive_quantized_variables(layer, "kernel", shape, (rows, columns), columns)
 
 
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
 
 
-def _derive_from_conv(layer: keras.Layer) -> _Derived:
-    kernel = _get_variable(layer, "_kernel")
+def _derive_convolution_variables(layer: keras.Layer) -> _Derived:
+    """Yield the LoRA factors of a convolution's kernel, with their derivations."""
+    kernel = _get_own_variable(layer, "_kernel")
     if kernel is not None:
-        yield from _derive_lora(layer, "kernel", tuple(kernel.shape))
+        yield from _derive_lora_factors(layer, "kernel", tuple(kernel.shape))
 
 
-def _derive_from_embedding(layer: keras.Layer) -> _Derived:
+def _derive_embedding_variables(layer: keras.Layer) -> _Derived:
+    """Yield the variables that an `Embedding` derives from its tables, with their derivations."""
     shape = (layer.input_dim, layer.output_dim)
-    yield from _derive_lora(layer, "embeddings", shape)
-    yield from _derive_quantized(layer, "embeddings", shape, ((0,), (1,)), (0,))
+    yield from _derive_lora_factors(layer, "embeddings", shape)
+    yield from _derive_quantized_variables(layer, "embeddings", shape, ((0,), (1,)), (0,))
     if isinstance(layer, keras.layers.ReversibleEmbedding) and not layer.tie_weights:
-        yield from _derive_quantized(layer, "reverse_embeddings", shape[::-1], ((0,), (1,)), (1,))
+        yield from _derive_quantized_variables(layer, "reverse_embeddings", shape[::-1], ((0,), (1,)), (1,))
 
 
-_KINDS: Sequence[tuple[Any, Callable[..., _Derived]]] = (
-    (keras.layers.Dense, _derive_from_dense),
-    (keras.layers.EinsumDense, _derive_from_einsum_dense),
-    (keras.layers.Embedding, _derive_from_embedding),
-    ((keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D), _derive_from_conv),
+_DERIVE_FUNCTIONS: Sequence[tuple[Any, Callable[..., _Derived]]] = (
+    (keras.layers.Dense, _derive_dense_variables),
+    (keras.layers.EinsumDense, _derive_einsum_dense_variables),
+    (keras.layers.Embedding, _derive_embedding_variables),
+    ((keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D), _derive_convolution_variables),
 )

@@ -13,7 +13,7 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 
 
-def make_keras_map(mesh: Mesh, layouts: Mapping[str, Layout], device_mesh: object) -> object:
+def make_keras_layout_map(mesh: Mesh, layouts: Mapping[str, Layout], device_mesh: object) -> object:
     """Return a `keras.distribution.LayoutMap` with one key for each name, which matches only that name.
 
     Without a `DeviceMesh`, one is made of the mesh's devices, or of all.
@@ -21,27 +21,30 @@ def make_keras_map(mesh: Mesh, layouts: Mapping[str, Layout], device_mesh: objec
     Raises:
         MeshError: The `DeviceMesh` has other dims, or there are not as many devices.
     """
-    made = keras.distribution.LayoutMap(
-        _check_device_mesh(mesh, device_mesh) if device_mesh else _make_device_mesh(mesh)
-    )
+    if device_mesh:
+        _check_device_mesh(mesh, device_mesh)
+    keras_map = keras.distribution.LayoutMap(device_mesh or _make_device_mesh(mesh))
     for name, layout in layouts.items():
-        made[re.escape(name)] = tuple(None if spec == UNSHARDED else spec for spec in layout.sharding_specs)
-    return made
+        keras_map[re.escape(name)] = tuple(
+            None if spec == UNSHARDED else spec for spec in layout.sharding_specs
+        )
+    return keras_map
 
 
-def _check_device_mesh(mesh: Mesh, device_mesh: Any) -> object:
+def _check_device_mesh(mesh: Mesh, device_mesh: Any) -> None:
+    """Raise if a `DeviceMesh` has other dims than a mesh."""
     dims = list(zip(device_mesh.axis_names, device_mesh.shape, strict=True))
     if dims != list(mesh.dim_sizes.items()):
         raise MeshError(
             "to_keras: the DeviceMesh is not the plan's mesh",
-            facts={"plan's": str(mesh), "its": ", ".join(f"{name}={size}" for name, size in dims)},
-            why="layouts of one mesh may not fit another",
+            facts={"plan": str(mesh), "DeviceMesh": ", ".join(f"{name}={size}" for name, size in dims)},
+            why="layouts name the dims of the plan's mesh",
             fix="pass a DeviceMesh of the plan's dims, or plan on its dims",
         )
-    return device_mesh
 
 
 def _make_device_mesh(mesh: Mesh) -> object:
+    """Return a `DeviceMesh` of the mesh's devices, or of all devices if the mesh is abstract."""
     names = [name.rpartition("device:")[2].lower() for name in mesh.devices or ()]
     devices = names or keras.distribution.list_devices()
     if len(devices) != mesh.size:

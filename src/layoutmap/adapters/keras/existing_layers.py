@@ -7,34 +7,36 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.paths import list_sublayers
+from layoutmap.adapters.keras.paths import iterate_sublayers
 from layoutmap.core.errors import ScopeError
 
 
 # A plan would leave variables of existing objects without values, so refuse them (decisions/0027).
-def make_existing_error(thing: Any, plan_only: bool) -> ScopeError:
+def make_existing_object_error(layer_or_optimizer: Any, plan_only: bool) -> ScopeError:
     """Return the error for an existing layer or optimizer that would create variables in a scope."""
     kinds = {keras.Optimizer: "optimizer", keras.Model: "model"}
-    kind = next((name for each, name in kinds.items() if isinstance(thing, each)), "layer")
+    kind = next((name for each, name in kinds.items() if isinstance(layer_or_optimizer, each)), "layer")
     where = "plan() was called" if plan_only else "the scope was opened"
-    fix = f"make the {kind} inside the function" if plan_only else f"make the {kind} inside the scope"
+    fix = f"create the {kind} inside the {'function' if plan_only else 'scope'}"
     if kind != "optimizer":
-        fix += ", or lay out a model that exists and has its weights: layout_map.apply(model)"
+        fix += ", or shard an existing model with weights: layout_map.apply(model)"
     return ScopeError(
-        f"{kind} {thing.name!r} existed before {where}, and would make variables now",
-        why="plan() must leave it as it is, and what it makes here never gets a value"
+        f"{kind} {layer_or_optimizer.name!r} existed before {where}, and would create variables now",
+        why=f"plan() leaves an existing {kind} unchanged, so variables that it creates here never get values"
         if plan_only
-        else "a scope lays out what is made in it, and has no path for variables of anything else",
+        else "a scope shards objects that are created in it, and has no paths for variables of other objects",
         fix=fix,
     )
 
 
-def find_existing_layers(layers: Iterable[object], is_known: Callable[[object], bool]) -> Iterator[object]:
-    """Yield the layers below some layers that are in no scope."""
+def find_unscoped_layers(
+    layers: Iterable[object], get_session: Callable[[object], object]
+) -> Iterator[object]:
+    """Yield the sublayers of layers, at any depth, for which `get_session` returns None."""
     todo, seen = list(layers), set[int]()
     while todo:
-        for layer in list_sublayers(todo.pop()):
-            if id(layer) not in seen and not is_known(layer):
+        for layer in iterate_sublayers(todo.pop()):
+            if id(layer) not in seen and get_session(layer) is None:
                 seen.add(id(layer))
                 todo.append(layer)
                 yield layer

@@ -1,7 +1,7 @@
 """Read arrays in Keras's weight files from disk only when needed.
 
-A store of Keras's returns global arrays: of a sharded weight, each would be in the host's memory at once. This one
-hands out arrays that are still in the file, and of which a block can be read. Whatever else is done with one reads it.
+A store of Keras returns global arrays, so a whole sharded weight would be in host memory at once. The store of this
+module returns arrays that are still in the file, and of which single blocks can be read. Any other use reads the array.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from layoutmap.adapters.keras.private import find_dataset
+from layoutmap.adapters.keras.private import find_h5_dataset
 
 
 class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -40,7 +40,7 @@ class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._source if dtype is None else self._source.astype(dtype)
 
     def __array_ufunc__(self, ufunc: object, method: str, *inputs: object, **kwargs: object) -> object:
-        return getattr(ufunc, method)(*map(_load_array, inputs), **kwargs)
+        return getattr(ufunc, method)(*map(_convert_file_array, inputs), **kwargs)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -58,7 +58,7 @@ class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
         return bool(np.asarray(self))
 
     def __getattr__(self, name: str) -> object:
-        if name.startswith("_"):  # skip private names
+        if name.startswith("_"):  # numpy and copy probe private names, which must not read the file
             raise AttributeError(name)
         return getattr(np.asarray(self), name)
 
@@ -77,8 +77,8 @@ class FileStore:
         self._opened: dict[str, Any] = {}
 
     def __getitem__(self, key: str) -> object:
-        dataset = find_dataset(self._store, key, self._opened)
-        dtype = None if dataset is None else _read_dtype(dataset)
+        dataset = find_h5_dataset(self._store, key, self._opened)
+        dtype = None if dataset is None else _read_dataset_dtype(dataset)
         if dtype is None:
             return self._keras_store[key]
         array = FileArray(dataset, dtype)
@@ -97,11 +97,11 @@ class FileStore:
 
     @property
     def _keras_store(self) -> Any:
-        """Store of Keras, which may now close one file to open another."""
-        self.load_referenced()
+        """Store of Keras. Referenced arrays are read first, because it may close their file to open another."""
+        self.load_referenced_arrays()
         return self._store
 
-    def load_referenced(self) -> None:
+    def load_referenced_arrays(self) -> None:
         """Read the arrays that are still referenced, before the file is closed."""
         for given in self._given:
             array = given()
@@ -111,17 +111,18 @@ class FileStore:
 
     def close(self) -> None:
         """Read the arrays that are still referenced, and close the files opened here."""
-        self.load_referenced()
+        self.load_referenced_arrays()
         while self._opened:
             self._opened.popitem()[1].close()
 
 
-def _read_dtype(dataset: Any) -> np.dtype[Any] | None:
+def _read_dataset_dtype(dataset: Any) -> np.dtype[Any] | None:
     """Return the dtype of a dataset's elements, or None if they are not numbers."""
-    if dataset.attrs.get("dtype") == "bfloat16":  # Keras marks bfloat16 this way
+    if dataset.attrs.get("dtype") == "bfloat16":  # HDF5 has no bfloat16, so Keras stores its name
         return np.dtype(ml_dtypes.bfloat16)
     return dataset.dtype if dataset.dtype.kind in "biufc" else None
 
 
-def _load_array(value: object) -> object:
+def _convert_file_array(value: object) -> object:
+    """Read an array from its file. Return other values unchanged."""
     return np.asarray(value) if isinstance(value, FileArray) else value

@@ -12,10 +12,10 @@ from layoutmap.adapters.fingerprints import describe_function, describe_value
 from layoutmap.adapters.keras.names import renumber_names
 from layoutmap.adapters.keras.paths import find_layers
 from layoutmap.adapters.keras.private import Functional
-from layoutmap.engines.agreement import Part
+from layoutmap.engines.agreement import NamedText
 
 
-def describe_model(model: keras.Model, step: str) -> Iterator[Part]:
+def describe_step_program(model: keras.Model, step_name: str) -> Iterator[NamedText]:
     """Yield all properties that determine the program of a model's step: `"train"`, `"test"`, or `"predict"`."""
     layers: dict[int, tuple[str, Any]] = {}
     for path, layer in [("", model), *find_layers(model)]:
@@ -25,7 +25,7 @@ def describe_model(model: keras.Model, step: str) -> Iterator[Part]:
         name = f'{kind.__name__} "{path}"' if path else kind.__name__
         yield path or "model", f"{kind.__qualname__} in {layer.compute_dtype}"
         if kind.__module__.startswith("keras."):
-            yield from _describe_settings(f"{name}: ", layer)
+            yield from _describe_object_settings(f"{name}: ", layer)
         else:
             yield f"{name}: call", describe_function(kind.call)
         if isinstance(layer, Functional):
@@ -33,28 +33,28 @@ def describe_model(model: keras.Model, step: str) -> Iterator[Part]:
             for node in (node for nodes in layer._nodes_by_depth.values() for node in nodes):
                 inputs = [names.get(id(parent.operation)) for parent in node.parent_nodes]
                 yield f"{name}: inputs of {names[id(node.operation)]}", str(inputs)
-    if step != "predict" and model.compiled:
-        for method in (f"{step}_step", "compute_loss"):
+    if step_name != "predict" and model.compiled:
+        for method in (f"{step_name}_step", "compute_loss"):
             yield method, describe_function(getattr(type(model), method))
         for key, value in model._compile_config.config.items():
-            if key != "optimizer" or step == "train":
+            if key != "optimizer" or step_name == "train":
                 yield key, type(value).__qualname__ if hasattr(value, "get_config") else describe_value(value)
-                yield from _describe_settings(f"{type(value).__name__}: ", value)
+                yield from _describe_object_settings(f"{type(value).__name__}: ", value)
 
 
-def _describe_settings(prefix: str, thing: Any) -> Iterator[Part]:
+def _describe_object_settings(prefix: str, keras_object: Any) -> Iterator[NamedText]:
     """Yield the scalar settings and the functions in a Keras object's configuration, if it has one."""
     try:
-        # Keras warns about lambdas, which need no comparison here
+        # Keras warns that a lambda cannot be saved, which does not matter here.
         with warnings.catch_warnings(action="ignore"):
-            config = thing.get_config()
-    except Exception:  # an inner custom layer may have no config
+            config = keras_object.get_config()
+    except Exception:  # a custom layer may have no config, so leave out its settings
         return
     for key, value in config.items():
-        # use the function itself, because Keras's config has its file and line, which may differ
-        own = getattr(thing, key, None)
+        # The config of a function has its file and line, which may differ, so use the function itself.
+        own = getattr(keras_object, key, None)
         if callable(own) and isinstance(value, dict):
             yield f"{prefix}{key}", describe_function(own)
-        # Seeds are compared separately (0029).
+        # The processes compare seeds separately, so leave them out.
         elif key not in ("name", "seed") and not isinstance(value, (dict, list)):
             yield f"{prefix}{key}", describe_value(value)

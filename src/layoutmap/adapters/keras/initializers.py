@@ -1,9 +1,9 @@
 """Convert Keras initializers to initializers of this library.
 
 Keras draws an initializer's seed as an integer when the initializer is *constructed*, so deferring the call changes
-no value. Where the seed is a generator, Keras draws from it when the variable is made: see `Materializer.draw_before`.
-The seed is lifted out of the initializer and handed to the program as an argument: then all variables of one
-shape and one kind of initializer share one compiled program.
+no value. If the seed is a generator, Keras draws from it when it creates the variable: see
+`Materializer.draw_earlier_seeds`. The seed is an argument of the program that computes the value, so that all variables
+with one shape and one kind of initializer share a compiled program.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ import keras
 import numpy as np
 
 from layoutmap.adapters.keras.private import draw_seed
-from layoutmap.core.initializers import Initializer, Program
+from layoutmap.core.initializers import Initializer, InitializerProgram
 
 
-def find_global_reason(initializer: object, global_init: Mapping[str, str]) -> str:
-    """Return why a variable's global value must be computed on one device, or "" (see `Backend.global_init`)."""
+def explain_global_init(initializer: object, global_init_reasons: Mapping[str, str]) -> str:
+    """Return why a variable's global value must be computed on one device, or an empty text."""
     if not _is_keras_initializer(initializer):
-        return f"{_format_name(initializer)} is not one of Keras's own initializers, so it cannot be split"
+        return f"{_format_qualified_name(initializer)} is not one of Keras's own initializers, so it cannot be split"
     if isinstance(initializer, keras.initializers.Constant) and math.prod(np.shape(initializer.value)) == 1:
         return ""
-    return global_init.get(type(initializer).__name__, "")
+    return global_init_reasons.get(type(initializer).__name__, "")
 
 
-def make_initializer(
-    initializer: Any, shape: tuple[int, ...], dtype: str, plain: Callable[[object], Any] = lambda seed: seed
+def convert_initializer(
+    initializer: Any, shape: tuple[int, ...], dtype: str, unshard: Callable[[object], Any] = lambda seed: seed
 ) -> Initializer:
-    """Convert the initializer of a variable. `plain` unshards a seed if its generator is sharded."""
+    """Return this library's initializer for one of Keras. `unshard` makes a drawn seed unsharded."""
     if not _is_keras_initializer(initializer):
         return Initializer(lambda: keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype))
     config = dict(initializer.get_config())
     config.pop("seed", None)
     seed: object = ()
     if hasattr(initializer, "seed"):
-        seed = plain(draw_seed(initializer.seed))  # advances the seed generator by one draw
+        seed = unshard(draw_seed(initializer.seed))  # advances the seed generator, as in unsharded Keras
     seeded = copy.copy(initializer)
 
     def compute_value(seed: object) -> object:
@@ -53,7 +53,7 @@ def make_initializer(
     key = (type(initializer), settings, shape, dtype)
     return Initializer(
         lambda: compute_value(seed),
-        Program(key, seed, compute_value),
+        InitializerProgram(key, seed, compute_value),
         recipe=lambda: f"{type(initializer).__name__} {settings}",
     )
 
@@ -61,10 +61,13 @@ def make_initializer(
 def make_seed_initializer(initializer: keras.Initializer, shape: tuple[int, ...], dtype: str) -> Initializer:
     """Return the initializer of a seed generator's state. Processes with equal seeds get equal states."""
 
-    def compute_state() -> object:
+    def compute_seed_state() -> object:
         return keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype)
 
-    return Initializer(compute_state, Program(("seed", shape, dtype), compute_state(), lambda seed: seed))
+    return Initializer(
+        compute_seed_state,
+        InitializerProgram(("seed", shape, dtype), compute_seed_state(), lambda seed: seed),
+    )
 
 
 def has_seed_generator(initializer: object) -> bool:
@@ -74,23 +77,23 @@ def has_seed_generator(initializer: object) -> bool:
     )
 
 
-def can_draw(initializer: object) -> bool:
+def can_draw_seeds(initializer: object) -> bool:
     """Return whether a call of an initializer may draw from a generator."""
     return has_seed_generator(initializer) or not _is_keras_initializer(initializer)
 
 
-def freeze_seed(initializer: Any, plain: Callable[[object], object]) -> object:
-    """Copy an initializer, with the next seed of its generator fixed."""
-    drawn = copy.copy(initializer)
-    drawn.seed = _FixedSeed(plain(draw_seed(initializer.seed)))
-    return drawn
+def copy_with_fixed_seed(initializer: Any, unshard: Callable[[object], object]) -> object:
+    """Return a copy of an initializer that always uses one seed, which is now drawn from its generator."""
+    initializer_copy = copy.copy(initializer)
+    initializer_copy.seed = _FixedSeed(unshard(draw_seed(initializer.seed)))
+    return initializer_copy
 
 
 class _FixedSeed(keras.random.SeedGenerator):
     """Hold a drawn seed in the form that every backend accepts."""
 
     def __init__(self, seed: object):
-        # Skip the base constructor, which creates a variable, and the attribute tracking.
+        # The base constructor would create a variable, and __setattr__ would track it, so skip both.
         self.__dict__["seed"] = seed
 
     def next(self, ordered: bool = True) -> object:
@@ -112,6 +115,7 @@ def _is_keras_initializer(initializer: object) -> bool:
     ).__module__.startswith("keras.src.initializers.")
 
 
-def _format_name(initializer: Any) -> str:
+def _format_qualified_name(initializer: Any) -> str:
+    """Return the module and name of an initializer's class, or of the function that it is."""
     kind = initializer if hasattr(initializer, "__qualname__") else type(initializer)
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,8 +1,8 @@
 """Load values from numpy and files shard by shard, so that a device receives only its shards.
 
-Keras would first make all of a value an array on one device, whoever assigns it: `set_weights`, `load_weights`,
-`load_model`, a callback that restores weights. And it loads a file layer by layer, so that a file of another model
-leaves a mixture of both.
+Keras would first create the whole value on one device, in each of its ways to assign values: `set_weights`,
+`load_weights`, `load_model`, and callbacks that restore weights. It also loads a file layer by layer, so that a failed
+load of another model's file would leave a mixture of both.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from layoutmap.engines import get_engine
 _FILES = (".weights.h5", ".weights.json", ".keras")
 
 
-def is_on_host(value: object) -> bool:
+def is_host_array(value: object) -> bool:
     """Return whether an array is in numpy or in a file, and not on a device."""
     if isinstance(value, (np.ndarray, FileArray)):
         return True
     if isinstance(value, (np.generic, keras.Variable, keras.KerasTensor)) or keras.ops.is_tensor(value):
         return False
     like_an_array = all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
-    return like_an_array and not hasattr(value, "__dlpack__")  # tensors of other frameworks have `__dlpack__`
+    return like_an_array and not hasattr(value, "__dlpack__")  # as tensors of other frameworks have
 
 
-def place_host_array(assignment: Assignment, value: Any) -> object:
+def shard_host_array(assignment: Assignment, value: Any) -> object:
     """Make an engine array from a host array, and read each distinct shard once."""
     engine = get_engine(get_backend(get_backend_name()).engine_name)
     name = assignment.variable.dtype
-    dtype = engine.canonicalize(np.empty(0, getattr(ml_dtypes, name, name))).dtype
+    dtype = engine.canonicalize_values(np.empty(0, getattr(ml_dtypes, name, name))).dtype
     held = replace(assignment, variable=replace(assignment.variable, dtype=dtype.name))
-    return engine.from_shards(held, lambda index: np.asarray(value[index]).astype(dtype, copy=False))
+    return engine.create_from_shards(held, lambda index: np.asarray(value[index]).astype(dtype, copy=False))
 
 
 def shard_host_assignments(variable: object, assignment: Assignment) -> None:
@@ -54,17 +54,18 @@ def shard_host_assignments(variable: object, assignment: Assignment) -> None:
 
 
 def _convert_value(variable: Any, assignment: Assignment, value: object, dtype: object = None) -> object:
-    plain = type(variable)._convert_to_tensor
+    """Return an assigned value in the form that a variable stores. Host arrays are read shard by shard."""
+    original = type(variable)._convert_to_tensor
     if isinstance(value, get_backend(get_backend_name()).stored_types):
         return value
-    if not is_on_host(value):
-        return plain(variable, value, dtype=dtype)
+    if not is_host_array(value):
+        return original(variable, value, dtype=dtype)
     check_shape(variable, assignment.variable.path, value)
     backend = get_backend(get_backend_name())
     if in_stateless_scope() or backend.is_tracing():
-        return plain(variable, np.asarray(value), dtype=dtype)
+        return original(variable, np.asarray(value), dtype=dtype)
     with backend.leave_tracing():
-        return place_host_array(assignment, value)
+        return shard_host_array(assignment, value)
 
 
 def check_shape(variable: keras.Variable, path: str, value: Any) -> None:
@@ -82,28 +83,28 @@ def check_shape(variable: keras.Variable, path: str, value: Any) -> None:
         )
 
 
-def wrap_load_own_variables(thing: Any, session: KerasSession) -> Callable[..., object]:
+def wrap_load_own_variables(loaded_object: Any, session: KerasSession) -> Callable[..., object]:
     """Return a `load_own_variables` that reads only the shards of this process's devices from a file."""
-    plain = thing.load_own_variables
+    original = loaded_object.load_own_variables
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def load_own_variables(store: object) -> None:
         if not isinstance(store, H5IOStore):
-            return plain(store)
-        session.plan_ahead()
+            return original(store)
+        session.plan_pending_variables()
         files = FileStore(store)
         try:
-            found = session.on_thread.mismatches
-            if found is None:
-                return plain(files)
-            if _is_assign_only(plain):
+            mismatches = session.thread_state.shape_mismatches
+            if mismatches is None:
+                return original(files)
+            if _is_assign_only(original):
                 variables = (
-                    thing.variables
-                    if isinstance(thing, keras.Optimizer)
-                    else [*thing._trainable_variables, *thing._non_trainable_variables]
+                    loaded_object.variables
+                    if isinstance(loaded_object, keras.Optimizer)
+                    else [*loaded_object._trainable_variables, *loaded_object._non_trainable_variables]
                 )
-                with _check_assignments(list(variables), session, found):
-                    return plain(files)
+                with _record_mismatches(list(variables), session, mismatches):
+                    return original(files)
         finally:
             files.close()
 
@@ -111,38 +112,39 @@ def wrap_load_own_variables(thing: Any, session: KerasSession) -> Callable[..., 
 
 
 def wrap_load_weights(
-    model: Any, sessions: Callable[[], Iterable[KerasSession | None]]
+    model: Any, get_sessions: Callable[[], Iterable[KerasSession | None]]
 ) -> Callable[..., object]:
     """Return a `load_weights` that checks all shapes before it changes anything."""
-    plain = model.load_weights
+    original = model.load_weights
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def load_weights(filepath: object, skip_mismatch: bool = False, **kwargs: object) -> object:
         name = str(filepath)
         if name.endswith(_FILES) and "://" not in name and not skip_mismatch:
-            found: dict[str, str] = {}
-            checking = {session for session in sessions() if session is not None}
+            mismatches: dict[str, str] = {}
+            checking = {session for session in get_sessions() if session is not None}
             for session in checking:
-                session.on_thread.mismatches = found
+                session.thread_state.shape_mismatches = mismatches
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # the load itself will warn again
-                    plain(filepath, **kwargs)
+                    warnings.simplefilter("ignore")  # the load that follows warns again
+                    original(filepath, **kwargs)
             finally:
                 for session in checking:
-                    session.on_thread.mismatches = None
-            _refuse_other_shapes(name, found)
-        return plain(filepath, skip_mismatch=skip_mismatch, **kwargs)
+                    session.thread_state.shape_mismatches = None
+            _raise_for_mismatches(name, mismatches)
+        return original(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
     return load_weights
 
 
-def _refuse_other_shapes(name: str, found: dict[str, str]) -> None:
-    if found:
-        shown = dict(list(found.items())[:20])
-        more = len(found) - len(shown)
+def _raise_for_mismatches(file_name: str, mismatches: dict[str, str]) -> None:
+    """Raise if variables have other shapes in a file than in the model."""
+    if mismatches:
+        shown = dict(list(mismatches.items())[:20])
+        more = len(mismatches) - len(shown)
         raise LayoutError(
-            f"{name}: {len(found)} variables of the model have another shape in the file",
+            f"{file_name}: {len(mismatches)} variables of the model have another shape in the file",
             facts=shown | ({"and": f"{more} more"} if more else {}),
             why="the file belongs to another model; nothing was loaded",
             fix="build the saved model, or pass skip_mismatch=True to keep the present values of these "
@@ -158,19 +160,19 @@ def _is_assign_only(method: object) -> bool:
 
 
 @contextmanager
-def _check_assignments(
-    variables: Sequence[object], session: KerasSession, found: dict[str, str]
+def _record_mismatches(
+    variables: Sequence[object], session: KerasSession, mismatches: dict[str, str]
 ) -> Iterator[None]:
-    """Check the shapes of assigned values instead of storing them until the block ends."""
+    """Record which assigned values have wrong shapes, and do not assign them, until the block ends."""
 
-    def check(variable: Any, value: Any) -> object:
+    def record_mismatch(variable: Any, value: Any) -> object:
         wanted, there = tuple(variable.shape), tuple(value.shape)
         if wanted != there:
-            found[session.find_path(variable)] = f"{wanted}, in the file {there}"
+            mismatches[session.find_variable_path(variable)] = f"{wanted}, in the file {there}"
         return value
 
     for variable in variables:
-        variable.__dict__["assign"] = functools.partial(check, variable)
+        variable.__dict__["assign"] = functools.partial(record_mismatch, variable)
     try:
         yield
     finally:

@@ -10,16 +10,21 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.describing import Entry
+from layoutmap.adapters.keras.describing import DescribedVariable
 from layoutmap.adapters.keras.initializers import (
-    can_draw,
-    freeze_seed,
+    can_draw_seeds,
+    convert_initializer,
+    copy_with_fixed_seed,
     has_seed_generator,
-    make_initializer,
     make_seed_initializer,
 )
-from layoutmap.adapters.keras.loading import check_shape, is_on_host, place_host_array, shard_host_assignments
-from layoutmap.adapters.keras.pending import end_pending, is_pending
+from layoutmap.adapters.keras.loading import (
+    check_shape,
+    is_host_array,
+    shard_host_array,
+    shard_host_assignments,
+)
+from layoutmap.adapters.keras.pending import is_pending, restore_variable_class
 from layoutmap.adapters.keras.private import is_seed_state
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.initializers import Initializer
@@ -32,20 +37,20 @@ class Materializer:
 
     def __init__(self, session: KerasSession):
         self._session = session
-        # variables that may draw from a generator, in order of creation
+        # pending variables that may draw a seed, in the order of creation
         self._undrawn = deque[weakref.ref[keras.Variable]]()
 
-    def record_pending(self, variable: keras.Variable) -> None:
-        """Record a pending variable."""
-        if can_draw(variable._initializer) and not is_seed_state(variable):
+    def record_pending_variable(self, variable: keras.Variable) -> None:
+        """Record a variable if its initializer may draw a seed, so that draws follow the order of creation."""
+        if can_draw_seeds(variable._initializer) and not is_seed_state(variable):
             self._undrawn.append(weakref.ref(variable))
 
-    def draw_earlier_seeds(self, variable: object, make_now: Callable[[keras.Variable], None]) -> None:
-        """Draw the seeds that unsharded Keras would have drawn before this variable, or all so far for None.
+    def draw_earlier_seeds(self, variable: object, initialize_now: Callable[[keras.Variable], None]) -> None:
+        """Draw the seeds that unsharded Keras draws before it creates this variable, or until now for None.
 
-        Does nothing if the variable does not draw. `make_now` gives a variable its value at once.
+        Does nothing if the variable does not draw. `initialize_now` gives a variable its value at once.
         """
-        if self._session.on_thread.is_initializing:
+        if self._session.thread_state.is_running_initializers:
             return
         if variable is not None and not any(ref() is variable for ref in self._undrawn):
             return
@@ -54,79 +59,85 @@ class Materializer:
                 continue
             if has_seed_generator(first._initializer):
                 with self._mark_initializing():
-                    first._initializer = freeze_seed(first._initializer, self._unshard_seed)
+                    first._initializer = copy_with_fixed_seed(first._initializer, self._unshard_seed)
             else:
-                make_now(first)
+                initialize_now(first)
 
-    def draw_in_turn(self, make_now: Callable[[keras.Variable], None]) -> None:
-        """Draw seeds one by one in creation order, if custom initializers may draw from the same generator."""
+    def draw_seeds_in_creation_order(self, initialize_now: Callable[[keras.Variable], None]) -> None:
+        """Draw seeds in the order of creation if custom initializers, too, may draw from the same generator."""
         waiting = [v for ref in self._undrawn if (v := ref()) is not None and is_pending(v)]
         if len({has_seed_generator(v._initializer) for v in waiting}) > 1:
-            self.draw_earlier_seeds(None, make_now)
+            self.draw_earlier_seeds(None, initialize_now)
         self._undrawn.clear()
 
-    def initialize(self, todo: Sequence[tuple[Entry, Assignment]]) -> None:
+    def initialize_variables(self, pairs: Sequence[tuple[DescribedVariable, Assignment]]) -> None:
         """Initialize pending variables in creation order, because seed generators advance in that order."""
-        if len(todo) > 1:
-            order = {id(v): number for number, v in enumerate(self._session.registry.variables())}
-            todo = sorted(todo, key=lambda pair: order.get(id(pair[0].variable), 0))
-        keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(todo)}
+        if len(pairs) > 1:
+            order = {id(v): number for number, v in enumerate(self._session.registry.list_variables())}
+            pairs = sorted(pairs, key=lambda pair: order.get(id(pair[0].variable), 0))
+        keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(pairs)}
         with self._mark_initializing():
-            initializers = {key: self._make_initializer(v) for key, (v, _) in keyed.items()}
-            # Generator states that were already used have values.
+            initializers = {key: self._convert_initializer(v) for key, (v, _) in keyed.items()}
+            # A draw gives the generator's state its value, so leave out states that have one now.
             keyed = {key: pair for key, pair in keyed.items() if is_pending(pair[0])}
-            arrays = self._session.context.create({key: a for key, (_, a) in keyed.items()}, initializers)
+            arrays = self._session.context.create_arrays(
+                {key: a for key, (_, a) in keyed.items()}, initializers
+            )
         for key, (variable, assignment) in keyed.items():
-            self._set_first_value(variable, assignment, arrays[key])
+            self._store_first_value(variable, assignment, arrays[key])
 
     def _mark_initializing(self) -> AbstractContextManager[None]:
         """Mark that initializers run until the block ends, so that their draws do not trigger earlier ones."""
-        return set_temporarily(self._session.on_thread, "is_initializing", True)
+        return set_temporarily(self._session.thread_state, "is_running_initializers", True)
 
-    def initialize_unsharded(self, variable: Any) -> None:
+    def initialize_variable_unsharded(self, variable: Any) -> None:
         """Initialize a variable outside any model as Keras does, and stop tracking it."""
-        end_pending(variable)
+        restore_variable_class(variable)
         variable._layout = None
         with self._session.backend.leave_tracing():
             variable._deferred_initialize()
         self._session.registry.remove_variable(variable)
 
-    def assign(self, variable: keras.Variable, assignment: Assignment, value: object) -> None:
+    def assign_first_value(self, variable: keras.Variable, assignment: Assignment, value: object) -> None:
         """Store a value in a pending variable. Its initializer draws its seed but never runs."""
         if has_seed_generator(variable._initializer):
             with self._mark_initializing():
-                freeze_seed(variable._initializer, self._unshard_seed)
-        if is_on_host(value):
+                copy_with_fixed_seed(variable._initializer, self._unshard_seed)
+        if is_host_array(value):
             check_shape(variable, assignment.variable.path, value)
-            array = place_host_array(assignment, value)
+            array = shard_host_array(assignment, value)
         else:
             array = self._session.engine.relayout(value, assignment.layout, pad=assignment.is_padded)
-        self._set_first_value(variable, assignment, array)
+        self._store_first_value(variable, assignment, array)
 
-    def place(self, variable: keras.Variable, assignment: Assignment) -> None:
-        """Move an existing value to the variable's layout."""
+    def relayout_variable(self, variable: keras.Variable, assignment: Assignment) -> None:
+        """Convert a variable's existing value to its assigned layout."""
         layout, pad = assignment.layout, assignment.is_padded
         array = self._session.engine.relayout(variable._value, layout, pad=pad)
-        self._store(variable, assignment, array)
+        self._store_array(variable, assignment, array)
 
-    def _set_first_value(self, variable: keras.Variable, assignment: Assignment, array: object) -> None:
-        self._store(variable, assignment, array)
-        end_pending(variable)  # last, so that after an interrupt the variable is still pending
+    def _store_first_value(self, variable: keras.Variable, assignment: Assignment, array: object) -> None:
+        """Store the first value of a pending variable, which ends being pending."""
+        self._store_array(variable, assignment, array)
+        restore_variable_class(variable)  # last, so that after an interrupt the variable is still pending
         variable._initializer = None
 
-    def _store(self, variable: keras.Variable, assignment: Assignment, array: Any) -> None:
+    def _store_array(self, variable: keras.Variable, assignment: Assignment, array: Any) -> None:
+        """Store an array in a variable, shard later assignments from the host, and record the layout."""
         session, layout = self._session, assignment.layout
-        held = session.engine.variable(array, name=variable.path, trainable=variable.trainable)
-        tag = session.backend.store(variable, held, assignment, session)
+        value = session.engine.make_variable(array, name=variable.path, trainable=variable.trainable)
+        tag = session.backend.store_value(variable, value, assignment, session)
         shard_host_assignments(variable, assignment)
         variable.layout = layout
         self._session.registry.set_layout(variable, layout, tag)
 
-    def _make_initializer(self, variable: keras.Variable) -> Initializer:
+    def _convert_initializer(self, variable: keras.Variable) -> Initializer:
+        """Return this library's initializer for the Keras initializer of a variable."""
         shape, dtype = tuple(variable.shape), keras.backend.standardize_dtype(variable._dtype)
-        if self._session.context.across and is_seed_state(variable):
+        if self._session.context.spans_processes and is_seed_state(variable):
             return make_seed_initializer(variable._initializer, shape, dtype)
-        return make_initializer(variable._initializer, shape, dtype, self._unshard_seed)
+        return convert_initializer(variable._initializer, shape, dtype, self._unshard_seed)
 
     def _unshard_seed(self, seed: object) -> object:
+        """Return the global value of a drawn seed as a tensor of Keras."""
         return keras.ops.convert_to_tensor(self._session.engine.to_numpy(seed))

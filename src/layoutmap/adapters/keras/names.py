@@ -1,11 +1,11 @@
 """Generate stable names for unnamed layers.
 
-Where a path goes by a layer's name (in Functional and Sequential models, and for a layer on its own), a layer without a
-name of its own has one that Keras numbered: `dense_7`, after six others of its class in this process. Built again, the
-same model would have other paths. So such layers are numbered anew inside what holds them: `dense`, `dense_1`, ...
+Paths contain layer names in Functional and Sequential models, and for layers without a parent. Keras numbers the names
+of unnamed layers per process, such as `dense_7`, so the same model would have other paths when it is built again.
+Therefore, such layers are numbered anew within their parent: `dense`, `dense_1`, ...
 
-A name that was given is never changed, even if it looks numbered. Only a layer made in a scope is known to have been
-given none; in a model that exists, or is loaded, all names count as given.
+A name that the user chose is never changed, even if it looks numbered. Only for layers that are created in a scope is
+it known who chose the name. In other models, all names count as chosen by the user.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from typing import Any
 
 from layoutmap.adapters.keras.private import to_snake_case
 
-_GIVEN = "_layoutmap_given"
+_CONSTRUCTOR_TEXTS = "_layoutmap_given"
 
 
-def note_given(layer: object, texts: Iterable[str]) -> None:
+def record_constructor_texts(layer: object, constructor_texts: Iterable[str]) -> None:
     """Record the texts passed to a layer's constructor. If the name is one of them, the user chose it."""
-    layer.__dict__[_GIVEN] = frozenset(texts)
+    layer.__dict__[_CONSTRUCTOR_TEXTS] = frozenset(constructor_texts)
 
 
-def forget_given(layer: object) -> None:
-    """Remove the record that `note_given` made."""
-    layer.__dict__.pop(_GIVEN, None)
+def remove_constructor_texts(layer: object) -> None:
+    """Remove the record that `record_constructor_texts` made."""
+    layer.__dict__.pop(_CONSTRUCTOR_TEXTS, None)
 
 
-def is_noted(layer: object) -> bool:
+def has_constructor_texts(layer: object) -> bool:
     """Return whether a layer has a record of the texts that were passed to its constructor."""
-    return _GIVEN in layer.__dict__
+    return _CONSTRUCTOR_TEXTS in layer.__dict__
 
 
 # Keras numbers layers over the whole process, so restart the numbers within each parent (decisions/0005).
 def renumber_names(layers: Sequence[Any]) -> list[str]:
-    """Return the names of sibling layers, with Keras's automatic numbers restarted."""
+    """Return the names of sibling layers, with numbers that count only the siblings that Keras named."""
     names = {id(layer): layer.name for layer in layers}
     numbered = [
         (*found, layer)
         for layer in layers
-        if is_given(layer) is False and (found := parse_default_name(layer))
+        if is_user_named(layer) is False and (found := parse_default_name(layer))
     ]
     taken = set(names.values()) - {layer.name for *_, layer in numbered}
     for prefix, _, layer in sorted(numbered, key=lambda entry: entry[:2]):
@@ -53,19 +53,19 @@ def renumber_names(layers: Sequence[Any]) -> list[str]:
     return [names[id(layer)] for layer in layers]
 
 
-def is_given(layer: Any) -> bool | None:
-    """Return whether the user named a layer, or None if unknown."""
-    given = layer.__dict__.get(_GIVEN)
+def is_user_named(layer: Any) -> bool | None:
+    """Return whether the user named a layer, or None if its constructor's texts are unknown."""
+    given = layer.__dict__.get(_CONSTRUCTOR_TEXTS)
     return None if given is None else layer.name in given
 
 
 def parse_default_name(layer: Any, name: str | None = None) -> tuple[str, int] | None:
     """Return the prefix and number of a name that looks like a default of Keras, or None."""
-    prefix, number = split_number(layer.name if name is None else name)
+    prefix, number = split_name_and_number(layer.name if name is None else name)
     return (prefix, number) if prefix == to_snake_case(type(layer).__name__) else None
 
 
-def split_number(name: str) -> tuple[str, int]:
+def split_name_and_number(name: str) -> tuple[str, int]:
     """Split a name into its prefix and its number, or 0 without one."""
     found = re.fullmatch(r"(.+?)_(\d+)", name)
     return (found[1], int(found[2])) if found else (name, 0)

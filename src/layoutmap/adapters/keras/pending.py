@@ -1,11 +1,11 @@
 """Define pending variables, which have a shape, a dtype, and an initializer, but no value.
 
 A pending variable is an ordinary Keras variable whose class was swapped for a subclass with a few methods of its own.
-Inside Keras's symbolic and stateless code it acts as Keras's own valueless variables do. Anywhere else, a read makes
-the one variable, straight in its layout, and an assignment places the assigned value without running the initializer.
-Once it has its value the class is swapped back, so nothing is paid later.
+In Keras's symbolic and stateless code, it behaves like Keras's own variables without values. Elsewhere, a read
+initializes this variable in its layout, and an assignment stores the assigned value without running the initializer.
+When it gets its value, its class is restored, so later uses cost nothing.
 
-While a model is only planned, it never gets one: a read returns zeros of its shape, an assignment checks the shape.
+In a plan it never gets a value: a read returns zeros of its shape, and an assignment checks the shape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import keras
 import ml_dtypes
 import numpy as np
 
-from layoutmap.adapters.keras.loading import is_on_host
+from layoutmap.adapters.keras.loading import is_host_array
 from layoutmap.adapters.keras.paths import SESSION
 from layoutmap.adapters.keras.private import in_stateless_scope
 
@@ -34,13 +34,13 @@ class _PendingVariable:
     def value(self) -> object:
         if in_stateless_scope():
             return super().value  # type: ignore[misc]
-        getattr(self, SESSION).make_now(self)
-        if is_pending(self):  # during a plan
+        getattr(self, SESSION).initialize_now(self)
+        if is_pending(self):  # in a plan, which gives it no value
             return self._maybe_autocast(keras.ops.broadcast_to(keras.ops.zeros((), self._dtype), self.shape))
-        return self.value  # the real class's property, because the variable now has its value
+        return self.value  # the property of the original class, which the variable now has again
 
     def _maybe_autocast(self, value: object) -> object:
-        # An initializer may return a Python number, which Keras converts only on storing.
+        # An initializer may return a Python number, which Keras converts only when it stores it, so convert it.
         if not keras.ops.is_tensor(value):
             value = keras.ops.convert_to_tensor(value, dtype=self._dtype)
         return super()._maybe_autocast(value)  # type: ignore[misc]
@@ -48,29 +48,30 @@ class _PendingVariable:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> object:
         if in_stateless_scope():
             return super().__array__(dtype)  # type: ignore[misc]
-        getattr(self, SESSION).make_now(self)
-        if is_pending(self):  # during a plan
+        getattr(self, SESSION).initialize_now(self)
+        if is_pending(self):  # in a plan, which gives it no value
             own = getattr(ml_dtypes, self._dtype, self._dtype)
             return np.broadcast_to(np.zeros((), dtype or own), self.shape)
         return np.asarray(self, dtype=dtype)
 
     def assign(self, value: object) -> object:
-        if in_stateless_scope() or not is_on_host(value):
+        if in_stateless_scope() or not is_host_array(value):
             return super().assign(value)  # type: ignore[misc]
-        getattr(self, SESSION).assign_now(self, value)
+        getattr(self, SESSION).assign_to_pending(self, value)
         return value if is_pending(self) else self.value
 
     def _direct_assign(self, value: object) -> None:
-        getattr(self, SESSION).assign_now(self, value)
+        getattr(self, SESSION).assign_to_pending(self, value)
 
 
-def make_pending(variable: object, session: object) -> None:
+def make_variable_pending(variable: object, session: object) -> None:
     """Turn a variable without a value into a pending one."""
-    plain = type(variable)
-    if plain not in _classes:
-        _classes[plain] = type(plain.__name__, (_PendingVariable, plain), {"__module__": plain.__module__})
+    original = type(variable)
+    if original not in _classes:
+        names = {"__module__": original.__module__}
+        _classes[original] = type(original.__name__, (_PendingVariable, original), names)
     setattr(variable, SESSION, session)
-    variable.__class__ = _classes[plain]
+    variable.__class__ = _classes[original]
 
 
 def is_pending(variable: object) -> bool:
@@ -78,7 +79,7 @@ def is_pending(variable: object) -> bool:
     return isinstance(variable, _PendingVariable)
 
 
-def end_pending(variable: object) -> None:
+def restore_variable_class(variable: object) -> None:
     """Restore the original class of a pending variable when it gets its value."""
     if isinstance(variable, _PendingVariable):
         variable.__class__ = type(variable).__mro__[2]

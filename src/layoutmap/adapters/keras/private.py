@@ -1,8 +1,7 @@
 """List and probe the private names of Keras that this package uses, except those of a single backend.
 
-Private names. All that is imported from `keras.src` is imported here and probed; the attributes
-are read and set by the other modules of this folder, and nowhere else. Those of one backend are listed in
-`backends`, in the same way.
+This module imports and probes everything from `keras.src` that the package uses. Only the modules of this folder read
+and set the attributes. The modules in `backends` list the private names of single backends in the same way.
 
     keras.src.backend.common.variables.Variable     __init__, _value, _initializer, _layout, _dtype, _direct_assign,
                                                     _deferred_initialize, _convert_to_tensor
@@ -43,10 +42,10 @@ import keras
 import numpy as np
 
 from layoutmap.core.errors import LayoutMapError, ScopeError
-from layoutmap.engines.patches import Closing
-from layoutmap.engines.tested import Needed, make_unsupported_error, warn_if_untested
+from layoutmap.engines.patches import ClosingContext
+from layoutmap.engines.tested import ImportGuard, make_unsupported_error, warn_if_untested
 
-with Needed("keras", ScopeError):
+with ImportGuard("keras", ScopeError):
     from keras.src.backend.common import global_state as keras_state
     from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
     from keras.src.backend.common.symbolic_scope import in_symbolic_scope
@@ -69,7 +68,7 @@ Layer: Any = keras.layers.Layer
 global_state: Any = keras_state
 H5IOStore: Any = KerasStore
 
-# Keras re-raises errors with this attribute unchanged, and replaces others by a copy of their text.
+# Keras replaces errors without this attribute by an error with their text, so set it on this library's errors.
 LayoutMapError._keras_call_info_injected = True  # type: ignore[attr-defined]
 
 
@@ -80,8 +79,8 @@ _CALL = "current_call_ctx"
 _LAYOUT = "_layout"
 CLONING = "keras.src.models.cloning"  # the module in which Keras clones models
 LOADING = "keras.src.saving.saving_lib"  # the module in which `load_model` reads a file
-Names = Sequence[tuple[Any, Sequence[str]]]
-NAMES: Names = (
+NamesByOwner = Sequence[tuple[Any, Sequence[str]]]
+NAMES: NamesByOwner = (
     (CommonVariable, ("__init__", "_deferred_initialize", "value", "assign", "_convert_to_tensor")),
     (Layer, ("__new__", "_maybe_build", "_flatten_layers", "load_own_variables")),
     (keras.layers.EinsumDense, ("_get_kernel_scale_shape",)),
@@ -94,7 +93,7 @@ NAMES: Names = (
 )
 """Private names that must exist in classes and modules."""
 
-ATTRIBUTES: Names = (
+ATTRIBUTES: NamesByOwner = (
     (CommonVariable, ("_value", "_initializer", "_dtype", "_direct_assign")),
     (Layer, ("_layers", "_trainable_variables", "_non_trainable_variables", "_tracker")),
     (keras.Sequential, ("_functional",)),
@@ -107,16 +106,16 @@ ATTRIBUTES: Names = (
 """Private names of instances or subclasses. The code of the class must mention them."""
 
 
-def check_names(more: Names = ()) -> None:
-    """Raise for a Keras version without one of the private names, or one of `more`."""
+def check_private_names(more_names: NamesByOwner = ()) -> None:
+    """Raise if this Keras version lacks one of the private names that this package uses, or one of `more_names`."""
     missing = [
         f"{owner.__name__}.{name}"
-        for owner, names in (*NAMES, *more)
+        for owner, names in (*NAMES, *more_names)
         for name in names
         if not any(name in vars(each) for each in _list_bases(owner))
     ]
     for owner, names in ATTRIBUTES:
-        used = {name for each in _list_bases(owner) for name in _list_used_names(each)}
+        used = {name for each in _list_bases(owner) for name in _list_names_in_methods(each)}
         missing += [f"{owner.__name__}.{name}" for name in names if name not in used]
     if _PENDING_LIST not in register_uninitialized_variable.__code__.co_consts:
         missing.append(_PENDING_LIST)
@@ -126,7 +125,7 @@ def check_names(more: Names = ()) -> None:
         missing.append(_CALL)
     if inspect.unwrap(keras.models.clone_model).__module__ != CLONING:
         missing.append(CLONING)
-    # Optimizers read this attribute, but in Keras 3.14 only JAX variables have it from the start.
+    # In Keras 3.14 only JAX variables have `_layout` from the start, so look for it in the code that reads it.
     if (
         not missing
         and _LAYOUT not in inspect.unwrap(BaseOptimizer.add_variable_from_reference).__code__.co_consts
@@ -139,27 +138,27 @@ def check_names(more: Names = ()) -> None:
 
 
 def _list_bases(owner: object) -> list[Any]:
-    """Return a class and its base classes without `object`, or a module."""
+    """Return a class and its base classes without `object`, or a list of only the module."""
     return [each for each in getattr(owner, "__mro__", (owner,)) if each is not object]
 
 
-def _list_used_names(owner: type) -> Iterator[str]:
+def _list_names_in_methods(owner: type) -> Iterator[str]:
     """Yield the names that a class's original methods use, even if another library replaced a method."""
     for name, method in list(vars(owner).items()):
         code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
         if code is not None and code.co_filename != getattr(
             sys.modules.get(owner.__module__), "__file__", None
         ):
-            code = _load_codes(owner.__module__).get(f"{owner.__qualname__}.{name}", code)
+            code = _load_code_objects(owner.__module__).get(f"{owner.__qualname__}.{name}", code)
         yield from code.co_names if code is not None else ()
 
 
 @functools.cache
-def _load_codes(module: str) -> dict[str, types.CodeType]:
+def _load_code_objects(module_name: str) -> dict[str, types.CodeType]:
     """Return the code objects of all functions in a module's source, by qualified name."""
-    loader: Any = getattr(sys.modules[module], "__loader__", None)
+    loader: Any = getattr(sys.modules[module_name], "__loader__", None)
     found: dict[str, types.CodeType] = {}
-    todo = [loader.get_code(module)] if hasattr(loader, "get_code") else []
+    todo = [loader.get_code(module_name)] if hasattr(loader, "get_code") else []
     while todo:
         inner = [each for each in todo.pop().co_consts if isinstance(each, types.CodeType)]
         found |= {each.co_qualname: each for each in inner}
@@ -167,9 +166,9 @@ def _load_codes(module: str) -> dict[str, types.CodeType]:
     return found
 
 
-def check_keras(more: Names = ()) -> None:
+def check_keras_support(more_names: NamesByOwner = ()) -> None:
     """Raise for an unsupported Keras version, or a mode in which layouts cannot be guaranteed."""
-    check_names(more)
+    check_private_names(more_names)
     warn_if_untested("keras")
     if keras.config.is_nnx_enabled():
         raise ScopeError(
@@ -180,25 +179,25 @@ def check_keras(more: Names = ()) -> None:
         )
 
 
-def strip_number(name: str) -> str:
-    """Remove the number that Keras added to a name."""
+def strip_generated_number(name: str) -> str:
+    """Return a name without the number that Keras appended to make it unique. A number of the user's stays."""
     prefix, _, number = name.rpartition("_")
     counts = global_state.get_global_attribute(_COUNTS) or {}
     return prefix if number.isdecimal() and 0 < int(number) < counts.get(prefix, 0) else name
 
 
-def count_names() -> dict[str, int]:
-    """Count the names that Keras has generated in this process, by prefix."""
+def count_generated_names() -> dict[str, int]:
+    """Return how many names Keras has generated in this process, by prefix."""
     return dict(global_state.get_global_attribute(_COUNTS) or {})
 
 
-def renumber_path(path: str, before: dict[str, int]) -> str:
-    """Replace the numbers in a Keras path by those of a new process."""
-    counts = count_names()
+def renumber_keras_path(path: str, counts_before: dict[str, int]) -> str:
+    """Return a path with numbers that count from `counts_before`, a result of `count_generated_names`."""
+    counts = count_generated_names()
 
     def renumber(name: str) -> str:
         prefix, _, number = name.rpartition("_")
-        first = before.get(prefix, 0)
+        first = counts_before.get(prefix, 0)
         if not first or not number.isdecimal() or not first <= int(number) < counts.get(prefix, 0):
             return name
         return f"{prefix}_{int(number) - first}" if int(number) > first else prefix
@@ -206,8 +205,8 @@ def renumber_path(path: str, before: dict[str, int]) -> str:
     return "/".join(map(renumber, path.split("/")))
 
 
-class deferred_values(Closing):
-    """Create variables without values in the block."""
+class defer_values(ClosingContext):
+    """Make Keras create variables without values until the block ends."""
 
     def __init__(self) -> None:
         self._outer = global_state.get_global_attribute(_STATELESS)
@@ -224,38 +223,40 @@ class deferred_values(Closing):
         del global_state.get_global_attribute(_PENDING_LIST)[self._before :]
 
 
-class _Callback:
-    """An entry in Keras's list of variables to initialize, which gets called when the stateless scope ends."""
+class _CallAfterStatelessScope:
+    """Call a function when Keras's stateless scope ends, as an entry in Keras's list of variables to initialize."""
 
-    def __init__(self, call: Callable[[], None]):
-        self.call = call
+    def __init__(self, function: Callable[[], None]):
+        self.function = function
 
     def _deferred_initialize(self) -> None:
         try:
-            self.call()
+            self.function()
         except BaseException:
-            # Keras clears the list only on success, so remove our entries.
+            # Keras clears the list only on success, so remove this library's entries.
             left = [
-                v for v in global_state.get_global_attribute(_PENDING_LIST) if not isinstance(v, _Callback)
+                v
+                for v in global_state.get_global_attribute(_PENDING_LIST)
+                if not isinstance(v, _CallAfterStatelessScope)
             ]
             global_state.set_global_attribute(_PENDING_LIST, left)
             raise
 
 
-def call_after_stateless_scope(call: Callable[[], None]) -> None:
+def call_after_stateless_scope(function: Callable[[], None]) -> None:
     """Call a function once when Keras leaves the outermost stateless scope."""
     waiting = global_state.get_global_attribute(_PENDING_LIST, [], set_to_default=True)
-    if not any(isinstance(v, _Callback) and v.call == call for v in waiting):
-        waiting.append(_Callback(call))
+    if not any(isinstance(v, _CallAfterStatelessScope) and v.function == function for v in waiting):
+        waiting.append(_CallAfterStatelessScope(function))
 
 
-def get_global_seed_state() -> Any:
+def get_global_seed_variable() -> Any:
     """Return the state variable of Keras's global seed generator, or None without a generator."""
     generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
     return None if generator is None else generator.state
 
 
-def set_global_seed(state: Sequence[int] | None) -> None:
+def set_global_seed_state(state: Sequence[int] | None) -> None:
     """Set the state of Keras's global seed generator, or remove the generator for None."""
     if state is None:
         global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
@@ -264,32 +265,33 @@ def set_global_seed(state: Sequence[int] | None) -> None:
         variable.assign(np.asarray(state, keras.backend.standardize_dtype(variable.dtype)))
 
 
-def find_dataset(store: Any, key: str, opened: dict[str, Any]) -> object:
+def find_h5_dataset(store: Any, key: str, opened_files: dict[str, Any]) -> object:
     """Return the `h5py.Dataset` that a Keras store would read for a key, or None.
 
-    A file of a store in several files is added to `opened`, since the store itself would close one to open another.
+    A store of several files would close one to open another. So this function opens them itself, and adds them to
+    `opened_files`.
     """
     group = store._h5_entry_group
     if key in group:
         return safe_get_h5_dataset(group, key)
     path = f"{store._h5_entry_path}/vars" if store._h5_entry_path else "vars"
     for name in getattr(store, "current_shard_filenames", ()):
-        if name not in opened:
-            opened[name] = type(store.h5_file)(store.path.with_name(name), "r")
-        if path in opened[name] and key in (group := safe_get_h5_group(opened[name], path)):
+        if name not in opened_files:
+            opened_files[name] = type(store.h5_file)(store.path.with_name(name), "r")
+        if path in opened_files[name] and key in (group := safe_get_h5_group(opened_files[name], path)):
             return safe_get_h5_dataset(group, key)
     return None
 
 
-def get_outermost_layer() -> object:
+def get_outermost_called_layer() -> object:
     """Return the outermost layer or model that is being called on this thread, or None."""
     context = global_state.get_global_attribute(_CALL)
     return None if context is None else context.entry_layer
 
 
-def is_global_seed(variable: object) -> bool:
+def is_global_seed_variable(variable: object) -> bool:
     """Return whether a variable is the state of Keras's global seed generator, which belongs to no model."""
-    return variable is get_global_seed_state()
+    return variable is get_global_seed_variable()
 
 
 def is_seed_state(variable: keras.Variable) -> bool:

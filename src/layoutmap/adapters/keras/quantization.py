@@ -15,26 +15,26 @@ _GONE = object()
 
 
 @contextmanager
-# Quantizing can fail halfway, so restore the layer to make it all or nothing (decisions/0056).
-def restore_on_error(layer: keras.Layer, session: KerasSession) -> Generator[None]:
+# Quantizing can fail halfway, so restore the layer: all or nothing changes (decisions/0056).
+def restore_layer_on_plan_error(layer: keras.Layer, session: KerasSession) -> Generator[None]:
     """Restore a layer's variables if the block, such as `quantize` or `enable_lora`, raises a plan error.
 
-    The layouts of the new ones are found when all are known. If they cannot be, the layer and those below it get their
-    old variables back, with their values: a kernel that was quantized is held until then.
+    Layouts of the new variables are assigned after all exist. If that fails, the layer and its sublayers get their old
+    variables back with their values. So a kernel that was quantized stays in memory until then.
     """
-    before = [_State(each) for each in layer._flatten_layers()]
+    before = [_LayerState(each) for each in layer._flatten_layers()]
     try:
         yield
     except PlanError:
         for state in before:
-            for variable in state.restore_values():
+            for variable in state.undo_changes():
                 session.registry.remove_variable(variable)
-        session.materialize()  # plan again with the restored variables
+        session.materialize_variables()  # plan again with the restored variables
         raise
 
 
-class _State:
-    """The attributes and own variables of one layer."""
+class _LayerState:
+    """Hold the attributes and own variables of one layer."""
 
     def __init__(self, layer: keras.Layer):
         self._layer = layer
@@ -42,7 +42,7 @@ class _State:
         self._stores = [(s, list(s)) for s in (layer._trainable_variables, layer._non_trainable_variables)]
         self._trained = [(v, v.trainable) for _, variables in self._stores for v in variables]
 
-    def restore_values(self) -> list[keras.Variable]:
+    def undo_changes(self) -> list[keras.Variable]:
         """Undo the changes to the layer, and return the variables that it had gained."""
         layer, now = self._layer, dict(self._layer.__dict__)
         old = {id(variable) for variable, _ in self._trained}
@@ -67,24 +67,24 @@ class _State:
 
 
 @contextmanager
-def unshard_weights(layer: keras.Layer, session: KerasSession) -> Generator[None]:
+def unshard_own_weights(layer: keras.Layer, session: KerasSession) -> Generator[None]:
     """Replace a layer's own weights by unsharded arrays until the block ends.
 
     One layer's weights are gathered on the host then, which is what Keras's quantizers need.
     """
-    as_plain = session.backend.make_unsharded_tensor
-    if session.context.plan_only or as_plain is None:
+    make_unsharded = session.backend.make_unsharded_tensor
+    if session.context.plan_only or make_unsharded is None:
         yield
         return
     before: list[tuple[Any, object, object]] = []
     for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
         if session.registry.has_variable(variable) and variable.value is not None:
-            held = variable._value
-            variable._value = as_plain(session.engine.to_numpy(held))
-            before.append((variable, held, variable._value))
+            sharded_value = variable._value
+            variable._value = make_unsharded(session.engine.to_numpy(sharded_value))
+            before.append((variable, sharded_value, variable._value))
     try:
         yield
     finally:
-        for variable, held, plain in before:
-            if variable._value is plain:
-                variable._value = held
+        for variable, sharded_value, unsharded_value in before:
+            if variable._value is unsharded_value:
+                variable._value = sharded_value

@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Record:
-    """Record of one variable, removed when the variable is deleted."""
+class _VariableRecord:
+    """Hold the parent, tag, layout, layer, and kind of a variable until it is deleted."""
 
     variable: weakref.ref[Any]
     parent: weakref.ref[object] | None = None
@@ -32,8 +32,8 @@ class Registry:
         self.version = 0
         self._layers: list[weakref.ref[Any]] = []
         self._optimizers: list[weakref.ref[object]] = []
-        self._records: dict[int, _Record] = {}  # by the variable's id, in order of creation
-        self._tagged: dict[int, _Record] = {}  # by id of the tag
+        self._records: dict[int, _VariableRecord] = {}  # by the variable's id, in order of creation
+        self._tagged: dict[int, _VariableRecord] = {}  # by id of the tag
 
     # -- layers and optimizers
 
@@ -47,33 +47,33 @@ class Registry:
         if not any(ref() is optimizer for ref in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
-    def remove_owner(self, thing: object) -> None:
+    def remove_owner(self, owner: object) -> None:
         """Remove a layer or an optimizer with its variables."""
-        self._layers = [ref for ref in self._layers if ref() is not thing]
-        self._optimizers = [ref for ref in self._optimizers if ref() is not thing]
-        for variable in getattr(thing, "variables", ()):
+        self._layers = [ref for ref in self._layers if ref() is not owner]
+        self._optimizers = [ref for ref in self._optimizers if ref() is not owner]
+        for variable in getattr(owner, "variables", ()):
             self._remove_record(id(variable))
 
-    def layers(self) -> list[Any]:
+    def list_layers(self) -> list[Any]:
         """Return the layers that still exist."""
         self._layers = [ref for ref in self._layers if ref() is not None]
         layers = [layer for ref in self._layers if (layer := ref()) is not None]
-        # Keras creates an object without calling __init__ if a Functional model is subclassed.
+        # For a subclass of a Functional model, Keras creates an object without __init__, so leave it out.
         return [layer for layer in layers if hasattr(layer, "built")]
 
-    def optimizers(self) -> list[Any]:
+    def list_optimizers(self) -> list[Any]:
         """Return the optimizers that still exist."""
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
     # -- variables
 
-    def add(self, variable: object, layer: object = None, kind: Kind = Kind.METRIC) -> None:
+    def add_variable(self, variable: object, layer: object = None, kind: Kind = Kind.METRIC) -> None:
         """Add a variable once. `kind` applies if no layer or optimizer owns it."""
         if id(variable) not in self._records:
-            record = self._get_record(variable)
+            record = self._get_or_create_record(variable)
             record.layer, record.kind = None if layer is None else weakref.ref(layer), kind
 
-    def find_layer(self, variable: object) -> object:
+    def find_creating_layer(self, variable: object) -> object:
         """Return the layer that created a variable, or None."""
         record = self._records.get(id(variable))
         return record.layer() if record is not None and record.layer is not None else None
@@ -91,13 +91,13 @@ class Registry:
         """Return whether a variable was added."""
         return id(variable) in self._records
 
-    def variables(self) -> list[Any]:
+    def list_variables(self) -> list[Any]:
         """Return the variables that are alive, in the order in which they were made."""
         return [v for record in list(self._records.values()) if (v := record.variable()) is not None]
 
     def set_parent(self, variable: object, parent: object) -> None:
         """Record that a variable is a slot of `parent`."""
-        self._get_record(variable).parent = weakref.ref(parent)
+        self._get_or_create_record(variable).parent = weakref.ref(parent)
 
     def find_parent(self, variable: object) -> Any:
         """Return the weight that a slot belongs to, or None."""
@@ -106,40 +106,42 @@ class Registry:
 
     def set_layout(self, variable: object, layout: Layout, tag: object) -> None:
         """Record the layout of a variable, and the object that is now its `_layout`."""
-        record = self._get_record(variable)
+        record = self._get_or_create_record(variable)
         self._tagged.pop(id(record.tag), None)
         record.tag = tag
         self._tagged[id(tag)] = record
-        record.layout = layout  # last, so that after an interrupt the variable is placed again
+        record.layout = layout  # last, so that the variable gets its layout again after an interrupt
 
     def get_layout(self, variable: object) -> Layout | None:
         """Return the layout in which a variable has been placed, or `None` if it has not been placed yet."""
         record = self._records.get(id(variable))
         return record.layout if record is not None else None
 
-    def find_tagged_weight(self, reference: object) -> object:
+    def find_variable_by_tag(self, tag: object) -> object:
         """Return the variable with this `_layout` tag, which Keras copies from a weight to its slots."""
-        if isinstance(reference, weakref.ref):
-            return reference()
-        record = self._tagged.get(id(reference))
-        return record.variable() if record is not None and record.tag is reference else None
+        if isinstance(tag, weakref.ref):
+            return tag()
+        record = self._tagged.get(id(tag))
+        return record.variable() if record is not None and record.tag is tag else None
 
-    def _get_record(self, variable: object) -> _Record:
-        key = id(variable)
-        record = self._records.get(key)
-        # An interrupt can leave the record of a deleted variable.
+    def _get_or_create_record(self, variable: object) -> _VariableRecord:
+        variable_id = id(variable)
+        record = self._records.get(variable_id)
+        # After an interrupt, the record of a deleted variable with this id may remain, so replace it.
         if record is None or record.variable() is not variable:
             self.version += 1
-            record = self._records[key] = _Record(weakref.ref(variable, lambda _: self._remove_record(key)))
+            record = self._records[variable_id] = _VariableRecord(
+                weakref.ref(variable, lambda _: self._remove_record(variable_id))
+            )
         return record
 
-    def _remove_record(self, key: int) -> None:
-        record = self._records.pop(key, None)
+    def _remove_record(self, variable_id: int) -> None:
+        record = self._records.pop(variable_id, None)
         if record is not None:
             self._tagged.pop(id(record.tag), None)
 
 
-class Table(Generic[T]):
+class RegistryCache(Generic[T]):
     """Cache values of objects until the registry changes."""
 
     def __init__(self, registry: Registry):
@@ -148,13 +150,13 @@ class Table(Generic[T]):
         self._entries: Mapping[int, T] = {}
 
     def is_current(self) -> bool:
-        """Return whether the table was filled and the registry has not changed since."""
+        """Return whether entries were stored, and the registry has not changed since."""
         return self._version == self._registry.version
 
-    def fill(self, entries: Mapping[int, T]) -> None:
+    def store_entries(self, entries: Mapping[int, T]) -> None:
         """Store the current entries by the id of the object."""
         self._version, self._entries = self._registry.version, entries
 
-    def get(self, thing: object) -> T | None:
+    def get_entry(self, key_object: object) -> T | None:
         """Return the entry of an object, or None if it is missing or outdated."""
-        return self._entries.get(id(thing)) if self.is_current() else None
+        return self._entries.get(id(key_object)) if self.is_current() else None

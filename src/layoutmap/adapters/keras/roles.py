@@ -1,13 +1,13 @@
-"""Roles of the axes of weights in a layer's call, for Keras's own layers.
+"""Find the roles of the axes of weights in the calls of Keras's own layers.
 
-A plan is linted by it: to shard an axis that is summed over is another thing than to shard one of the output.
+Lint uses them, because sharding an axis that is summed over costs more than sharding one of the output.
 
     Dense            kernel (in, out), bias (out)
-    EinsumDense      what its equation says: `abc,cde->abde` has a kernel (in, out, out)
+    EinsumDense      depends on its equation: `abc,cde->abde` has a kernel (in, out, out)
     Conv             kernel (.., in, out), bias (out)
     Embedding        embeddings (rows, out); the reverse of a reversible one (in, rows)
 
-What a layer of one's own does with its weights is not known.
+The roles of weights in custom layers are unknown.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 
 import keras
 
-from layoutmap.adapters.keras.paths import list_sublayers
+from layoutmap.adapters.keras.paths import iterate_sublayers
 from layoutmap.core.variables import Use
 
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
@@ -25,19 +25,19 @@ _HEAD_SIZES = ("head_dim", "key_value_dim")
 """Names that attention layers with all heads in one axis have for the size of a head."""
 
 
-def find_uses(layers: Iterable[object]) -> dict[int, Use]:
-    """Return the known roles of the axes of weights, by the id of the variable."""
+def find_weight_uses(layers: Iterable[object]) -> dict[int, Use]:
+    """Return the known roles of the axes of layers' weights, by the id of the variable."""
     layers = list(layers)
     head_sizes = {
         id(child): size
         for layer in layers
         if (size := _find_head_size(layer))
-        for child in list_sublayers(layer)
-        if isinstance(child, keras.layers.Dense)  # an EinsumDense has an axis for heads
+        for child in iterate_sublayers(layer)
+        if isinstance(child, keras.layers.Dense)  # an EinsumDense has its own axis for heads
     }
     found: dict[int, Use] = {}
     for layer in layers:
-        for attribute, roles in _list_roles(layer):
+        for attribute, roles in _list_weight_roles(layer):
             variable = getattr(layer, attribute, None)
             if isinstance(variable, keras.Variable) and len(variable.shape) == len(roles):
                 found.setdefault(id(variable), Use(roles, head_sizes.get(id(layer))))
@@ -45,11 +45,12 @@ def find_uses(layers: Iterable[object]) -> dict[int, Use]:
 
 
 def _find_head_size(layer: object) -> int | None:
+    """Return the size of an attention head if the layer has an attribute for it, or None."""
     sizes = (getattr(layer, name, None) for name in _HEAD_SIZES)
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
-def _list_roles(layer: object) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _list_weight_roles(layer: object) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the attributes of a layer's weights, and the roles of each weight's axes."""
     if isinstance(layer, keras.layers.Dense):
         yield "_kernel", ("in.0", "out.0")
@@ -65,6 +66,7 @@ def _list_roles(layer: object) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _list_einsum_roles(equation: str, bias_axes: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the attributes of an `EinsumDense` layer's weights, and the roles of their axes in its equation."""
     operands, _, result = equation.replace("...", "").replace(" ", "").partition("->")
     inputs, _, kernel = operands.partition(",")
     summed = [letter for letter in kernel if letter in inputs and letter not in result]
@@ -72,6 +74,6 @@ def _list_einsum_roles(equation: str, bias_axes: str) -> Iterator[tuple[str, tup
     names = {letter: f"in.{i}" for i, letter in enumerate(summed)}
     names |= {letter: f"out.{i}" for i, letter in enumerate(put_out)}
     yield "_kernel", tuple(names.get(letter, "") for letter in kernel)
-    # A bias has all result axes from its first one on, with size 1 for missing letters.
+    # A bias has all axes of the result from its first letter on, and size 1 for letters that it lacks.
     first = min((result.index(letter) for letter in bias_axes if letter in result), default=len(result))
     yield "bias", tuple(names.get(letter, "") if letter in bias_axes else "" for letter in result[first:])

@@ -1,12 +1,12 @@
 """Defer the variables of one scope, then compute each in its layout.
 
-    defer        the constructor hooks report each layer and variable that is made while the scope is open: `registry`
+    defer        the constructor hooks report layers and variables that are created in the open scope: `registry`
     describe     walk the models that the layers form, and name every variable by its object path: `describing`
-    materialize  ask the scope for all layouts at once, then initialize what is pending and place the rest
+    materialize  ask the scope for all layouts at once, then initialize pending variables and convert the others
 
-A scope is often left before the weights exist: Keras makes them at a model's first call, or in `fit`. So each layer
-made in a scope carries the scope with it: its `build` and its like open it again for as long as they run. The file is
-longer than others since each of Keras's ways to make a weight comes to this class.
+A scope often ends before the weights exist, because Keras creates them in a model's first call, or in `fit`. So each
+layer that was created in a scope keeps the session, and its `build` and similar methods reopen the scope while they
+run. The file is longer than others, because all of Keras's ways to create a weight lead to this class.
 """
 
 from __future__ import annotations
@@ -24,38 +24,43 @@ import keras
 
 from layoutmap.adapters.current import active_session, is_session_active
 from layoutmap.adapters.keras import private
-from layoutmap.adapters.keras.call_stack import count_user_frames, describe_reader, find_makers, is_in_call
-from layoutmap.adapters.keras.copies import watch_loads
+from layoutmap.adapters.keras.call_stack import (
+    count_user_frames,
+    describe_running_layer,
+    is_calling_layer,
+    iterate_running_owners,
+)
+from layoutmap.adapters.keras.copies import make_load_watch
 from layoutmap.adapters.keras.describing import (
-    Entry,
-    describe_alone,
+    DescribedVariable,
+    describe_standalone_variable,
     describe_variables,
-    find_unsupported,
+    find_unsupported_ops,
     list_layer_paths,
 )
-from layoutmap.adapters.keras.existing_layers import find_existing_layers, make_existing_error
+from layoutmap.adapters.keras.existing_layers import find_unscoped_layers, make_existing_object_error
 from layoutmap.adapters.keras.hooks import install_hooks
-from layoutmap.adapters.keras.initializers import find_global_reason
+from layoutmap.adapters.keras.initializers import explain_global_init
 from layoutmap.adapters.keras.loading import check_shape
 from layoutmap.adapters.keras.materialize import Materializer
-from layoutmap.adapters.keras.names import is_noted, note_given
+from layoutmap.adapters.keras.names import has_constructor_texts, record_constructor_texts
 from layoutmap.adapters.keras.path_lookup import PathLookup
 from layoutmap.adapters.keras.paths import find_variables
-from layoutmap.adapters.keras.pending import is_pending, make_pending
+from layoutmap.adapters.keras.pending import is_pending, make_variable_pending
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, ThreadState
-from layoutmap.adapters.keras.registry import Registry, Table
-from layoutmap.adapters.keras.training import adopt_for_training, complete
-from layoutmap.adapters.keras.untracked import find_loose_ids
+from layoutmap.adapters.keras.registry import Registry, RegistryCache
+from layoutmap.adapters.keras.training import create_missing_variables, register_training_variables
+from layoutmap.adapters.keras.untracked import find_ids_outside_models
 from layoutmap.adapters.keras.wraps import get_session, unwrap_optimizer, wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import PlanError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, format_variable_names
-from layoutmap.engines.agreement import check_values
+from layoutmap.engines.agreement import check_same_values
 from layoutmap.engines.protocol import Engine
 
-_MOST_ZEROS = 2**28  # the limit for zeros that a plan returns as a weight's value
+_MOST_ZEROS = 2**28  # a plan returns at most this many zeros as the value of a weight
 
 
 class Session(KerasSession):
@@ -67,22 +72,22 @@ class Session(KerasSession):
         self.context = context
         self.policy = context.policy
         self.backend = backend
-        self.on_thread = ThreadState()
-        self.gathering = 0
-        self.load_watch = watch_loads()
-        self.outer_models = weakref.WeakSet[object]()
+        self.thread_state = ThreadState()
+        self.gathering_level = 0
+        self.load_watch = make_load_watch()
+        self.checked_outer_models = weakref.WeakSet[object]()
         self.lock = threading.RLock()
         self.registry = Registry()
         self._materializer = Materializer(self)
         self._version_planned = 0
-        self._specs = Table[VariableSpec](self.registry)
+        self._specs = RegistryCache[VariableSpec](self.registry)
         self._path_lookup = PathLookup(self.registry)
-        self._planned_ahead = Table[Assignment](self.registry)
-        self._outputs = Table[tuple[str, Layout | None]](self.registry)
-        self._kept: set[int] = set()  # the untracked objects at the last garbage collection
+        self._planned_ahead = RegistryCache[Assignment](self.registry)
+        self._outputs = RegistryCache[tuple[str, Layout | None]](self.registry)
+        self._kept: set[int] = set()  # ids of objects outside models that the last garbage collection left
         self._is_materializing = False
         self._failed = False
-        self._names_before = private.count_names()
+        self._names_before = private.count_generated_names()
 
     @property
     def engine(self) -> Engine:
@@ -92,54 +97,53 @@ class Session(KerasSession):
     # -- objects created in the scope
 
     @contextmanager
-    def defer(self) -> Iterator[None]:
+    def defer_variables(self) -> Iterator[None]:
         """Create variables without values in the block. The end of the outermost block materializes them."""
-        inside = self._is_open
+        inside = self._is_scope_open
         if not inside:
-            self.on_thread.opened_at = count_user_frames()
-        with install_hooks(self.backend.silenced_methods), active_session(self):
+            self.thread_state.opening_depth = count_user_frames()
+        with install_hooks(self.backend.methods_disabled_in_scope), active_session(self):
             yield
         if not inside:
             if private.in_stateless_scope() and self.backend.is_tracing():
-                private.call_after_stateless_scope(self._materialize_if_closed)
+                private.call_after_stateless_scope(self._materialize_unless_open)
             else:
-                self.materialize()
+                self.materialize_variables()
 
-    def note_layer(self, layer: object, *, given: Iterable[str] | None = None) -> None:
-        """Wrap a layer, and record the texts passed to its constructor, or None if it existed before the scope."""
-        if given is not None:
-            if is_noted(layer):  # another library wraps the hook, so the layer is already recorded
+    def record_layer(self, layer: object, *, constructor_texts: Iterable[str] | None = None) -> None:
+        """Wrap a layer, and record its constructor's texts, which are None if it existed before the scope."""
+        if constructor_texts is not None:
+            if has_constructor_texts(layer):  # another library's wrapper has called the hook before
                 return
-            note_given(layer, given)
+            record_constructor_texts(layer, constructor_texts)
         self.registry.add_layer(layer)
         wrap_layer(layer, self)
 
-    def made(self, model: object) -> bool:
+    def has_built(self, model: object) -> bool:
         """Return whether a model was built in this scope."""
         return get_session(model) is self
 
-    def find_existing_error(self) -> ScopeError | None:
+    def find_error_of_existing_object(self) -> ScopeError | None:
         """Return the error for a variable of an object that existed before the scope, or None.
 
-        A layer that is built by another one, which was made here, is part of that and laid out with it. A plan must
-        leave it as it is.
+        A layer that is built by a layer of this scope is sharded with it, so there is no error. In a plan there is
+        one, because a plan must leave existing layers unchanged.
         """
         plan_only, outermost = self.context.plan_only, None
-        for maker in find_makers(self.on_thread.opened_at):
+        for maker in iterate_running_owners(self.thread_state.opening_depth):
             is_layer = isinstance(maker, keras.layers.Layer)
             if is_layer and get_session(maker) is not None:
-                return (
-                    make_existing_error(outermost, plan_only) if outermost is not None and plan_only else None
-                )
+                has_outer = outermost is not None and plan_only
+                return make_existing_object_error(outermost, plan_only) if has_outer else None
             if is_layer:
                 outermost = maker
             elif plan_only and isinstance(maker, keras.Optimizer) and get_session(maker) is None:
-                return make_existing_error(maker, plan_only)
-        return None if outermost is None else make_existing_error(outermost, plan_only)
+                return make_existing_object_error(maker, plan_only)
+        return None if outermost is None else make_existing_object_error(outermost, plan_only)
 
     @contextmanager
     def advance_or_restore_seed(self, generator: Any) -> Iterator[None]:
-        """Allow draws from a seed generator in the block. In a plan, restore its state afterwards."""
+        """Draw the seeds of earlier variables before the block draws one. In a plan, undo the block's draws."""
         if private.in_stateless_scope():
             yield
         elif self.context.plan_only:
@@ -151,44 +155,44 @@ class Session(KerasSession):
             yield
 
     def draw_earlier_seeds(self, variable: object = None) -> None:
-        """Draw the seeds that unsharded Keras would have drawn before this variable, or all so far."""
+        """Draw the seeds that unsharded Keras draws before it creates this variable, or until now for None."""
         with self.lock, self._leave_tracing():
-            self._materializer.draw_earlier_seeds(variable, self.make_now)
+            self._materializer.draw_earlier_seeds(variable, self.initialize_now)
 
-    def note_optimizer(self, optimizer: object) -> None:
+    def record_optimizer(self, optimizer: object) -> None:
         """Wrap an optimizer that is being constructed in this scope."""
         wrap_optimizer(optimizer, self)
 
-    def release_optimizer(self, optimizer: object) -> None:
-        """Stop wrapping an optimizer that no model uses any more."""
-        if not any(getattr(layer, "optimizer", None) is optimizer for layer in self.registry.layers()):
+    def unwrap_unused_optimizer(self, optimizer: object) -> None:
+        """Restore the methods of an optimizer, unless a model of the scope still uses it."""
+        if not any(getattr(layer, "optimizer", None) is optimizer for layer in self.registry.list_layers()):
             unwrap_optimizer(optimizer)
 
-    def create_variable(
-        self, variable: Any, plain_init: Callable[..., None], initializer: Any, args: Any, kwargs: Any
+    def construct_variable(
+        self, variable: Any, original_init: Callable[..., None], initializer: Any, args: Any, kwargs: Any
     ) -> None:
-        """Construct a variable without its value, unless it gets a given array."""
+        """Construct a variable and record it. It gets a value only if the initializer is an array or a number."""
         reference = kwargs.get("layout")
         if self.context.plan_only and isinstance(initializer, (int, float)) and kwargs.get("dtype"):
             # Keras would create an array from a number and start the backend, so wrap it.
             initializer, kwargs = keras.initializers.Constant(initializer), {**kwargs, "shape": ()}
         if callable(initializer) or isinstance(initializer, str):
-            with private.deferred_values():
-                plain_init(variable, initializer, *args, **kwargs)
-            make_pending(variable, self)
-            self._materializer.record_pending(variable)
-            # A pending variable is its own tag (`Registry.find_tagged_weight`).
+            with private.defer_values():
+                original_init(variable, initializer, *args, **kwargs)
+            make_variable_pending(variable, self)
+            self._materializer.record_pending_variable(variable)
+            # A variable without a layout has no tag yet, so it is its own (`Registry.find_variable_by_tag`).
             variable._layout = weakref.ref(variable)
         else:
-            plain_init(variable, initializer, *args, **kwargs)
-        found = list(find_makers(self.on_thread.opened_at))
+            original_init(variable, initializer, *args, **kwargs)
+        found = list(iterate_running_owners(self.thread_state.opening_depth))
         if found:
             layer = next((maker for maker in found if isinstance(maker, keras.layers.Layer)), None)
-            self.registry.add(variable, layer)
+            self.registry.add_variable(variable, layer)
         else:  # user code created a standalone variable
-            note_given(variable, [v for v in (*args, *kwargs.values()) if isinstance(v, str)])
-            self.registry.add(variable, kind=Kind.WEIGHT if variable.trainable else Kind.STATE)
-        parent = self.registry.find_tagged_weight(reference)
+            record_constructor_texts(variable, [v for v in (*args, *kwargs.values()) if isinstance(v, str)])
+            self.registry.add_variable(variable, kind=Kind.WEIGHT if variable.trainable else Kind.STATE)
+        parent = self.registry.find_variable_by_tag(reference)
         if parent is not None:
             self.registry.set_parent(variable, parent)
 
@@ -198,7 +202,7 @@ class Session(KerasSession):
         """Return the names of layers that create weights in their first call."""
         return [
             layer.name
-            for layer in self.registry.layers()
+            for layer in self.registry.list_layers()
             if not getattr(layer, "built", True) and not private.is_default(layer.build)
         ]
 
@@ -208,231 +212,236 @@ class Session(KerasSession):
         """Leave any tracing. A plan stays in it, because it must not start a backend."""
         return nullcontext() if self.context.plan_only else self.backend.leave_tracing()
 
-    def materialize(self) -> None:
+    def materialize_variables(self) -> None:
         """Give every variable of the scope its layout, and every pending one its value."""
         with self.lock, self._leave_tracing():
-            waiting = self.registry.variables()
-            # An early read may have created variables, so include them.
-            news = self.registry.version != self._version_planned
-            if not news and not any(is_pending(v) or self.registry.get_layout(v) is None for v in waiting):
+            waiting = self.registry.list_variables()
+            # An early read gives a new variable its value and layout, so only the version shows that it is new.
+            has_new = self.registry.version != self._version_planned
+            if not has_new and not any(is_pending(v) or self.registry.get_layout(v) is None for v in waiting):
                 return
             del waiting
-            self._collect_garbage()
-            waiting = self.registry.variables()
+            self._collect_garbage_if_needed()
+            waiting = self.registry.list_variables()
             self._is_materializing = self._failed = True
             try:
-                self._materialize(waiting)
+                self._plan_and_materialize(waiting)
                 self._failed = False
             finally:
                 self._is_materializing = False
 
-    def _collect_garbage(self) -> None:
-        """Run the garbage collector, so that a plan does not depend on when Python runs it.
+    def _collect_garbage_if_needed(self) -> None:
+        """Delete unreferenced objects, so that a plan does not depend on when Python collects garbage.
 
-        Of several processes, what one has forgotten all have: they describe the same variables.
+        With several processes the garbage collector always runs, so that all of them describe the same variables.
         """
-        if self.context.across or not find_loose_ids(self.registry) <= self._kept:
+        if self.context.spans_processes or not find_ids_outside_models(self.registry) <= self._kept:
             gc.collect()
-            self._kept = find_loose_ids(self.registry)
+            self._kept = find_ids_outside_models(self.registry)
 
-    def _materialize(self, waiting: list[object]) -> None:
+    def _plan_and_materialize(self, variables: list[object]) -> None:
+        """Assign layouts to all variables. Unless this is a plan, initialize pending ones, and convert the others."""
         entries = describe_variables(self.registry)
-        assignments = self._assign_layouts(entries, complete=not self.list_unbuilt_layers())
+        assignments = self._assign_layouts(entries, is_complete=not self.list_unbuilt_layers())
         if not self.context.plan_only:
-            # Existing layers inside models of this scope are sharded, too.
-            for layer in list(
-                find_existing_layers(self.registry.layers(), lambda layer: get_session(layer) is not None)
-            ):
-                self._take_layer(layer)
+            # The plan has the weights of existing layers inside models of this scope, so shard these layers, too.
+            for layer in list(find_unscoped_layers(self.registry.list_layers(), get_session)):
+                self._adopt_layer(layer)
         self._version_planned = self.registry.version
         if self.context.plan_only:
             return
-        self._materializer.draw_in_turn(self.make_now)
+        self._materializer.draw_seeds_in_creation_order(self.initialize_now)
         pairs = list(zip(entries, assignments, strict=True))
-        self._materializer.initialize([(e, a) for e, a in pairs if is_pending(e.variable)])
-        if self.context.across:
+        self._materializer.initialize_variables([(e, a) for e, a in pairs if is_pending(e.variable)])
+        if self.context.spans_processes:
             named = zip(format_variable_names([e.spec for e in entries]), entries, strict=True)
             new = [(name, e.variable) for name, e in named if self.registry.get_layout(e.variable) is None]
-            check_values(
+            check_same_values(
                 ((name, compute_checksum(self.engine.to_numpy(v._value))) for name, v in new),
-                self.context.gather,
+                self.context.gather_from_processes,
             )
         for entry, assignment in pairs:
             if self.registry.get_layout(entry.variable) != assignment.layout:
-                self._materializer.place(entry.variable, assignment)
-        for variable in waiting:
-            if is_pending(variable) and private.is_global_seed(variable):
-                self._materializer.initialize_unsharded(variable)
-        self.backend.refresh_references(self.registry.optimizers(), self.registry.layers())
+                self._materializer.relayout_variable(entry.variable, assignment)
+        for variable in variables:
+            if is_pending(variable) and private.is_global_seed_variable(variable):
+                self._materializer.initialize_variable_unsharded(variable)
+        self.backend.update_references(self.registry.list_optimizers(), self.registry.list_layers())
 
-    def _take_layer(self, layer: object) -> None:
-        self.note_layer(layer)
+    def _adopt_layer(self, layer: object) -> None:
+        """Wrap an existing layer, and drop a model's compiled steps, which were made for unsharded weights."""
+        self.record_layer(layer)
         if isinstance(layer, keras.Model):
             layer.train_function = layer.test_function = layer.predict_function = None
 
-    def _assign_layouts(self, entries: list[Entry], *, complete: bool) -> Sequence[Assignment]:
-        return self.context.assign(
-            [self._rename_as_first(e.spec) for e in entries],
-            {e.spec.key: why for e in entries if (why := self._find_global_reason(e))},
-            find_unsupported(self.backend, self.registry.layers(), entries),
-            complete,
-            [path for path, _ in list_layer_paths(self.registry.layers())]
+    def _assign_layouts(self, entries: list[DescribedVariable], *, is_complete: bool) -> Sequence[Assignment]:
+        """Return the planned layouts of variables. `is_complete` means that all layers are built."""
+        return self.context.assign_layouts(
+            [self._rename_as_in_new_process(e.spec) for e in entries],
+            {e.spec.key: why for e in entries if (why := self._explain_global_init(e))},
+            find_unsupported_ops(self.backend, self.registry.list_layers(), entries),
+            is_complete,
+            [path for path, _ in list_layer_paths(self.registry.list_layers())]
             if self.policy.activations
             else None,
-            self.backend.chooses_layouts,
+            self.backend.compiler_chooses_layouts,
         )
 
-    def _rename_as_first(self, spec: VariableSpec) -> VariableSpec:
-        """Rename a variable as Keras would name it in a new process.
+    def _rename_as_in_new_process(self, spec: VariableSpec) -> VariableSpec:
+        """Return a spec with the name that Keras would give the variable in a new process.
 
-        The numbers that Keras adds to names count what was made before. A plan and what is then built have the same.
+        Keras numbers names by the objects made before, so a plan and the model that is built after it would differ.
         """
         prefix, sign, path = spec.name.partition(":")
-        name = f"{prefix}{sign}{private.renumber_path(path, self._names_before)}"
+        name = f"{prefix}{sign}{private.renumber_keras_path(path, self._names_before)}"
         return spec if name == spec.name else replace(spec, name=name)
 
     # -- activations
 
-    def find_output_layout(self, layer: object) -> tuple[str, Layout | None]:
-        """Return a layer's path, and the layout of its outputs or None to keep theirs."""
+    def find_path_and_output_layout(self, layer: object) -> tuple[str, Layout | None]:
+        """Return a layer's path, and the layout of its outputs, or None if no activation rule matches."""
         if not self._outputs.is_current():
             found: dict[int, tuple[str, Layout | None]] = {}
-            for path, each in list_layer_paths(self.registry.layers()):
-                # A shared layer uses the rules for any of its paths.
+            for path, each in list_layer_paths(self.registry.list_layers()):
+                # A rule may match any path of a shared layer, so take the first path with a layout.
                 if found.get(id(each), ("", None))[1] is None:
                     found[id(each)] = path, self.policy.find_activation_layout(path)
-            self._outputs.fill(found)
-        return self._outputs.get(layer) or ("", None)
+            self._outputs.store_entries(found)
+        return self._outputs.get_entry(layer) or ("", None)
 
-    def _find_global_reason(self, entry: Entry) -> str:
+    def _explain_global_init(self, entry: DescribedVariable) -> str:
+        """Return why a pending variable's value must be computed on one device, or an empty text."""
         if entry.spec.kind not in (Kind.WEIGHT, Kind.STATE) or not is_pending(entry.variable):
             return ""
-        return find_global_reason(entry.variable._initializer, self.backend.global_init)
+        return explain_global_init(entry.variable._initializer, self.backend.global_init_reasons)
 
-    def _materialize_if_closed(self) -> None:
+    def _materialize_unless_open(self) -> None:
         """Materialize the variables, unless the open scope will do so at its end.
 
-        Keras calls this when it leaves its symbolic code, and may do so where it catches every exception, to try
-        something else: a plan's errors would be lost there.
+        Keras calls this when it leaves its symbolic code, often where it catches every exception. So the errors of a
+        plan would be lost there.
         """
-        if not self._is_open:
-            self.materialize()
+        if not self._is_scope_open:
+            self.materialize_variables()
 
     @property
-    def _is_open(self) -> bool:
+    def _is_scope_open(self) -> bool:
         return is_session_active(self)
 
-    def make_now(self, variable: object) -> None:
+    def initialize_now(self, variable: object) -> None:
         """Compute the value of a pending variable that is being read.
 
-        Inside the scope that is an early read, and only this variable is made; in a plan it stays pending. After it,
-        an exception or a plan that does not fit has left variables pending: that is done now, or raises again.
+        Inside the scope, only this variable is initialized, and in a plan it stays pending. After the scope, variables
+        are pending only if an error stopped `materialize_variables`, so that runs again.
         """
         with self.lock, self._leave_tracing():
-            if is_pending(variable) and private.is_global_seed(variable):
-                self._materializer.initialize_unsharded(variable)
-            elif not self._is_open and not self._is_materializing:
-                self.materialize()
+            if is_pending(variable) and private.is_global_seed_variable(variable):
+                self._materializer.initialize_variable_unsharded(variable)
+            elif not self._is_scope_open and not self._is_materializing:
+                self.materialize_variables()
             if not is_pending(variable):
                 return
             if self.context.plan_only:
-                self._check_read(variable)
+                self._check_plan_read(variable)
                 return
             self.draw_earlier_seeds(variable)
-            entry = self._find_entry(variable)
-            self._materializer.initialize([(entry, self._find_assignment(entry))])
+            entry = self._describe_variable(variable)
+            self._materializer.initialize_variables([(entry, self._find_early_assignment(entry))])
 
-    def assign_now(self, variable: keras.Variable, value: Any) -> None:
+    def assign_to_pending(self, variable: keras.Variable, value: Any) -> None:
         """Store an assigned value in a pending variable without running its initializer."""
         with self.lock, self._leave_tracing():
-            if self._failed and not self._is_open and not self._is_materializing:
-                self.materialize()
-            if self.context.plan_only and self._is_open:
+            if self._failed and not self._is_scope_open and not self._is_materializing:
+                self.materialize_variables()
+            if self.context.plan_only and self._is_scope_open:
                 if tuple(variable.shape) != tuple(value.shape):
-                    check_shape(variable, self.find_path(variable), value)
+                    check_shape(variable, self.find_variable_path(variable), value)
                 return
-            entry = self._find_entry(variable)
-            self.refuse_in_a_plan(entry.spec.path)
+            entry = self._describe_variable(variable)
+            self.raise_if_plan_only(entry.spec.path)
             self.draw_earlier_seeds(variable)
-            self._materializer.assign(variable, self._find_assignment(entry), value)
+            self._materializer.assign_first_value(variable, self._find_early_assignment(entry), value)
 
-    def plan_ahead(self) -> None:
-        """Find the layouts of pending variables before their values are assigned one by one from a file."""
+    def plan_pending_variables(self) -> None:
+        """Assign layouts to pending variables before their values are assigned one by one from a file."""
         with self.lock, self._leave_tracing():
             if self.registry.version != self._version_planned and not self._planned_ahead.is_current():
                 entries = describe_variables(self.registry)
-                found = self._assign_layouts(entries, complete=False)
+                found = self._assign_layouts(entries, is_complete=False)
                 pairs = zip(entries, found, strict=True)
-                self._planned_ahead.fill({id(e.variable): a for e, a in pairs})
+                self._planned_ahead.store_entries({id(e.variable): a for e, a in pairs})
 
-    def find_path(self, variable: object) -> str:
+    def find_variable_path(self, variable: object) -> str:
         """Return the object path of a variable for messages."""
         with self.lock, self._leave_tracing():
-            return self._find_entry(variable).spec.path
+            return self._describe_variable(variable).spec.path
 
-    def _find_assignment(self, entry: Entry) -> Assignment:
-        """Return the layout of a variable that gets its value before all variables are planned."""
-        return self._planned_ahead.get(entry.variable) or self.context.assign_one(
-            self._rename_as_first(entry.spec)
+    def _find_early_assignment(self, entry: DescribedVariable) -> Assignment:
+        """Return the layout of a variable that gets its value before the layouts of all variables are assigned."""
+        return self._planned_ahead.get_entry(entry.variable) or self.context.assign_single_layout(
+            self._rename_as_in_new_process(entry.spec)
         )
 
-    def refuse_in_a_plan(self, name: str) -> None:
-        """Raise if this is a dry run, in which nothing gets a value."""
+    def raise_if_plan_only(self, subject: str) -> None:
+        """Raise a `PlanError` that begins with `subject` if the scope is that of a plan."""
         if self.context.plan_only:
             raise PlanError(
-                f"{name}: this model is only a plan, so it has no values",
-                facts={"read by": describe_reader()},
+                f"{subject}: this model is only a plan, so it has no values",
+                facts={"read by": describe_running_layer()},
                 why="plan() builds a model without allocating anything",
                 fix="leave calls with arrays, fit, and predict out of the function that creates the "
                 "model; to create its weights, call it with keras.Input(...), or pass inputs= to plan()"
-                if self._is_open
+                if self._is_scope_open
                 else "build it with values: with layout_map.scope(): model = make_model()",
             )
 
-    def _check_read(self, variable: Any) -> None:
-        """Raise if a plan cannot answer the read of a weight with zeros."""
-        if not self._is_open or is_in_call():
-            self.refuse_in_a_plan(self.find_path(variable))
+    def _check_plan_read(self, variable: Any) -> None:
+        """Raise if a plan cannot return zeros as the value of a weight that is being read."""
+        if not self._is_scope_open or is_calling_layer():
+            self.raise_if_plan_only(self.find_variable_path(variable))
         elif math.prod(variable.shape) > _MOST_ZEROS:
             raise PlanError(
-                f"{self.find_path(variable)}: its value is read while the model is planned, and is too "
-                "large to stand in for",
-                facts={"shape": tuple(variable.shape), "read by": describe_reader()},
+                f"{self.find_variable_path(variable)}: its value is read while the model is planned, and is too "
+                "large to be replaced by zeros",
+                facts={"shape": tuple(variable.shape), "read by": describe_running_layer()},
                 why=f"plan() returns zeros for such a read, but at most {_MOST_ZEROS:,} elements",
                 fix="compute from the weight after the model is made, or plan the model with a smaller weight there",
             )
 
-    def _find_entry(self, variable: object) -> Entry:
-        layer = self.registry.find_layer(variable)
-        found = self._path_lookup.find_entry(variable, layer) if layer is not None else None
+    def _describe_variable(self, variable: object) -> DescribedVariable:
+        """Return a variable and its description for the plan, from its layer alone if that is known."""
+        layer = self.registry.find_creating_layer(variable)
+        found = self._path_lookup.describe_variable(variable, layer) if layer is not None else None
         if found is not None:
             return found
-        # slots, metrics, and seeds are rarely read early, so list them only when needed
+        # Slots, metrics, and seeds are rarely read early, so describe all variables only when needed.
         if not self._specs.is_current():
-            self._specs.fill({id(e.variable): e.spec for e in describe_variables(self.registry)})
-        spec = self._specs.get(variable)
-        return Entry(variable, spec) if spec else describe_alone(variable, self.registry.find_kind(variable))
+            self._specs.store_entries({id(e.variable): e.spec for e in describe_variables(self.registry)})
+        spec = self._specs.get_entry(variable)
+        if spec:
+            return DescribedVariable(variable, spec)
+        return describe_standalone_variable(variable, self.registry.find_kind(variable))
 
     # -- entry points
 
-    def build(self, make: Callable[[], object]) -> Any:
+    def build_model(self, make_model: Callable[[], object]) -> Any:
         """Return the model that a function makes, materialized."""
-        with self.defer():
-            return make()
+        with self.defer_variables():
+            return make_model()
 
-    def take(self, model: keras.Model) -> object:
+    def shard_model(self, model: keras.Model) -> object:
         """Shard an existing model as if it had been built here, and return it."""
         for layer in model._flatten_layers():
-            self._take_layer(layer)
+            self._adopt_layer(layer)
         for found in find_variables(model):
-            self.registry.add(found.variable)
+            self.registry.add_variable(found.variable)
         if isinstance(model, keras.Model):
             if getattr(model, "optimizer", None) is not None:
                 wrap_optimizer(model.optimizer, self)
-            adopt_for_training(model, self)
-        self.materialize()
+            register_training_variables(model, self)
+        self.materialize_variables()
         return model
 
-    def complete(self, model: object, inputs: object) -> None:
+    def create_lazy_variables(self, model: object, inputs: object) -> None:
         """Create, without computing, the variables that a first call and training step would create."""
-        complete(model, inputs)
+        create_missing_variables(model, inputs)

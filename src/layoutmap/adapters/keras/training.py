@@ -1,8 +1,8 @@
 """Run `fit`, `evaluate`, and `predict` on a sharded model.
 
-Keras keeps its own loops and callbacks. What is the same on every backend is here: before a step, variables that nobody
-laid out yet (metrics, an optimizer made elsewhere) join the mesh, and each batch is placed on it. How a backend's steps
-are wrapped is in `backends`.
+Keras's own loops and callbacks stay. This module has the parts that are equal on every backend: before a step,
+variables without a layout, such as metrics, are placed on the mesh, and so is each batch. The modules in `backends`
+wrap the steps of a backend.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.fingerprints import describe_model
-from layoutmap.adapters.keras.protocol import KerasSession, read_variable
+from layoutmap.adapters.keras.fingerprints import describe_step_program
+from layoutmap.adapters.keras.protocol import KerasSession, read_global_value
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutMapError, ScopeError, shorten_repr
-from layoutmap.engines.agreement import CallSchedule, check_batch, check_program
+from layoutmap.engines.agreement import CallSchedule, check_same_batch, check_same_program
 from layoutmap.engines.patches import set_temporarily, wrap_in_context
 
 
-def complete(model: Any, inputs: object) -> None:
-    """Create, without computing, the variables that a first call and training step would create.
+def create_missing_variables(model: Any, inputs: object) -> None:
+    """Create a model's weights by a call with symbols, and its optimizer's slots, without computing.
 
     Without inputs, the model is not called, and may stay without weights.
     """
     if inputs is not None:
-        _call_with_symbols(model, keras.tree.map_structure(functools.partial(_make_symbol, inputs), inputs))
+        _call_with_symbolic_inputs(
+            model, keras.tree.map_structure(functools.partial(_make_symbolic_input, inputs), inputs)
+        )
     optimizer = getattr(model, "optimizer", None)
     if (
         optimizer is not None
@@ -39,14 +41,14 @@ def complete(model: Any, inputs: object) -> None:
         optimizer.build(model.trainable_variables)
 
 
-def _call_with_symbols(model: keras.Model, symbols: object) -> None:
+def _call_with_symbolic_inputs(model: keras.Model, symbolic_inputs: object) -> None:
     """Call a model with symbols of its inputs."""
     try:
-        model(symbols)
+        model(symbolic_inputs)
     except LayoutMapError:
         raise
     except Exception as error:
-        given = ", ".join(f"{s.dtype}{list(s.shape)}" for s in keras.tree.flatten(symbols))
+        given = ", ".join(f"{s.dtype}{list(s.shape)}" for s in keras.tree.flatten(symbolic_inputs))
         said = (
             line for line in str(error).splitlines() if line.strip() and not line.startswith("Exception enc")
         )
@@ -58,95 +60,100 @@ def _call_with_symbols(model: keras.Model, symbols: object) -> None:
         ) from error
 
 
-def _make_symbol(inputs: Any, leaf: Any) -> object:
+def _make_symbolic_input(inputs: Any, input_leaf: Any) -> object:
     """Return a symbolic tensor with the shape and dtype of one input."""
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+    if not hasattr(input_leaf, "shape") or not hasattr(input_leaf, "dtype"):
         sizes = isinstance(inputs, tuple | list) and all(n is None or isinstance(n, int) for n in inputs)
         shape = tuple(inputs) if sizes else (8, 16)
         raise ScopeError(
-            f"inputs={shorten_repr(inputs)}: {shorten_repr(leaf)} is not an array",
-            why=f"it is {describe_type(leaf)}, and has neither a shape nor an element type",
+            f"inputs={shorten_repr(inputs)}: {shorten_repr(input_leaf)} is not an array",
+            why=f"it is {describe_type(input_leaf)}, and has neither a shape nor an element type",
             fix="pass an example batch, or its shape and type: "
             f'inputs=keras.Input(batch_shape={shape}, dtype="float32")',
         )
-    return keras.KerasTensor(leaf.shape, str(leaf.dtype))
+    return keras.KerasTensor(input_leaf.shape, str(input_leaf.dtype))
 
 
-def adopt_for_training(model: keras.Model, session: KerasSession) -> None:
-    """Add all variables that a step uses to the scope."""
+def register_training_variables(model: keras.Model, session: KerasSession) -> None:
+    """Add all variables that a step uses to the scope's registry, and each slot with its weight."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         session.registry.add_optimizer(optimizer)
     slots = list(optimizer.variables) if optimizer is not None else []
     weights = list(model.trainable_variables)
-    for slot, parent in zip(slots, match_slots(slots, weights), strict=True):
+    for slot, parent in zip(slots, find_slot_weights(slots, weights), strict=True):
         if parent is not None and not session.registry.has_variable(slot):
             session.registry.set_parent(slot, parent)
     for variable in (*model.variables, *slots, *model.metrics_variables):
-        session.registry.add(variable)
+        session.registry.add_variable(variable)
 
 
-def make_for_training(model: keras.Model, session: KerasSession | None, batch: object) -> None:
+def create_training_variables(model: keras.Model, session: KerasSession | None, batch: object) -> None:
     """Create the weights, slots, metrics, and loss trackers that a traced training step would create.
 
-    They are placed on the mesh of the session, if there is one. A model that is not compiled only gets weights.
+    A session gives them their layouts. A model that is not compiled gets only weights.
     """
     if model.compiled:
-        with nullcontext() if session is None else session.defer():
+        with nullcontext() if session is None else session.defer_variables():
             model._symbolic_build(data_batch=batch)
     if session is not None:
-        materialize_for_training(model, session)
+        materialize_training_variables(model, session)
 
 
-def materialize_for_training(model: keras.Model, session: KerasSession) -> None:
-    """Place every variable that a step touches on the mesh."""
-    adopt_for_training(model, session)
-    session.refuse_in_a_plan(model.name)
-    session.materialize()
+def materialize_training_variables(model: keras.Model, session: KerasSession) -> None:
+    """Give every variable that a step uses its layout and its value."""
+    register_training_variables(model, session)
+    session.raise_if_plan_only(model.name)
+    session.materialize_variables()
 
 
-def make_step_wraps(
+def make_step_wrappers(
     model: keras.Model,
     session: KerasSession,
     schedule: CallSchedule,
-    step: Callable[[str, Callable[[], Any]], Any],
-    wraps: Mapping[str, Callable[..., object]] = MappingProxyType({}),
+    make_step: Callable[[str, Callable[[], Any]], Any],
+    wrappers: Mapping[str, Callable[..., object]] = MappingProxyType({}),
 ) -> dict[str, Callable[..., object]]:
-    """Return the methods to wrap on a model: those that make its steps, and the one that begins an epoch.
+    """Return wrappers of the methods with which a model makes its steps, and of `wraps`.
 
-    `step` returns the step `"train"`, `"test"`, or `"predict"`. Its second argument returns Keras's own step.
+    `make_step` takes `"train"`, `"test"`, or `"predict"`, and a function that returns Keras's own step, and returns
+    the step to run. With several processes, the wrappers also tell the schedule which step begins an epoch.
     """
 
-    def wrap_make_function(name: str) -> Callable[..., object]:
-        plain, attribute = getattr(model, f"make_{name}_function"), f"{name}_function"
+    def wrap_make_function(step_name: str) -> Callable[..., object]:
+        original, attribute = getattr(model, f"make_{step_name}_function"), f"{step_name}_function"
 
-        @functools.wraps(plain)
-        def make(force: bool = False) -> object:
-            def make_own_step() -> object:
-                plain(force=force)
+        @functools.wraps(original)
+        def make_function(force: bool = False) -> object:
+            def make_keras_step() -> object:
+                original(force=force)
                 return getattr(model, attribute)
 
-            materialize_for_training(model, session)
-            if name == "train":
+            materialize_training_variables(model, session)
+            if step_name == "train":
                 session.context.warn_of_idle_dims("fit")
             if getattr(model, attribute) is None or force:
-                if session.context.across:
-                    check_program(f"the {name} step", describe_model(model, name), session.context.gather)
-                setattr(model, attribute, step(name, make_own_step))
+                if session.context.spans_processes:
+                    check_same_program(
+                        f"the {step_name} step",
+                        describe_step_program(model, step_name),
+                        session.context.gather_from_processes,
+                    )
+                setattr(model, attribute, make_step(step_name, make_keras_step))
             return getattr(model, attribute)
 
-        return make
+        return make_function
 
     makes = {f"make_{name}_function": wrap_make_function(name) for name in ("train", "test", "predict")}
-    epochs = _make_epoch_wraps(model, schedule, wraps) if session.context.across else {}
-    return {**wraps, **makes, **epochs}
+    epochs = _make_epoch_wrappers(model, schedule, wrappers) if session.context.spans_processes else {}
+    return {**wrappers, **makes, **epochs}
 
 
 def wrap_fit(fit: Callable[..., object], session: KerasSession) -> Callable[..., object]:
     """Wrap `fit` to refuse unsupported callbacks, and to warn at the end if no batch could be sharded."""
 
     @functools.wraps(fit)
-    def fit_checked(*args: object, **kwargs: object) -> object:
+    def check_and_fit(*args: object, **kwargs: object) -> object:
         _check_callbacks(kwargs.get("callbacks"), session)
         batches = session.policy.batches
         batches.clear()
@@ -155,7 +162,7 @@ def wrap_fit(fit: Callable[..., object], session: KerasSession) -> Callable[...,
             session.policy.warn_of_uneven_batch("fit", "keras")
         return result
 
-    return fit_checked
+    return check_and_fit
 
 
 def _check_callbacks(callbacks: object, session: KerasSession) -> None:
@@ -168,35 +175,35 @@ def _check_callbacks(callbacks: object, session: KerasSession) -> None:
                 raise ScopeError(
                     f"fit: TensorBoard with {option} cannot show sharded weights on "
                     f"{session.backend.engine_name}",
-                    why="it computes with the weights, using operations for a single device",
+                    why="TensorBoard computes with the weights by operations for a single device",
                     fix=f"leave {option} out, and log variable.numpy() in your own callback",
                 )
 
 
-def _make_epoch_wraps(
-    model: keras.Model, schedule: CallSchedule, wraps: Mapping[str, Callable[..., object]]
+def _make_epoch_wrappers(
+    model: keras.Model, schedule: CallSchedule, other_wrappers: Mapping[str, Callable[..., object]]
 ) -> dict[str, Callable[..., object]]:
-    """Return the methods to wrap on a model so that its schedule knows the first step of each epoch."""
+    """Return wrappers of a model's methods that tell its schedule which step is the first of an epoch."""
     reset = model.reset_metrics
 
     @functools.wraps(reset)
-    def begin_epoch() -> None:
-        # `fit` and `evaluate` reset metrics in each epoch, but `train_on_batch` in each call.
+    def reset_and_begin_epoch() -> None:
+        # `train_on_batch` also resets metrics, in each call, so only a reset in a loop begins an epoch.
         schedule.begins_epoch = schedule.is_in_epochs
         reset()
 
     in_epochs = functools.partial(set_temporarily, schedule, "is_in_epochs", True)
-    loops = {name: wraps.get(name) or getattr(model, name) for name in ("fit", "evaluate")}
-    loops = {name: wrap_in_context(plain, in_epochs) for name, plain in loops.items()}
-    return {"reset_metrics": begin_epoch, **loops}
+    loops = {name: other_wrappers.get(name) or getattr(model, name) for name in ("fit", "evaluate")}
+    loops = {name: wrap_in_context(original, in_epochs) for name, original in loops.items()}
+    return {"reset_metrics": reset_and_begin_epoch, **loops}
 
 
-def build_for_step(model: keras.Model, session: KerasSession, batch: object) -> bool:
+def build_model_for_batch(model: keras.Model, session: KerasSession, batch: object) -> bool:
     """Build an uncalled model for inputs of a batch's shapes, and return whether that was needed."""
     if all(layer.built for layer in model._flatten_layers()):
         return False
     x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    with session.defer():
+    with session.defer_variables():
         model(
             keras.tree.map_structure(
                 lambda each: keras.KerasTensor(each.shape, keras.backend.standardize_dtype(each.dtype)), x
@@ -213,26 +220,28 @@ def has_shape(value: object) -> bool:
 def place_batch(batch: object, session: KerasSession, can_place: Callable[[object], bool] = has_shape) -> Any:
     """Place a batch on the mesh: shard each array along its first axis, or replicate it if uneven."""
 
-    def place(array: Any) -> object:
+    def place_array(array: Any) -> object:
         if not can_place(array):
             return array
         return session.engine.relayout(array, session.policy.derive_batch_layout(tuple(array.shape)))
 
-    return keras.tree.map_structure(place, batch, none_is_leaf=True)
+    return keras.tree.map_structure(place_array, batch, none_is_leaf=True)
 
 
-def check_same_batch(batch: object, session: KerasSession, schedule: CallSchedule | None = None) -> bool:
-    """Raise if processes that each pass the whole batch pass different ones. Return whether they compared it.
+def compare_batches(batch: object, session: KerasSession, schedule: CallSchedule | None = None) -> bool:
+    """Raise if processes that must pass the same whole batch differ. Return whether they were compared.
 
     Without a schedule, every call is compared.
     """
-    if not (session.context.across and session.context.options.check_batches):
+    if not (session.context.spans_processes and session.context.options.check_batches):
         return False
     if schedule is not None and not schedule.count_call():
         return False
     leaves = [leaf for leaf in keras.tree.flatten(batch) if hasattr(leaf, "shape")]
     call = None if schedule is None else schedule.calls
-    check_batch(list(map(keras.ops.convert_to_numpy, leaves)), session.context.gather, call)
+    check_same_batch(
+        list(map(keras.ops.convert_to_numpy, leaves)), session.context.gather_from_processes, call
+    )
     return True
 
 
@@ -244,21 +253,21 @@ def compute_loss(model: keras.Model, batch: Any) -> Any:
 
 
 @contextmanager
-def restored_state(model: keras.Model) -> Generator[None]:
-    """Restore the statistics, seeds, and metrics that a model's call changes in the block."""
-    before = [(v, read_variable(v)) for v in (*model.non_trainable_variables, *model.metrics_variables)]
+def keep_model_state(model: keras.Model) -> Generator[None]:
+    """Restore statistics, seeds, and metrics of a model when the block ends without an error."""
+    before = [(v, read_global_value(v)) for v in (*model.non_trainable_variables, *model.metrics_variables)]
     yield
     for variable, value in before:
         variable.assign(value)
 
 
-def has_own_step(model: keras.Model) -> bool:
+def has_custom_train_step(model: keras.Model) -> bool:
     """Return whether a model's class overrides `train_step`, so that only the model knows its loss."""
     return type(model).train_step is not keras.Model.train_step
 
 
-def call_own_step(model: keras.Model, batch: object) -> tuple[Any, list[Any]]:
-    """Return the logs of a model's `train_step`, and the gradient that it passes on for each trainable variable."""
+def call_custom_train_step(model: keras.Model, batch: object) -> tuple[Any, list[Any]]:
+    """Return the logs of a model's own `train_step`, and the gradients that it passes to its optimizers."""
     with record_gradients(model) as found:
         logs = model.train_step(batch)
     return logs, [found.get(id(variable)) for variable in model.trainable_variables]
@@ -272,11 +281,13 @@ def record_gradients(model: keras.Model) -> Generator[dict[int, object]]:
     optimizers = {id(each): each for each in held if isinstance(each, keras.optimizers.Optimizer)}.values()
 
     def wrap_apply(optimizer: keras.Optimizer) -> Callable[..., None]:
-        def apply(grads: Any, trainable_variables: Iterable[keras.Variable] | None = None) -> None:
+        def record_instead_of_applying(
+            grads: Any, trainable_variables: Iterable[keras.Variable] | None = None
+        ) -> None:
             weights = optimizer._trainable_variables if trainable_variables is None else trainable_variables
             found.update((id(w), g) for w, g in zip(weights, grads, strict=True) if g is not None)
 
-        return apply
+        return record_instead_of_applying
 
     before = [(each, each.__dict__.get("apply")) for each in optimizers]
     try:
@@ -290,8 +301,8 @@ def record_gradients(model: keras.Model) -> Generator[dict[int, object]]:
                 each.__dict__["apply"] = apply
 
 
-def match_slots(slots: Iterable[keras.Variable], weights: Iterable[keras.Variable]) -> list[Any]:
-    """Return the weight of each slot, or None, by the slot's name, which starts with the weight's.
+def find_slot_weights(slots: Iterable[keras.Variable], weights: Iterable[keras.Variable]) -> list[Any]:
+    """Return the weight of each slot, or None if no weight's name is the beginning of the slot's.
 
     Weights may share a name. Optimizers make the slots of one kind in the order of the weights, so the second slot of
     a name is that of the second weight of its name.
@@ -303,15 +314,10 @@ def match_slots(slots: Iterable[keras.Variable], weights: Iterable[keras.Variabl
     parents: list[keras.Variable | None] = []
     for slot in slots:
         shape = tuple(slot.shape)
-        ends = [i for i, letter in enumerate(slot.name) if letter == "_"]
-        fitting = next(
-            (f for i in reversed(ends) if (f := _filter_by_shape(named.get(slot.name[:i], ()), shape))), []
-        )
+        prefixes = [slot.name[:i] for i, letter in enumerate(slot.name) if letter == "_"]
+        matches = ([w for w in named.get(each, ()) if tuple(w.shape) == shape] for each in reversed(prefixes))
+        fitting = next(filter(None, matches), [])
         number = seen.get((slot.name, shape), 0)
         seen[slot.name, shape] = number + 1
         parents.append(fitting[min(number, len(fitting) - 1)] if fitting else None)
     return parents
-
-
-def _filter_by_shape(weights: Iterable[keras.Variable], shape: tuple[int, ...]) -> list[keras.Variable]:
-    return [weight for weight in weights if tuple(weight.shape) == shape]

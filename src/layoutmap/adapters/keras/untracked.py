@@ -1,8 +1,8 @@
 """Find variables of a scope that no layer, metric, or optimizer of a model contains.
 
-Some of it is held by other objects, such as the generator of a sampler, and goes by their attributes. Some is what a
-model was made from and nobody holds any more: a layer that was copied, a smaller model with the same layers. It stays
-alive until Python collects garbage, so the session has it do so before it describes what there is.
+Some are in attributes of other objects, such as the generator of a sampler, and are named by these attributes. Others
+belong to objects without references, such as a layer that was copied, or a smaller model with the same layers. They
+stay alive until Python collects garbage, so the session collects garbage before it describes variables.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from types import FunctionType, MethodType, ModuleType
 import keras
 
 from layoutmap.adapters.keras.paths import (
-    FoundVariable,
+    VariableWithPaths,
     find_layers,
-    find_roots,
-    list_attributes,
-    number_equal_paths,
+    find_root_layers,
+    iterate_attributes,
+    number_duplicate_paths,
 )
 from layoutmap.adapters.keras.registry import Registry
 
@@ -31,54 +31,61 @@ _NOT_SEARCHED = (
     MethodType,
     keras.layers.Layer,
     keras.Metric,
-    # rules for the weight would match the path of variables inside an initializer
+    # Rules for a weight would match the paths of variables in its initializer, so leave them out.
     keras.initializers.Initializer,
     keras.optimizers.Optimizer,
     keras.KerasTensor,
 )
 
 
-# Python frees cycles at any time, so find unreferenced objects and collect them first (decisions/0005).
-def find_loose_ids(registry: Registry) -> set[int]:
-    """Return the ids of objects outside models, and of the models if several exist, because some may be garbage."""
-    layers = registry.layers()
-    tops = find_roots(layers)
+# Python may free cycles at any time, so the session collects garbage if such objects exist (decisions/0005).
+def find_ids_outside_models(registry: Registry) -> set[int]:
+    """Return the ids of variables and optimizers outside models, and of several root layers, which may be garbage."""
+    layers = registry.list_layers()
+    tops = find_root_layers(layers)
     models = [layer for layer in layers if isinstance(layer, keras.Model)]
     used = [model.optimizer for model in models if getattr(model, "optimizer", None) is not None]
     held = {id(v) for thing in (*tops, *used) for v in thing.variables}
     held |= {id(v) for model in models for v in model.metrics_variables}
-    found = {id(v) for v in registry.variables() if id(v) not in held}
+    found = {id(v) for v in registry.list_variables() if id(v) not in held}
     found |= {
-        id(optimizer) for optimizer in registry.optimizers() if not any(optimizer is each for each in used)
+        id(optimizer)
+        for optimizer in registry.list_optimizers()
+        if not any(optimizer is each for each in used)
     }
     return found | ({id(top) for top in tops} if len(tops) > 1 else set())
 
 
-def find_untracked(root: object, wanted: Collection[int] | None = None) -> list[FoundVariable]:
-    """Find variables in objects that are no layers, below a layer or model, limited to the ids in `wanted` if given."""
-    found: dict[int, FoundVariable] = {}
+def find_untracked_variables(
+    root: object, wanted_ids: Collection[int] | None = None
+) -> list[VariableWithPaths]:
+    """Return variables in objects below a layer or model that are no layers, only those in `wanted_ids` if given."""
+    found: dict[int, VariableWithPaths] = {}
     seen: set[int] = set()
     for path, layer in [("", root), *find_layers(root)]:
         for below, variable, is_seed in _search_variables(layer, seen, _DEPTH):
-            if wanted is None or id(variable) in wanted:
+            if wanted_ids is None or id(variable) in wanted_ids:
                 name = f"{path}.{below}" if path else below
-                found.setdefault(id(variable), FoundVariable(variable, name, is_seed=is_seed))
-    return number_equal_paths(found.values())
+                found.setdefault(id(variable), VariableWithPaths(variable, name, is_seed=is_seed))
+    return number_duplicate_paths(found.values())
 
 
-def _search_variables(owner: object, seen: set[int], depth: int) -> Iterator[tuple[str, object, bool]]:
-    for name, child in _list_children(owner):
+def _search_variables(
+    owner: object, visited_ids: set[int], max_depth: int
+) -> Iterator[tuple[str, object, bool]]:
+    """Yield path, variable, and whether it is a seed state, for variables in nested attributes of an object."""
+    for name, child in _list_named_children(owner):
         if isinstance(child, keras.Variable):
             yield name, child, isinstance(owner, keras.random.SeedGenerator)
-        elif depth and id(child) not in seen and not isinstance(child, _NOT_SEARCHED):
-            seen.add(id(child))
-            for path, variable, is_seed in _search_variables(child, seen, depth - 1):
+        elif max_depth and id(child) not in visited_ids and not isinstance(child, _NOT_SEARCHED):
+            visited_ids.add(id(child))
+            for path, variable, is_seed in _search_variables(child, visited_ids, max_depth - 1):
                 yield f"{name}.{path}", variable, is_seed
 
 
-def _list_children(owner: object) -> list[tuple[str, object]]:
+def _list_named_children(owner: object) -> list[tuple[str, object]]:
     if isinstance(owner, Mapping):
         return [(str(key), value) for key, value in owner.items()]
     if isinstance(owner, (list, tuple)):
         return [(str(i), value) for i, value in enumerate(owner)]
-    return list(list_attributes(owner)) if hasattr(owner, "__dict__") else []
+    return list(iterate_attributes(owner)) if hasattr(owner, "__dict__") else []

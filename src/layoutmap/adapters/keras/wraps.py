@@ -1,7 +1,7 @@
 """Wrap methods of each layer and optimizer created in a scope.
 
-Keras itself wraps `build` and `quantize` on each layer in this way. Nothing stays on a class.
-The exception is a hook of `copies`, while a model lives that was saved to a file.
+Keras itself wraps `build` and `quantize` on each layer in this way. Nothing stays on a class, except for a hook of
+`copies`, which stays while a model exists that was saved to a file.
 
     build, _maybe_build, quantize, enable_lora, compile     open the scope again while they run
     __deepcopy__, __reduce_ex__, get_config                 copies: see `copies`
@@ -24,17 +24,17 @@ import keras
 
 from layoutmap.adapters.keras.call_stack import find_running_step
 from layoutmap.adapters.keras.copies import (
-    make_copy_wraps,
+    make_copy_wrappers,
     make_mixed_model_error,
     warn_of_unsharded_layers,
     wrap_save_own_variables,
 )
-from layoutmap.adapters.keras.existing_layers import make_existing_error
+from layoutmap.adapters.keras.existing_layers import make_existing_object_error
 from layoutmap.adapters.keras.loading import wrap_load_own_variables, wrap_load_weights
 from layoutmap.adapters.keras.paths import SESSION
-from layoutmap.adapters.keras.private import Functional, get_outermost_layer, in_symbolic_scope
+from layoutmap.adapters.keras.private import Functional, get_outermost_called_layer, in_symbolic_scope
 from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.adapters.keras.quantization import restore_on_error, unshard_weights
+from layoutmap.adapters.keras.quantization import restore_layer_on_plan_error, unshard_own_weights
 from layoutmap.adapters.keras.training import wrap_fit
 from layoutmap.engines.patches import wrap_in_context
 
@@ -46,123 +46,128 @@ _ABSENT = object()
 
 
 def wrap_layer(layer: Any, session: KerasSession) -> None:
-    """Wrap a layer so that its scope reopens when it creates weights. Unwrap any other scope."""
-    if not _start_wrapping(layer, session):
+    """Wrap a layer's methods to reopen its scope when they create weights. Unwrap any other scope."""
+    if not _claim_for_scope(layer, session):
         return
-    undo = functools.partial(restore_on_error, layer, session)
-    wraps = {"build": wrap_in_context(layer.build, session.defer)}
+    undo = functools.partial(restore_layer_on_plan_error, layer, session)
+    wrappers = {"build": wrap_in_context(layer.build, session.defer_variables)}
     if hasattr(layer, "enable_lora"):
-        wraps["enable_lora"] = wrap_in_context(wrap_in_context(layer.enable_lora, session.defer), undo)
+        enable_lora = wrap_in_context(layer.enable_lora, session.defer_variables)
+        wrappers["enable_lora"] = wrap_in_context(enable_lora, undo)
     if hasattr(layer, "quantize"):
-        off_mesh = functools.partial(unshard_weights, layer, session)
-        quantize = wrap_in_context(wrap_in_context(layer.quantize, session.defer), off_mesh)
-        wraps["quantize"] = wrap_in_context(quantize, undo)
-    wraps["_maybe_build"] = _wrap_maybe_build(
-        layer, session, wrap_in_context(layer._maybe_build, session.defer)
+        off_mesh = functools.partial(unshard_own_weights, layer, session)
+        quantize = wrap_in_context(wrap_in_context(layer.quantize, session.defer_variables), off_mesh)
+        wrappers["quantize"] = wrap_in_context(quantize, undo)
+    wrappers["_maybe_build"] = _wrap_maybe_build(
+        layer, session, wrap_in_context(layer._maybe_build, session.defer_variables)
     )
-    wraps["load_own_variables"] = wrap_load_own_variables(layer, session)
-    wraps |= make_copy_wraps(layer, session)
+    wrappers["load_own_variables"] = wrap_load_own_variables(layer, session)
+    wrappers |= make_copy_wrappers(layer, session)
     if session.policy.activations:
-        _set_methods(
-            layer, {name: _wrap_call_with_layouts(layer, session, get_call(layer, name)) for name in CALLS}
-        )
-    _set_methods(layer, wraps)
-    wraps = {**session.backend.make_layer_wraps(layer, session)}
-    save = wraps.get("save_own_variables") or layer.save_own_variables
-    wraps["save_own_variables"] = wrap_save_own_variables(save, session)
+        for name in CALLS:
+            call = _wrap_call_to_relayout_outputs(layer, session, get_call_method(layer, name))
+            _replace_methods(layer, {name: call})
+    _replace_methods(layer, wrappers)
+    wrappers = {**session.backend.make_layer_wrappers(layer, session)}
+    save = wrappers.get("save_own_variables") or layer.save_own_variables
+    wrappers["save_own_variables"] = wrap_save_own_variables(save, session)
     if isinstance(layer, keras.Model):
-        wraps["compile"] = _wrap_compile(layer, session)
-        wraps["load_weights"] = wrap_load_weights(layer, lambda: map(get_session, layer._flatten_layers()))
-        wraps |= session.backend.make_training_wraps(layer, session)
-        wraps["fit"] = wrap_fit(wraps.get("fit", layer.fit), session)
-    _set_methods(layer, wraps)
+        wrappers["compile"] = _wrap_compile(layer, session)
+        wrappers["load_weights"] = wrap_load_weights(layer, lambda: map(get_session, layer._flatten_layers()))
+        wrappers |= session.backend.make_training_wrappers(layer, session)
+        wrappers["fit"] = wrap_fit(wrappers.get("fit", layer.fit), session)
+    _replace_methods(layer, wrappers)
 
 
 def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
-    """Wrap an optimizer so that its scope reopens when it creates slots. Unwrap any other scope.
+    """Wrap an optimizer's methods to reopen its scope when they create slots. Unwrap any other scope.
 
     Raises:
         ScopeError: The scope is that of a plan, and the optimizer existed before it.
     """
     inner = getattr(optimizer, "inner_optimizer", None)
     for each in (optimizer, inner) if session.context.plan_only else ():
-        # Skip layers in the middle of __init__.
+        # An optimizer without `built` is just being constructed, so it did not exist before the plan.
         if hasattr(each, "built") and get_session(each) is not session:
-            raise make_existing_error(each, plan_only=True)
-    if _start_wrapping(optimizer, session):
-        wraps = {
-            "build": wrap_in_context(optimizer.build, session.defer),
+            raise make_existing_object_error(each, plan_only=True)
+    if _claim_for_scope(optimizer, session):
+        wrappers = {
+            "build": wrap_in_context(optimizer.build, session.defer_variables),
             "load_own_variables": wrap_load_own_variables(optimizer, session),
         }
-        _set_methods(optimizer, {**wraps, **session.backend.make_optimizer_wraps(optimizer, session)})
+        _replace_methods(
+            optimizer, {**wrappers, **session.backend.make_optimizer_wrappers(optimizer, session)}
+        )
         session.registry.add_optimizer(optimizer)
     # The inner optimizer updates the outer one's variables, so wrap it, too.
-    if inner is not None and _start_wrapping(inner, session):
-        wraps = {"load_own_variables": wrap_load_own_variables(inner, session)}
-        _set_methods(inner, {**wraps, **session.backend.make_optimizer_wraps(inner, session)})
-    # Inner optimizers of a MultiOptimizer may come from outside the scope.
+    if inner is not None and _claim_for_scope(inner, session):
+        wrappers = {"load_own_variables": wrap_load_own_variables(inner, session)}
+        _replace_methods(inner, {**wrappers, **session.backend.make_optimizer_wrappers(inner, session)})
+    # Inner optimizers of a MultiOptimizer may come from outside the scope, so wrap them here.
     for each in getattr(optimizer, "optimizers", ()):
         wrap_optimizer(each, session)
 
 
 def unwrap_optimizer(optimizer: object) -> None:
-    """Unwrap an optimizer without a model, because the wraps would keep its slots in memory."""
+    """Restore the methods of an optimizer that no model uses, because the wrappers would keep its slots in memory."""
     for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
         if each is not None:
-            _unwrap(each)
+            _restore_methods(each)
     for each in getattr(optimizer, "optimizers", ()):
         unwrap_optimizer(each)
 
 
-def get_session(thing: object) -> KerasSession | None:
+def get_session(wrapped_object: object) -> KerasSession | None:
     """Return the session that wraps a layer, model, or optimizer, or None."""
-    return thing.__dict__.get(SESSION)
+    return wrapped_object.__dict__.get(SESSION)
 
 
-def get_call(layer: keras.Layer, name: str) -> Callable[..., object]:
-    """Return the `call`, or equivalent, of a layer that is being constructed.
+def get_call_method(layer: keras.Layer, method_name: str) -> Callable[..., object]:
+    """Return a layer's `call` or `quantized_call`, also if the layer is still being constructed.
 
     A class without one may be Functional by inheritance: Keras makes it so while its first model is being initialized,
     which is after `__new__`.
     """
-    if name != "call" or name in layer.__dict__ or type(layer).call is not keras.Model.call:
-        return getattr(layer, name)
+    if method_name != "call" or method_name in layer.__dict__ or type(layer).call is not keras.Model.call:
+        return getattr(layer, method_name)
 
     @functools.wraps(types.MethodType(Functional.call, layer))
-    def call(*args: object, **kwargs: object) -> object:
+    def call_class_method(*args: object, **kwargs: object) -> object:
         return type(layer).call(layer, *args, **kwargs)
 
-    return call
+    return call_class_method
 
 
-def _start_wrapping(thing: object, session: KerasSession) -> bool:
-    """Unwrap an object from another scope, and return whether this scope must still wrap it."""
-    if thing.__dict__.get(SESSION) is session:
+def _claim_for_scope(wrapped_object: object, session: KerasSession) -> bool:
+    """Unwrap an object of another scope, and return whether this scope has yet to wrap the object."""
+    if wrapped_object.__dict__.get(SESSION) is session:
         return False
-    _unwrap(thing)
-    thing.__dict__[SESSION] = session
+    _restore_methods(wrapped_object)
+    wrapped_object.__dict__[SESSION] = session
     return True
 
 
-def _unwrap(thing: object) -> None:
-    own = thing.__dict__
+def _restore_methods(wrapped_object: object) -> None:
+    """Restore the methods that an object had before it was wrapped, and remove it from the registry of its scope."""
+    own = wrapped_object.__dict__
     for name, before in own.pop(_BEFORE, {}).items():
         if before is _ABSENT:
             own.pop(name, None)
         else:
             own[name] = before
     if SESSION in own:
-        own[SESSION].registry.remove_owner(thing)
+        own[SESSION].registry.remove_owner(wrapped_object)
         del own[SESSION]
 
 
-def _set_methods(thing: object, wraps: dict[str, Callable[..., object]]) -> None:
+def _replace_methods(wrapped_object: object, wrappers: dict[str, Callable[..., object]]) -> None:
+    """Replace methods in an object's `__dict__`, and store the previous ones for `_restore_methods`."""
     # Keras's __setattr__ would track the value, so write to __dict__.
-    own = thing.__dict__
+    own = wrapped_object.__dict__
     before = own.setdefault(_BEFORE, {})
-    for name in wraps:
+    for name in wrappers:
         before.setdefault(name, own.get(name, _ABSENT))
-    own.update(wraps)
+    own.update(wrappers)
 
 
 def _wrap_maybe_build(
@@ -172,9 +177,9 @@ def _wrap_maybe_build(
 
     @functools.wraps(method)
     def build_once(call_spec: Any) -> object:
-        outer = get_outermost_layer()
-        if outer is not None and get_session(outer) is None:
-            _check_outer(outer, session)
+        outer_model = get_outermost_called_layer()
+        if outer_model is not None and get_session(outer_model) is None:
+            _check_outer_model(outer_model, session)
         if layer.built:
             return None
         with session.lock:
@@ -183,61 +188,64 @@ def _wrap_maybe_build(
     return build_once
 
 
-def _check_outer(outer: Any, session: KerasSession) -> None:
+def _check_outer_model(outer_model: Any, session: KerasSession) -> None:
     """Warn once of unsharded layers next to sharded ones, or raise for a step that the backend cannot run."""
     refused = session.backend.single_scope_steps
-    step = find_running_step(outer, refused) if refused else ""
-    trained = [layer for layer in outer._flatten_layers() if layer._trainable_variables and layer.trainable]
+    step = find_running_step(outer_model, refused) if refused else ""
+    trained = [
+        layer for layer in outer_model._flatten_layers() if layer._trainable_variables and layer.trainable
+    ]
     has_mixed_layers = len({get_session(layer) is None for layer in trained}) > 1
     if step and (not refused[step] or has_mixed_layers):
-        raise make_mixed_model_error(outer, step)
-    if outer in session.outer_models:
+        raise make_mixed_model_error(outer_model, step)
+    if outer_model in session.checked_outer_models:
         return
-    layers = outer._flatten_layers()
+    layers = outer_model._flatten_layers()
     if all(layer.built for layer in layers):
-        session.outer_models.add(outer)
-        plain = [
+        session.checked_outer_models.add(outer_model)
+        unsharded_layers = [
             layer
             for layer in layers
             if get_session(layer) is None and (layer._trainable_variables or layer._non_trainable_variables)
         ]
-        if plain:
-            warn_of_unsharded_layers(outer, plain)
+        if unsharded_layers:
+            warn_of_unsharded_layers(outer_model, unsharded_layers)
 
 
 def _wrap_compile(model: Any, session: KerasSession) -> Callable[..., object]:
-    plain = model.compile
+    """Wrap `compile` to create slots in the scope, wrap the new optimizer, and unwrap the replaced one."""
+    original = model.compile
 
-    @functools.wraps(plain)
-    def compile(*args: object, **kwargs: object) -> object:
+    @functools.wraps(original)
+    def compile_and_wrap(*args: object, **kwargs: object) -> object:
         before = getattr(model, "optimizer", None)
-        with session.defer():
-            result = plain(*args, **kwargs)
+        with session.defer_variables():
+            result = original(*args, **kwargs)
             optimizer = getattr(model, "optimizer", None)
             if before is not None and before is not optimizer:
-                session.release_optimizer(before)
+                session.unwrap_unused_optimizer(before)
             if optimizer is not None:
                 wrap_optimizer(optimizer, session)
         return result
 
-    return compile
+    return compile_and_wrap
 
 
-def _wrap_call_with_layouts(
-    layer: object, session: KerasSession, plain: Callable[..., object]
+def _wrap_call_to_relayout_outputs(
+    layer: object, session: KerasSession, original: Callable[..., object]
 ) -> Callable[..., object]:
-    """Wrap a layer's `call`, or equivalent, to constrain outputs by activation rules.
+    """Wrap a layer's `call`, or equivalent, to return outputs in the layouts of activation rules.
 
     The layer's path is looked up when it is called, since it may not be known before.
     """
 
-    @functools.wraps(plain)
-    def call(*args: object, **kwargs: object) -> object:
-        outputs = plain(*args, **kwargs)
-        # Symbolic calls and plans have no arrays to constrain.
+    @functools.wraps(original)
+    def call_and_relayout(*args: object, **kwargs: object) -> object:
+        outputs = original(*args, **kwargs)
+        # Symbolic calls and plans have no arrays, so there is nothing to convert.
         if in_symbolic_scope() or session.context.plan_only:
             return outputs
-        path, layout = session.find_output_layout(layer)
+        path, layout = session.find_path_and_output_layout(layer)
         if layout is None:
             return outputs
         flat = keras.tree.flatten(outputs)
@@ -251,4 +259,4 @@ def _wrap_call_with_layouts(
         ]
         return keras.tree.pack_sequence_as(outputs, placed)
 
-    return call
+    return call_and_relayout

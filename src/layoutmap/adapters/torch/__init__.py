@@ -14,20 +14,20 @@ import torch
 
 from layoutmap.adapters import random_states
 from layoutmap.adapters.options import ScopeOptions
-from layoutmap.adapters.protocol import Adapter, Saved, ScopeContext, Stored
+from layoutmap.adapters.protocol import Adapter, SavedOptimizer, ScopeContext, StoredVariable
 from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.checkpoint_names import list_checkpoint_names
 from layoutmap.adapters.torch.checkpoints import (
-    list_slots,
-    list_stored,
-    read_settings,
-    restore_settings,
-    restore_values,
+    list_optimizer_slots,
+    list_stored_variables,
+    read_optimizer_settings,
+    restore_optimizer_settings,
+    restore_tensors,
 )
-from layoutmap.adapters.torch.forward import find_forward, is_planned
+from layoutmap.adapters.torch.forward import find_forward, is_valueless
 from layoutmap.adapters.torch.options import TorchOptions
-from layoutmap.adapters.torch.paths import find_tensors, is_keras_module, unwrap_compiled
-from layoutmap.adapters.torch.session import TorchSession, make_entries
+from layoutmap.adapters.torch.paths import is_keras_module, list_model_tensors, unwrap_compiled
+from layoutmap.adapters.torch.session import TorchSession, iterate_entries
 from layoutmap.adapters.torch.training import (
     MakeOptimizer,
     call_model,
@@ -50,26 +50,22 @@ from layoutmap.engines.torch.element_types import to_torch
 from layoutmap.engines.torch.gather import find_fully_sharded_dims
 from layoutmap.engines.torch.modes import list_dispatch_modes
 
-__all__ = ["TorchAdapter", "adapter", "train_with"]
+__all__ = ["TorchAdapter", "make_adapter", "train_with"]
 
 
 class TorchAdapter(Adapter):
     """Adapter for `torch.nn` models (see `layoutmap.adapters.protocol`)."""
 
     name = "torch"
-    places_batches = True
+    shards_batches = True
 
     @property
     def engine_name(self) -> str:
         """Return `"torch"`."""
         return "torch"
 
-    def check(self) -> None:
-        """Raise for a context in which a scope cannot work.
-
-        Raises:
-            ScopeError: It cannot; says why.
-        """
+    def check_context(self) -> None:
+        """Raise if a scope is opened under a FakeTensorMode or in a compiled function, where values do not exist."""
         fake = any(isinstance(mode, FakeTensorMode) for mode in list_dispatch_modes())
         if fake or torch.compiler.is_compiling():
             raise ScopeError(
@@ -82,32 +78,32 @@ class TorchAdapter(Adapter):
         """Return whether an object is a torch module, and not a Keras layer with the torch backend."""
         return isinstance(model, torch.nn.Module) and not is_keras_module(model)
 
-    def refused(self, library: str) -> AbstractContextManager[None]:
-        """Raise for torch modules built until the block ends, because the scope is for another library."""
-        return module_hooks.install_hooks()
+    def refuse_models(self, scope_library: str) -> AbstractContextManager[None]:
+        """Raise for torch modules that are built until the block ends, because the scope is for `scope_library`."""
+        return module_hooks.install_creation_hooks()
 
-    def read_own_options(
-        self, given: Mapping[str, Any], options: ScopeOptions, *, across: bool
+    def read_library_options(
+        self, values: Mapping[str, Any], options: ScopeOptions, *, spans_processes: bool
     ) -> TorchOptions:
         """Return the scope options that only torch models have."""
-        return TorchOptions.of(given, options, across=across)
+        return TorchOptions.from_values(values, options, spans_processes=spans_processes)
 
-    def begin(self, context: ScopeContext) -> TorchSession:
+    def make_session(self, context: ScopeContext) -> TorchSession:
         """Return a session for one scope."""
         return TorchSession(context)
 
     @contextmanager
-    def keep_random_states(self) -> Generator[None]:
+    def preserve_random_states(self) -> Generator[None]:
         """Restore the random states of Python, numpy, and torch when the block ends."""
-        own = torch.get_rng_state()
-        gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        cpu_state = torch.get_rng_state()
+        gpu_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         try:
-            with random_states.keep_states():
+            with random_states.preserve_states():
                 yield
         finally:
-            torch.set_rng_state(own)
-            if gpus:
-                torch.cuda.set_rng_state_all(gpus)
+            torch.set_rng_state(cpu_state)
+            if gpu_states:
+                torch.cuda.set_rng_state_all(gpu_states)
 
     def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
         """Return why a variable cannot have uneven shards in a layout, or an empty text if it can."""
@@ -115,14 +111,14 @@ class TorchAdapter(Adapter):
 
     def set_seed(self, seed: int) -> None:
         """Seed Python, numpy and torch."""
-        random_states.seed_both(seed)
+        random_states.seed_python_and_numpy(seed)
         torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
 
-    def complete(self, model: torch.nn.Module, batch: object) -> None:
+    def create_lazy_variables(self, model: torch.nn.Module, batch: object) -> None:
         """Do nothing, because a torch model has all weights once it is built."""
 
     def set_optimizer(self, model: torch.nn.Module, optimizer: str | MakeOptimizer) -> object:
-        """Set the optimizer of a model as `train_with` does, given its name or a function that makes it.
+        """Set the optimizer of a model as `train_with` does, and return the model.
 
         Raises:
             ScopeError: torch has no optimizer of that name.
@@ -134,8 +130,8 @@ class TorchAdapter(Adapter):
 
     def variables(self, model: torch.nn.Module) -> dict[str, Variable]:
         """Return parameters, buffers, and slots of the `train_with` optimizer by path."""
-        has_value = not is_planned(model)
-        found = find_tensors(model)
+        has_value = not is_valueless(model)
+        found = list_model_tensors(model)
         named = {each.path: Variable(each.path, each.tensor, has_value) for each in found}
         optimizer = get_training(model).optimizer
         state: dict[torch.Tensor, Any] = {} if optimizer is None else optimizer.state
@@ -146,21 +142,22 @@ class TorchAdapter(Adapter):
                     named[path] = Variable(path, slot)
         return named
 
-    def describe_variables(self, model: Any, optimizer: Any = None) -> list[Stored]:
-        """Return the tensors of a model that was built without a scope, and its optimizer's slots."""
-        found = [Stored(entry.spec, entry.found.tensor) for entry in make_entries([unwrap_compiled(model)])]
-        return found + list_slots(found, optimizer or get_training(model).optimizer)
+    def describe_variables(self, model: Any, optimizer: Any = None) -> list[StoredVariable]:
+        """Return the tensors of a model and the slots of its optimizer, described as in a plan."""
+        entries = iterate_entries([unwrap_compiled(model)])
+        found = [StoredVariable(entry.spec, entry.source.tensor) for entry in entries]
+        return found + list_optimizer_slots(found, optimizer or get_training(model).optimizer)
 
-    def make_on_one_device(self, make: Callable[[], torch.nn.Module], mesh: Mesh) -> object:
+    def make_on_one_device(self, make_model: Callable[[], torch.nn.Module], mesh: Mesh) -> object:
         """Return an unsharded model on one device of a bound mesh's type. Torch makes it on the CPU."""
-        return make().to(convert_device_type(str(mesh.device_type)))
+        return make_model().to(convert_device_type(str(mesh.device_type)))
 
     def find_context(self, model: torch.nn.Module) -> ScopeContext | None:
         """Return the context of the scope that sharded a model or a module in it, or None."""
         forwards = (find_forward(module) for module in model.modules())
         return next((forward.context for forward in forwards if forward is not None), None)
 
-    def gathered_dims(self, model: torch.nn.Module) -> tuple[str, ...]:
+    def list_gathered_dims(self, model: torch.nn.Module) -> tuple[str, ...]:
         """Return the mesh dims over which torch's `fully_shard` gathers weights."""
         return find_fully_sharded_dims(model)
 
@@ -178,19 +175,19 @@ class TorchAdapter(Adapter):
         model.eval()
         try:
             with torch.no_grad():
-                return convert_outputs(call_model(model, batch), _read_array)
+                return convert_outputs(call_model(model, batch), _read_as_numpy)
         finally:
             model.train(was_training)
 
     def gradients(self, model: torch.nn.Module, batch: object) -> tuple[dict[str, float], dict[str, object]]:
         """Return the loss of a batch, and its gradient for each trainable parameter by path."""
         model.zero_grad()  # drop gradients of an earlier step
-        loss = self._add_gradients(model, batch)
+        loss = self._accumulate_gradients(model, batch)
         gradients: dict[str, object] = {}
-        for each in find_tensors(model):
+        for each in list_model_tensors(model):
             if each.tensor.requires_grad:
                 gradient = torch.zeros_like(each.tensor) if each.tensor.grad is None else each.tensor.grad
-                gradients[each.path] = _read_array(gradient)
+                gradients[each.path] = _read_as_numpy(gradient)
         model.zero_grad()
         return {"loss": loss}, gradients
 
@@ -198,28 +195,28 @@ class TorchAdapter(Adapter):
         """Run one step of the `train_with` optimizer, and return the loss before it."""
         optimizer = get_optimizer(model)
         optimizer.zero_grad()
-        loss = self._add_gradients(model, batch)
+        loss = self._accumulate_gradients(model, batch)
         optimizer.step()
         return {"loss": loss}
 
-    def _add_gradients(self, model: torch.nn.Module, batch: object) -> float:
-        """Accumulate the gradients of all passes of a batch, and return the last loss."""
+    def _accumulate_gradients(self, model: torch.nn.Module, batch: object) -> float:
+        """Add up the gradients of all backward passes of a batch, and return the last loss."""
         loss = float("nan")
         for _ in range(get_training(model).num_passes):
-            with self._seed_draws(model):
+            with self._seed_next_pass(model):
                 value = compute_loss(model, batch)
                 value.backward()  # pyright: ignore[reportUnknownMemberType]
             loss = value.item()
         return loss
 
     def list_stored_variables(
-        self, model: Any, optimizer: Any = None, saved: Saved | None = None
-    ) -> list[Stored]:
+        self, model: Any, optimizer: Any = None, saved: SavedOptimizer | None = None
+    ) -> list[StoredVariable]:
         """Return the tensors and optimizer slots that a checkpoint of a model contains."""
         training = get_training(model)
         if optimizer is None and training.make_optimizer is not None and saved is not None and saved.slots:
             optimizer = get_optimizer(model)  # create the optimizer, because slots are restored into it
-        return list_stored(model, optimizer or training.optimizer, saved)
+        return list_stored_variables(model, optimizer or training.optimizer, saved)
 
     def list_checkpoint_names(self, model: Any) -> list[tuple[str, list[tuple[str, str]]]]:
         """Return the names and axes of a model's variables in its Hugging Face checkpoint."""
@@ -236,26 +233,26 @@ class TorchAdapter(Adapter):
         arrays: Iterable[tuple[str, NumpyArray | torch.Tensor]],
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
         """Assign new values to the tensors and optimizer slots of a model."""
-        restore_values(model, optimizer or get_training(model).optimizer, arrays)
+        restore_tensors(model, optimizer or get_training(model).optimizer, arrays)
         return model, optimizer
 
-    def settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
+    def read_settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
         """Return the optimizer's settings and the random states."""
         random = random_states.read_states() | {"torch": torch.get_rng_state().numpy()}
         if torch.cuda.is_initialized():
             random["cuda"] = torch.cuda.get_rng_state().numpy()
         return {
-            "optimizer": read_settings(model, optimizer or get_training(model).optimizer),
+            "optimizer": read_optimizer_settings(model, optimizer or get_training(model).optimizer),
             "random": random,
         }
 
     def restore_settings(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, settings: Mapping[str, Any]
     ) -> None:
-        """Restore the optimizer's settings and the random states from the result of `settings`."""
+        """Restore the optimizer's settings and the random states from the result of `read_settings`."""
         optimizer = optimizer or get_training(model).optimizer
         if optimizer is not None and settings.get("optimizer"):
-            restore_settings(model, optimizer, settings["optimizer"], settings.get("override", {}))
+            restore_optimizer_settings(model, optimizer, settings["optimizer"], settings.get("override", {}))
         random = settings["random"]
         random_states.restore_states(random)
         if "torch" in random:
@@ -264,19 +261,19 @@ class TorchAdapter(Adapter):
             torch.cuda.set_rng_state(torch.from_numpy(random["cuda"]))  # pyright: ignore[reportUnknownMemberType]
 
     @contextmanager
-    def _seed_draws(self, model: torch.nn.Module) -> Generator[None]:
-        """Seed random numbers by the number of the model's pass, so that compared models draw the same numbers."""
+    def _seed_next_pass(self, model: torch.nn.Module) -> Generator[None]:
+        """Seed random numbers by the count of passes until the block ends, so that compared models draw the same."""
         training = get_training(model)
         training.num_draws += 1
-        with self.keep_random_states():
+        with self.preserve_random_states():
             self.set_seed(training.num_draws)
             yield
 
 
-def _read_array(tensor: torch.Tensor) -> object:
+def _read_as_numpy(tensor: torch.Tensor) -> object:
     return Variable("", tensor).read()
 
 
-def adapter() -> TorchAdapter:
+def make_adapter() -> TorchAdapter:
     """Return the adapter for torch models."""
     return TorchAdapter()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from layoutmap.adapters.protocol import Stored
+from layoutmap.adapters.protocol import StoredVariable
 from layoutmap.core.errors import CheckpointError
 from layoutmap.engines.torch.element_types import find_torch_dtype
 from layoutmap.engines.torch.modes import TorchDispatchMode
@@ -29,8 +29,10 @@ from layoutmap.engines.torch.storages import get_storage_key
 TESTED = "5.24"
 
 
-def list_checkpoint_names(model: Any, stored: Sequence[Stored]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return, for each variable, the names in the checkpoint and how the axes of each correspond to the variable's.
+def list_checkpoint_names(
+    model: Any, stored: Sequence[StoredVariable]
+) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return each variable's names in the checkpoint, and how the axes of each name correspond to its own.
 
     Args:
         model: A model of transformers or peft.
@@ -43,20 +45,20 @@ def list_checkpoint_names(model: Any, stored: Sequence[Stored]) -> list[tuple[st
     Raises:
         CheckpointError: The model is of another library, or a tensor of its checkpoint is no part of one variable.
     """
-    empty: dict[str, torch.Tensor] = {}
+    meta_tensors: dict[str, torch.Tensor] = {}
     paths: dict[int, tuple[str, torch.Tensor]] = {}
     for each in stored:
         variable = each.variable
         dtype = find_torch_dtype(variable.dtype, variable.path)
         tensor = torch.empty(variable.shape, dtype=dtype, device="meta")
         paths[get_storage_key(tensor)] = variable.path, tensor
-        empty |= dict.fromkeys((variable.path, *variable.aliases), tensor)
-    with _Views():
-        content = _convert_state(model, dict(empty))
+        meta_tensors |= dict.fromkeys((variable.path, *variable.aliases), tensor)
+    with _ContiguousAsView():
+        saved_tensors = _list_saved_tensors(model, dict(meta_tensors))
     names: dict[str, list[tuple[str, str]]] = {each.variable.path: [] for each in stored}
-    for name, tensor in content.items():
-        path, own = paths.get(get_storage_key(tensor), ("", tensor))
-        axes = _find_axes(tensor, own) if path else None
+    for name, tensor in saved_tensors.items():
+        path, variable_tensor = paths.get(get_storage_key(tensor), ("", tensor))
+        axes = _find_axes(tensor, variable_tensor) if path else None
         if axes is None:
             raise CheckpointError(
                 f"{name}: it cannot be assigned to one variable of the model",
@@ -65,11 +67,11 @@ def list_checkpoint_names(model: Any, stored: Sequence[Stored]) -> list[tuple[st
                 fix="call save_pretrained, or pass names= with your own table",
             )
         names[path].append((name, axes))
-    sizes = dict.fromkeys(names, 0)
-    for tensor in content.values():
-        sizes[paths[get_storage_key(tensor)][0]] += tensor.numel()
+    num_elements = dict.fromkeys(names, 0)
+    for tensor in saved_tensors.values():
+        num_elements[paths[get_storage_key(tensor)][0]] += tensor.numel()
     for path, tensor in paths.values():
-        if sizes[path] not in (0, tensor.numel()):
+        if num_elements[path] not in (0, tensor.numel()):
             raise CheckpointError(
                 f"{path}: its checkpoint contains only a part of it",
                 facts={"shape": (*tensor.shape,), "names": ", ".join(name for name, _ in names[path][:3])},
@@ -79,8 +81,8 @@ def list_checkpoint_names(model: Any, stored: Sequence[Stored]) -> list[tuple[st
     return [*names.items()]
 
 
-def _convert_state(model: Any, state: dict[str, Any]) -> Mapping[str, torch.Tensor]:
-    """Return the tensors that a model's own library saves for a state, by name."""
+def _list_saved_tensors(model: Any, state: dict[str, Any]) -> Mapping[str, torch.Tensor]:
+    """Return the tensors that transformers or peft would save for the state of a model, by name."""
     peft, transformers = sys.modules.get("peft"), sys.modules.get("transformers")
     if peft is not None and isinstance(model, peft.PeftModel):
         return peft.get_peft_model_state_dict(model, state_dict=state)
@@ -104,8 +106,8 @@ def _convert_state(model: Any, state: dict[str, Any]) -> Mapping[str, torch.Tens
     return revert(model, remove_tied(state, model))
 
 
-class _Views(TorchDispatchMode):
-    """Make `contiguous` return a view, so that its strides remain those of the model's tensor."""
+class _ContiguousAsView(TorchDispatchMode):
+    """Make `contiguous` return the view itself, because its strides tell which part of the model's tensor it is."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.ops.aten.clone.default else func(*args, **kwargs or {})
@@ -114,7 +116,7 @@ class _Views(TorchDispatchMode):
 # Views only move values, so their strides give a name table that is exact in both directions and
 # by blocks (decisions/0245).
 def _find_axes(part: torch.Tensor, whole: torch.Tensor) -> str | None:
-    """Return the correspondence of the axes of a view and of a contiguous tensor, or `None` if there is none.
+    """Return how the axes of a view correspond to those of a contiguous tensor, or `None` if they do not.
 
     Example:
         >>> whole = torch.empty(8, 6, 4, device="meta")
@@ -122,20 +124,20 @@ def _find_axes(part: torch.Tensor, whole: torch.Tensor) -> str | None:
         'a0 a1 -> 1/8 (1/2 a1) a0'
     """
     offset = int(part.storage_offset())
-    used: set[int] = set()
-    ours: list[str] = []
+    matched_axes: set[int] = set()
+    axis_texts: list[str] = []
     for size, stride in zip(whole.shape, whole.stride(), strict=True):
         start, offset = divmod(offset, stride)
-        fits = [n for n in range(part.ndim) if n not in used and part.stride(n) == stride]
-        found = next((n for n in fits if part.shape[n] == size), next(iter(fits), None))
-        length = 1 if found is None else part.shape[found]
+        candidates = [n for n in range(part.ndim) if n not in matched_axes and part.stride(n) == stride]
+        match = next((n for n in candidates if part.shape[n] == size), next(iter(candidates), None))
+        length = 1 if match is None else part.shape[match]
         if not length or size % length or start % length or part.dtype != whole.dtype:
             return None
-        name = [] if found is None else [f"a{found}"]
-        number = [f"{start // length}/{size // length}"] if length < size or not name else []
-        text = " ".join([*number, *name])
-        ours.append(f"({text})" if number and name else text)
-        used |= set() if found is None else {found}
-    if len(used) < part.ndim:
+        name_texts = [] if match is None else [f"a{match}"]
+        block_text = [f"{start // length}/{size // length}"] if length < size or not name_texts else []
+        text = " ".join([*block_text, *name_texts])
+        axis_texts.append(f"({text})" if block_text and name_texts else text)
+        matched_axes |= set() if match is None else {match}
+    if len(matched_axes) < part.ndim:
         return None
-    return f"{' '.join(f'a{n}' for n in range(part.ndim))} -> {' '.join(ours)}"
+    return f"{' '.join(f'a{n}' for n in range(part.ndim))} -> {' '.join(axis_texts)}"

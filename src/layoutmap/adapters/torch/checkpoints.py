@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.protocol import Saved, Stored
+from layoutmap.adapters.protocol import SavedOptimizer, StoredVariable
 from layoutmap.adapters.torch.optimizer_hooks import derive_slot_layout
-from layoutmap.adapters.torch.paths import FoundTensor, find_tensors, unwrap_compiled
+from layoutmap.adapters.torch.paths import ModelTensor, list_model_tensors, unwrap_compiled
 from layoutmap.adapters.torch.tensor_classes import (
-    class_name,
     find_local_class,
     find_stored_dtype,
+    get_class_name,
     is_composed,
 )
 from layoutmap.core.blocks import NumpyArray
@@ -30,11 +30,11 @@ from layoutmap.core.errors import CheckpointError, LayoutMapWarning, join_names
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.engines.tested import check_names
+from layoutmap.engines.tested import check_names_exist
 from layoutmap.engines.torch.element_types import find_torch_dtype, format_dtype, to_numpy, to_torch
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
-check_names("torch", (torch.nn.Module, "_non_persistent_buffers_set"))
+check_names_exist("torch", (torch.nn.Module, "_non_persistent_buffers_set"))
 
 _LOCAL_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Entries of a parameter group that a load does not change: its tensors and how to compute with them."""
@@ -43,97 +43,100 @@ _REQUIRED_SLOTS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentu
 
 
 # torch creates slots in the first step, so list saved slots before they exist (decisions/0082).
-def list_stored(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, saved: Saved | None = None
-) -> list[Stored]:
-    """Return a model's tensors and its optimizer's slots, including saved slots that the optimizer lacks so far."""
-    found = list(_iterate_saved_tensors(model))
-    for each in found:
+def list_stored_variables(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, saved: SavedOptimizer | None = None
+) -> list[StoredVariable]:
+    """Return a model's tensors and its optimizer's slots, also saved slots that the optimizer does not have yet."""
+    model_tensors = list(_iterate_saved_tensors(model))
+    for each in model_tensors:
         _check_dense(each.path, each.tensor)
-    tensors = [Stored(_make_spec(each), each.tensor) for each in found]
+    tensors = [StoredVariable(_make_tensor_spec(each), each.tensor) for each in model_tensors]
     if optimizer is None:
         return tensors
-    parameters = _find_parameters(_iterate_named(found), optimizer)
+    parameters = _find_optimizer_parameters(_list_named_tensors(model_tensors), optimizer)
     settings = None if saved is None else saved.settings.get("optimizer")
     if settings:
         assert saved is not None
-        _check_form(settings, saved)
-        _check_alike(optimizer, parameters, settings)
-        _check_slots(settings, saved)
-        _warn_of_replaced(optimizer, parameters, settings, saved.settings.get("override", {}))
-    # Parameters without saved state keep their slots.
-    own = {path: each for path, each in parameters.items() if not settings or path in settings["state"]}
-    slots = {each.variable.path: each for each in _iterate_slots(own, optimizer)}
+        _check_settings_form(settings, saved)
+        _check_same_optimizer(optimizer, parameters, settings)
+        _check_required_slots(settings, saved)
+        _warn_of_replaced_settings(optimizer, parameters, settings, saved.settings.get("override", {}))
+    # A load removes the slots of parameters without saved state, so do not list these slots.
+    with_state = {p: each for p, each in parameters.items() if not settings or p in settings["state"]}
+    slots = {each.variable.path: each for each in _iterate_slots(with_state, optimizer)}
     for path, each in slots.items():
         _check_dense(path, each.array)
     for spec in () if saved is None else saved.slots:
-        place = _split_slot_path(parameters, spec.path)
-        if spec.path not in slots and place is not None:
-            like = _make_slot_template(parameters[place[0]], place[1], spec)
-            slots[spec.path] = Stored(_make_slot_spec(*place, spec.shape, spec.dtype), like)
+        slot_key = _split_slot_path(parameters, spec.path)
+        if spec.path not in slots and slot_key is not None:
+            like = _make_slot_template(parameters[slot_key[0]], slot_key[1], spec)
+            slots[spec.path] = StoredVariable(_make_slot_spec(*slot_key, spec.shape, spec.dtype), like)
     return tensors + list(slots.values())
 
 
-def list_slots(found: Sequence[Stored], optimizer: torch.optim.Optimizer | None) -> list[Stored]:
+def list_optimizer_slots(
+    stored: Sequence[StoredVariable], optimizer: torch.optim.Optimizer | None
+) -> list[StoredVariable]:
     """Return the slots that an optimizer has for these tensors of a model."""
     if optimizer is None:
         return []
-    models = {each.variable.path: each.variable.model for each in found}
-    parameters = _find_parameters(((each.variable.path, each.array) for each in found), optimizer)
+    models = {each.variable.path: each.variable.model for each in stored}
+    parameters = _find_optimizer_parameters(((each.variable.path, each.array) for each in stored), optimizer)
     return [
-        Stored(replace(slot.variable, model=models[slot.variable.parent or ""]), slot.array)
+        StoredVariable(replace(slot.variable, model=models[slot.variable.parent or ""]), slot.array)
         for slot in _iterate_slots(parameters, optimizer)
     ]
 
 
 def _iterate_slots(
     parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
-) -> Iterator[Stored]:
+) -> Iterator[StoredVariable]:
     for path, parameter in parameters.items():
         for name, slot in optimizer.state.get(parameter, {}).items():
             if isinstance(slot, torch.Tensor):
-                yield Stored(
+                yield StoredVariable(
                     _make_slot_spec(path, name, slot.shape, format_dtype(find_stored_dtype(slot))), slot
                 )
 
 
-def restore_values(
+def restore_tensors(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
     arrays: Iterable[tuple[str, NumpyArray | torch.Tensor]],
 ) -> None:
-    """Assign new values to tensors and slots, and create slots that the optimizer lacks."""
-    found = list(_iterate_saved_tensors(model))
-    tensors = {each.path: each.tensor for each in found}
-    parameters = {} if optimizer is None else _find_parameters(_iterate_named(found), optimizer)
+    """Assign new values to tensors and slots by path, and create slots that the optimizer lacks."""
+    saved = list(_iterate_saved_tensors(model))
+    tensors = {each.path: each.tensor for each in saved}
+    named = _list_named_tensors(saved)
+    parameters = {} if optimizer is None else _find_optimizer_parameters(named, optimizer)
     with torch.no_grad():
         for path, array in arrays:
             value = array if isinstance(array, torch.Tensor) else to_torch(array)
             if path in tensors:
                 tensors[path].copy_(value)
                 continue
-            place = _split_slot_path(parameters, path)
+            slot_key = _split_slot_path(parameters, path)
             assert optimizer is not None
-            assert place is not None
-            parameter, name = parameters[place[0]], place[1]
+            assert slot_key is not None
+            parameter, name = parameters[slot_key[0]], slot_key[1]
             if name in optimizer.state[parameter]:
                 optimizer.state[parameter][name].copy_(value)
             else:  # some optimizers store `step` on the CPU
-                here = name == "step" and not _has_step_on_device(optimizer, parameter)
-                keep = here or isinstance(value, DTensor)
-                optimizer.state[parameter][name] = value if keep else value.to(parameter.device)
+                is_on_cpu = name == "step" and not _has_step_on_device(optimizer, parameter)
+                is_unchanged = is_on_cpu or isinstance(value, DTensor)
+                optimizer.state[parameter][name] = value if is_unchanged else value.to(parameter.device)
 
 
-def read_settings(
+def read_optimizer_settings(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, object] | None:
-    """Return an optimizer's state other than tensors of its parameters, such as learning rates and counts."""
+    """Return an optimizer's groups and state except the tensors of its parameters, or None without an optimizer."""
     if optimizer is None:
         return None
-    parameters = _find_parameters(_iterate_named(_iterate_saved_tensors(model)), optimizer)
+    parameters = _find_optimizer_parameters(_list_named_tensors(_iterate_saved_tensors(model)), optimizer)
     paths = {id(parameter): path for path, parameter in parameters.items()}
     groups = [
-        {name: _pack_setting(value) for name, value in group.items() if name not in _LOCAL_SETTINGS}
+        {name: _convert_to_numpy(value) for name, value in group.items() if name not in _LOCAL_SETTINGS}
         | {"params": [paths[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
@@ -141,28 +144,28 @@ def read_settings(
     other: dict[object, object] = {}
     for key, values in optimizer.state.items():
         if not isinstance(key, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            other[key] = _pack_setting(values)
+            other[key] = _convert_to_numpy(values)
         else:
             state[paths[id(key)]] = {  # use paths, because ids and order differ in the loading program
-                name: _pack_setting(value)
+                name: _convert_to_numpy(value)
                 for name, value in values.items()
                 if not isinstance(value, torch.Tensor)
             }
     return {"kind": type(optimizer).__name__, "groups": groups, "state": state, "other": other}
 
 
-def restore_settings(
+def restore_optimizer_settings(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     settings: Mapping[str, Any],
     override: Mapping[str, object],
 ) -> None:
-    """Restore the result of `read_settings`, except for the values in `override`."""
-    parameters = _find_parameters(_iterate_named(_iterate_saved_tensors(model)), optimizer)
-    for group, number in zip(
-        optimizer.param_groups, _match_groups(optimizer, parameters, settings), strict=True
+    """Restore the result of `read_optimizer_settings`. A setting in `override` gets the value given there instead."""
+    parameters = _find_optimizer_parameters(_list_named_tensors(_iterate_saved_tensors(model)), optimizer)
+    for group, group_index in zip(
+        optimizer.param_groups, _match_saved_groups(optimizer, parameters, settings), strict=True
     ):
-        saved: Mapping[str, Any] = {} if number is None else settings["groups"][number]
+        saved: Mapping[str, Any] = {} if group_index is None else settings["groups"][group_index]
         for name, value in {**saved, **(override if saved else {})}.items():
             if name not in _LOCAL_SETTINGS:
                 old = group.get(name)
@@ -170,34 +173,34 @@ def restore_settings(
                 if isinstance(old, torch.Tensor):
                     old.copy_(torch.as_tensor(value))
                 else:
-                    group[name] = _unpack_setting(value)
+                    group[name] = _convert_to_torch(value)
     for path, parameter in parameters.items():
         if path in settings["state"]:
-            optimizer.state[parameter].update(_unpack_setting(settings["state"][path]))
+            optimizer.state[parameter].update(_convert_to_torch(settings["state"][path]))
         else:
             optimizer.state.pop(parameter, None)
-    optimizer.state.update(_unpack_setting(settings["other"]))
+    optimizer.state.update(_convert_to_torch(settings["other"]))
 
 
-def _warn_of_replaced(
+def _warn_of_replaced_settings(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],
     settings: Mapping[str, Any],
     override: Mapping[str, object],
 ) -> None:
-    """Warn about saved settings that replace different settings of the optimizer."""
+    """Warn about settings with which the optimizer was created and which the load replaces by saved ones."""
     replaced: dict[str, object] = {}
-    for group, number in zip(
-        optimizer.param_groups, _match_groups(optimizer, parameters, settings), strict=True
+    for group, group_index in zip(
+        optimizer.param_groups, _match_saved_groups(optimizer, parameters, settings), strict=True
     ):
-        saved: Mapping[str, Any] = {} if number is None else settings["groups"][number]
+        saved: Mapping[str, Any] = {} if group_index is None else settings["groups"][group_index]
         for name in [n for n in saved if n in group and n not in (*_LOCAL_SETTINGS, *override)]:
             # A scheduler changes `lr`, so compare `initial_lr` if it exists.
-            begin = "initial_lr" if name == "lr" and "initial_lr" in saved else name
-            own, value = _pack_setting(group.get(begin, group[name])), saved[begin]
+            name_at_start = "initial_lr" if name == "lr" and "initial_lr" in saved else name
+            current, value = (_convert_to_numpy(group.get(name_at_start, group[name])), saved[name_at_start])
             is_cycled = name in ("betas", "momentum") and "max_momentum" in saved
-            if not is_cycled and not _has_equal_values(own, value):
-                replaced[name] = f"{own} in code, {value} saved"
+            if not is_cycled and not _are_equal_settings(current, value):
+                replaced[name] = f"{current} in code, {value} saved"
     if replaced:
         warnings.warn(
             LayoutMapWarning(
@@ -212,43 +215,43 @@ def _warn_of_replaced(
         )
 
 
-def _has_equal_values(one: object, other: object) -> bool:
-    """Return whether two settings are equal in the float type with fewer bits."""
-    ones, others = tree_leaves(one), tree_leaves(other)
-    return len(ones) == len(others) and all(map(_is_equal_leaf, ones, others))
+def _are_equal_settings(first: object, second: object) -> bool:
+    """Return whether two settings are equal after floats are rounded to the smaller of their types."""
+    leaves = tree_leaves(first), tree_leaves(second)
+    return len(leaves[0]) == len(leaves[1]) and all(map(_are_equal_leaves, *leaves))
 
 
-def _is_equal_leaf(one: object, other: object) -> bool:
-    arrays = np.asarray(one), np.asarray(other)
+def _are_equal_leaves(first: object, second: object) -> bool:
+    arrays = np.asarray(first), np.asarray(second)
     if all(array.dtype.kind == "f" for array in arrays):
         least = min((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize)
         arrays = arrays[0].astype(least), arrays[1].astype(least)
     return np.array_equal(*arrays)
 
 
-def _check_form(settings: Any, saved: Saved) -> None:
-    """Raise if the saved settings are not those of an optimizer."""
+def _check_settings_form(settings: Any, saved: SavedOptimizer) -> None:
+    """Raise if the saved settings do not have the form that `read_optimizer_settings` returns."""
     try:
         parts = [settings["state"], settings["other"], *settings["state"].values(), *settings["groups"]]
-        is_right = all(isinstance(each, Mapping) for each in parts) and isinstance(settings["kind"], str)
+        is_valid = all(isinstance(each, Mapping) for each in parts) and isinstance(settings["kind"], str)
         paths = [path for group in settings["groups"] for path in group["params"]]
-        is_right = is_right and all(isinstance(path, str) for path in paths)
+        is_valid = is_valid and all(isinstance(path, str) for path in paths)
         named = {f"optimizer.{path}.{name}" for path, values in settings["state"].items() for name in values}
-        # Tensors are restored as slots.
-        is_right = is_right and named.isdisjoint(each.path for each in saved.slots)
-        _unpack_setting(parts)
+        # Tensors are restored as slots, so no setting may have the name of a slot.
+        is_valid = is_valid and named.isdisjoint(each.path for each in saved.slots)
+        _convert_to_torch(parts)
     except (LookupError, TypeError, AttributeError, ValueError):
-        is_right = False
-    if not is_right:
+        is_valid = False
+    if not is_valid:
         raise CheckpointError(
             "the checkpoint has no settings of an optimizer",
-            why="its optimizer metadata is missing or has another form",
+            why="its optimizer metadata is missing or has an unknown form",
             fix="load another step, or leave optimizer out",
         )
 
 
-def _check_slots(settings: Mapping[str, Any], saved: Saved) -> None:
-    """Raise if slots are missing without which a step of the optimizer fails."""
+def _check_required_slots(settings: Mapping[str, Any], saved: SavedOptimizer) -> None:
+    """Raise if a setting needs a slot in each step and no saved slot has its name."""
     names = {each.path.rpartition(".")[2] for each in saved.slots}
     override = saved.settings.get("override", {})
     needs = {
@@ -261,29 +264,30 @@ def _check_slots(settings: Mapping[str, Any], saved: Saved) -> None:
             raise CheckpointError(
                 f"{name}: the checkpoint has no {slot} for it",
                 facts={"slots": join_names(sorted(names))},
-                why=f"{settings['kind']} with {name} needs it in each step, and was saved without",
+                why=f"{settings['kind']} needs this slot in each step with {name}, and it was not saved",
                 fix=f"leave {name} out of override; or leave optimizer out, and begin with new slots",
             )
 
 
-def _iterate_saved_tensors(model: torch.nn.Module) -> Iterator[FoundTensor]:
+def _iterate_saved_tensors(model: torch.nn.Module) -> Iterator[ModelTensor]:
     """Yield the parameters and persistent buffers of a model."""
-    for each in find_tensors(unwrap_compiled(model)):
-        if not all(place.name in place.module._non_persistent_buffers_set for place in each.places):  # pyright: ignore[reportPrivateUsage]
+    for each in list_model_tensors(unwrap_compiled(model)):
+        if not all(at.name in at.module._non_persistent_buffers_set for at in each.attributes):  # pyright: ignore[reportPrivateUsage]
             yield each
 
 
-def _iterate_named(found: Iterable[FoundTensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((each.path, each.tensor) for each in found)
+def _list_named_tensors(model_tensors: Iterable[ModelTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((each.path, each.tensor) for each in model_tensors)
 
 
 def _check_dense(path: str, tensor: torch.Tensor) -> None:
+    """Raise if a tensor is not a dense tensor with values."""
     kinds = {
         "quantized": tensor.is_quantized,
         "nested": tensor.is_nested,
         "on the meta device": tensor.is_meta,
         f"of {tensor.layout}": tensor.layout is not torch.strided,
-        f"a {class_name(find_local_class(tensor))}": is_composed(tensor),
+        f"a {get_class_name(find_local_class(tensor))}": is_composed(tensor),
     }
     for kind in (name for name, is_so in kinds.items() if is_so):
         raise CheckpointError(
@@ -294,16 +298,16 @@ def _check_dense(path: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _find_parameters(
-    named: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer
+def _find_optimizer_parameters(
+    paths_and_tensors: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
     """Return an optimizer's parameters by path, in the model's order, or raise if the model lacks one."""
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    parameters = {path: tensor for path, tensor in named if id(tensor) in own}
-    if len(parameters) < len(own):
+    optimizer_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = {path: tensor for path, tensor in paths_and_tensors if id(tensor) in optimizer_ids}
+    if len(parameters) < len(optimizer_ids):
         raise CheckpointError(
             f"{type(optimizer).__name__}: it is not the optimizer of this model",
-            facts={"its parameters": len(own), "of these in the model": len(parameters)},
+            facts={"its parameters": len(optimizer_ids), "of these in the model": len(parameters)},
             why="optimizer state is stored by parameter paths, and its parameters are not in this "
             "model: it belongs to another model, or was created before the model was sharded",
             fix="pass an optimizer that was created with the present model.parameters()",
@@ -311,9 +315,10 @@ def _find_parameters(
     return parameters
 
 
-def _check_alike(
+def _check_same_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], settings: Mapping[str, object]
 ) -> None:
+    """Raise if the saved settings belong to another class of optimizer, or group the parameters differently."""
     kind = type(optimizer).__name__
     if settings["kind"] != kind:
         raise CheckpointError(
@@ -322,16 +327,16 @@ def _check_alike(
             why="each kind of optimizer has its own slots",
             fix=f"create the saved kind: torch.optim.{settings['kind']}, or leave optimizer out",
         )
-    _match_groups(optimizer, parameters, settings)
+    _match_saved_groups(optimizer, parameters, settings)
 
 
-def _match_groups(
+def _match_saved_groups(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
 ) -> list[int | None]:
-    """Return for each parameter group of an optimizer the number of its saved group, or None if it is new."""
+    """Return for each parameter group of an optimizer the index of its saved group, or None for new parameters."""
     saved = {path: number for number, group in enumerate(settings["groups"]) for path in group["params"]}
     paths = {id(parameter): path for path, parameter in parameters.items()}
-    found: list[int | None] = []
+    matches: list[int | None] = []
     for number, group in enumerate(optimizer.param_groups):
         names = [path for p in group["params"] if (path := paths[id(p)]) in saved]
         numbers = {saved[name]: name for name in names}
@@ -342,12 +347,12 @@ def _match_groups(
                 why="each group has its own learning rate and settings",
                 fix="create the optimizer with the saved groups, or leave optimizer out",
             )
-        found.append(next(iter(numbers), None))
-    return found
+        matches.append(next(iter(numbers), None))
+    return matches
 
 
 def _split_slot_path(parameters: Mapping[str, torch.Tensor], path: str) -> tuple[str, str] | None:
-    """Return the parameter's path and the slot's name from a slot's path, or None for an unknown parameter."""
+    """Split a slot's path into the parameter's path and the slot's name. Return None for an unknown parameter."""
     parts = path.split(".")
     for length in range(len(parts) - 1, 1, -1):
         if (parent := ".".join(parts[1:length])) in parameters:
@@ -372,18 +377,18 @@ def _has_step_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tenso
     return any(group.get("capturable") or group.get("fused") for group in groups)
 
 
-def _pack_setting(value: object) -> object:
-    """Return a setting with numpy arrays in place of tensors."""
-    return tree_map(_convert_to_array, value)
+def _convert_to_numpy(value: object) -> object:
+    """Return a setting with each tensor in it replaced by a numpy array."""
+    return tree_map(_convert_leaf_to_numpy, value)
 
 
-def _convert_to_array(value: object) -> object:
-    """Return a tensor as a numpy array, and any other value unchanged."""
+def _convert_leaf_to_numpy(value: object) -> object:
+    """Return a tensor as a numpy array, and any other value unchanged. Raise for a sharded tensor."""
     if isinstance(value, DTensor):
         layout = get_engine("torch").get_layout(value)
-        # LBFGS stores lists of gradients and directions.
+        # LBFGS stores lists of gradients and directions, which may be replicated DTensors.
         if layout is not None and layout.is_fully_replicated():
-            return next(get_engine("torch").to_shards(value))[1]
+            return next(get_engine("torch").iterate_shards(value))[1]
         raise CheckpointError(
             "optimizer: a list in its state contains a sharded tensor",
             facts={"shape": tuple(value.shape)},
@@ -393,8 +398,8 @@ def _convert_to_array(value: object) -> object:
     return to_numpy(value) if isinstance(value, torch.Tensor) else value
 
 
-def _unpack_setting(value: object) -> Any:
-    """Return a setting with tensors in place of numpy arrays."""
+def _convert_to_torch(value: object) -> Any:
+    """Return a setting with each numpy array in it replaced by a tensor."""
     return tree_map(lambda each: to_torch(each) if hasattr(each, "__array__") else each, value)
 
 
@@ -402,9 +407,9 @@ def _make_slot_spec(parent: str, name: str, shape: Iterable[int], dtype: str) ->
     return VariableSpec(f"optimizer.{parent}.{name}", tuple(shape), dtype, Kind.SLOT, parent=parent)
 
 
-def _make_spec(found: FoundTensor) -> VariableSpec:
-    kind = Kind.STATE if found.is_buffer else Kind.WEIGHT
-    tensor = found.tensor
+def _make_tensor_spec(model_tensor: ModelTensor) -> VariableSpec:
+    kind = Kind.STATE if model_tensor.is_buffer else Kind.WEIGHT
+    tensor = model_tensor.tensor
     return VariableSpec(
-        found.path, tuple(tensor.shape), format_dtype(tensor.dtype), kind, tuple(found.aliases)
+        model_tensor.path, tuple(tensor.shape), format_dtype(tensor.dtype), kind, tuple(model_tensor.aliases)
     )

@@ -22,15 +22,20 @@ from torch.overrides import TorchFunctionMode
 
 from layoutmap.adapters.torch.boundary import list_tensors, map_tensors
 from layoutmap.adapters.torch.dynamo import (
-    call_compiled,
+    call_with_compiler,
     find_unsupported_operator,
     has_dynamic_shapes,
-    is_full_graph,
+    needs_full_graph,
     nonstrict_trace,
 )
-from layoutmap.adapters.torch.fsdp_units import Gathering
-from layoutmap.adapters.torch.mesh_context import compute_on_mesh, here, mark_recording, summing_up
-from layoutmap.adapters.torch.structure import Structure, find_change, is_constant
+from layoutmap.adapters.torch.fsdp_units import WeightGroup
+from layoutmap.adapters.torch.mesh_context import (
+    compute_on_mesh,
+    mark_recording,
+    reduce_sums_early,
+    thread_state,
+)
+from layoutmap.adapters.torch.structure import ModuleStructure, find_changed_name, is_graph_constant
 from layoutmap.core.errors import LayoutMapWarning, ScopeError, format_message
 from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.torch import simulation
@@ -38,25 +43,22 @@ from layoutmap.engines.torch.backward import AutogradFunction, Ctx
 from layoutmap.engines.torch.dtensor_ops import has_shard, refuse_shard
 from layoutmap.engines.torch.modes import leave_function_modes, skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import reduce_placements
+from layoutmap.engines.torch.placing import replace_partial
 from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_spec, make_dtensor, replace_placements
 from layoutmap.engines.torch.storages import is_view_of_another
 from layoutmap.engines.torch.trees import tree_leaves
 
 
-def check_compilable(what: str = "a model", *, is_dynamic: bool) -> None:
-    """Raise for simulated devices, which have no graph per device.
+def require_compilable(subject: str = "a model", *, is_dynamic: bool) -> None:
+    """Raise if devices are simulated, because they have no graph per device, or if shapes would be dynamic.
 
     Args:
-        what: The name of what is compiled.
+        subject: The name in the message of the thing that would be compiled.
         is_dynamic: Whether shapes are to be dynamic.
-
-    Raises:
-        ScopeError: The devices are simulated, or shapes would be dynamic.
     """
     if simulation.is_simulated():
         raise ScopeError(
-            f"{what} on simulated devices cannot be compiled",
+            f"{subject} on simulated devices cannot be compiled",
             why="one process computes for all devices in turn, and a compiled graph is for one device",
             fix="start a process for each device, as with torchrun, or do not compile it",
         )
@@ -70,104 +72,105 @@ def check_compilable(what: str = "a model", *, is_dynamic: bool) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Compiler:
-    """A function that compiles functions, with a key that identifies its settings.
+    """A compiling function, such as `torch.compile` with options, and a key that identifies its settings.
 
     Attributes:
         key: Equal for compilers with the same settings.
         compile: Compiles a function of one argument.
         is_strict: Whether uncompilable code is an error (`fullgraph=True`).
-        kept: Objects whose ids are in the key.
+        kept_objects: Objects whose ids are in the key. They must stay alive, because ids are reused.
     """
 
     key: object
     compile: Callable[[Function], Function]
     is_strict: bool
-    kept: object
+    kept_objects: object
 
 
-def compiler_from_options(options: Mapping[str, Any]) -> Compiler:
+def make_compiler_from_options(options: Mapping[str, Any]) -> Compiler:
     """Return a compiler that calls `torch.compile` with these options.
 
     Raises:
         ScopeError: The devices are simulated, or shapes would be dynamic.
     """
-    check_compilable(is_dynamic=bool(options.get("dynamic")))
+    require_compilable(is_dynamic=bool(options.get("dynamic")))
     key = tuple((name, id(value)) for name, value in options.items())
-    given = {**options, "dynamic": False}  # DTensor hashes shapes, but symbolic sizes have no hash
-    return Compiler(key, partial(torch.compile, **given), bool(options.get("fullgraph")), given)  # pyright: ignore[reportUnknownMemberType]
+    used = {**options, "dynamic": False}  # DTensor hashes shapes, but symbolic sizes have no hash
+    return Compiler(key, partial(torch.compile, **used), bool(options.get("fullgraph")), used)  # pyright: ignore[reportUnknownMemberType]
 
 
-def reuse_compiler(compiler: Any) -> Compiler:
-    """Return the compiler that `torch.compile` uses for the function that calls a module now.
+def wrap_dynamo_compiler(dynamo_compiler: Any) -> Compiler:
+    """Return a `Compiler` that uses the compiler with which Dynamo compiles the caller of a module.
 
     Args:
-        compiler: What `stop_compiling` has returned.
+        dynamo_compiler: The result of `stop_compiling`.
 
     Raises:
         ScopeError: The devices are simulated, or shapes would be dynamic.
     """
-    check_compilable(is_dynamic=has_dynamic_shapes())
-    compiled = partial(partial, call_compiled, compiler)
-    return Compiler(id(compiler), compiled, is_full_graph(compiler), compiler)
+    require_compilable(is_dynamic=has_dynamic_shapes())
+    compiled = partial(partial, call_with_compiler, dynamo_compiler)
+    return Compiler(id(dynamo_compiler), compiled, needs_full_graph(dynamo_compiler), dynamo_compiler)
 
 
 # Dynamo cannot trace DTensors and gathers, so give it one function of local tensors per module (decisions/0105).
-class Compiled:
+class CompiledModule:
     """Run a module with graphs from torch.compile, or uncompiled if recording a graph fails.
 
     Args:
         forward: The module's `Forward`.
-        compiler: What compiles it.
-        graphs: What was compiled for modules of the same scope, by key.
-        gather: What is gathered meanwhile; `None`: what the module gathers.
+        compiler: The compiler.
+        graphs: Graphs of all modules of the scope, by key.
+        weight_group: Weights to gather during a compiled call; `None`: those that the module gathers itself.
     """
 
     def __init__(
-        self, forward: Any, compiler: Compiler, graphs: dict[Any, Any], gather: Gathering | None = None
+        self, forward: Any, compiler: Compiler, graphs: dict[Any, Any], group: WeightGroup | None = None
     ) -> None:
-        self._forward, self._compiler, self._graphs, self.gather = forward, compiler, graphs, gather
-        self._gave_up = False
+        self._forward, self._compiler, self._graphs, self.group = forward, compiler, graphs, group
+        self._runs_uncompiled = False
 
     def __call__(self, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> object:
-        """Compute the module."""
-        if self._gave_up:
-            return self._forward.compute(args, kwargs)
+        """Return the module's result for these arguments."""
+        if self._runs_uncompiled:
+            return self._forward.run_python_forward(args, kwargs)
         # The key contains all properties that Dynamo does not guard.
-        call = _Call(self._forward, module, args, kwargs)
+        call = _ModuleCall(self._forward, module, args, kwargs)
         key = (call.key, self._compiler.key)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = _CompiledGraphs(self._compiler, call.kept)
+            graph = self._graphs[key] = _CompiledGraphs(self._compiler, call.kept_objects)
         result = graph(call)
-        self._gave_up = call.was_recorded and bool(call.why_not)
+        self._runs_uncompiled = call.was_recorded and bool(call.why_not)
         return result
 
 
 class _CompiledGraphs:
-    """Compiled graphs for one key, with their own code object, because Dynamo limits graphs per code object."""
+    """Compiled graphs for one key. Dynamo limits graphs per code object, so they have a code object of their own."""
 
-    def __init__(self, compiler: Compiler, kept: list[object]) -> None:
-        self._kept, self._is_strict = [*kept, compiler.kept], compiler.is_strict
+    def __init__(self, compiler: Compiler, kept_objects: list[object]) -> None:
+        self._kept_objects, self._is_strict = [*kept_objects, compiler.kept_objects], compiler.is_strict
         self._why_not = ""
         self._results: dict[object, object] = {}
-        code = _compute_call.__code__.replace()
-        function = types.FunctionType(code, _compute_call.__globals__, _compute_call.__name__)
+        code = _run_recorded.__code__.replace()
+        function = types.FunctionType(code, _run_recorded.__globals__, _run_recorded.__name__)
         self._function = compiler.compile(function)
 
-    def __call__(self, call: _Call) -> object:
+    def __call__(self, call: _ModuleCall) -> object:
         if not self._why_not:
-            tensors = self._run(call)
+            tensors = self._run_graph(call)
             if not call.why_not:
                 results = self._results.setdefault(call.inputs, call.results)
-                found = _fill_missing_gradients(tensors)
-                return map_tensors(lambda place: found[place.number], results, _TensorNumber)  # pyright: ignore[reportUnknownLambdaType]
-            self._refuse(call)
-        return call.compute()
+                outputs = _attach_zero_gradients(tensors)
+                return map_tensors(lambda at: outputs[at.position], results, _TensorPosition)  # pyright: ignore[reportUnknownLambdaType]
+            self._report_uncompilable(call)
+        return call.compute_uncompiled()
 
-    def _run(self, call: _Call) -> list[torch.Tensor]:
+    def _run_graph(self, call: _ModuleCall) -> list[torch.Tensor]:
+        """Run the compiled function and return its tensors, or set `call.why_not` if it cannot be compiled."""
         try:
             if not call.why_not:
-                with set_temporarily(here, "call", call), leave_function_modes():
+                with set_temporarily(thread_state, "call", call), leave_function_modes():
                     return self._function(call.tensors)
         except Exception as error:
             if not call.why_not:
@@ -177,29 +180,30 @@ class _CompiledGraphs:
                 call.why_not = f"recording its gradient failed: {operator}"
         return []
 
-    def _refuse(self, call: _Call) -> None:
+    def _report_uncompilable(self, call: _ModuleCall) -> None:
+        """Warn that a call cannot be compiled, or raise if the compiler is strict."""
         self._why_not = call.why_not
-        what, inside = f"{call.name} cannot be compiled", "call compile() of modules inside of it"
+        subject, advice = f"{call.name} cannot be compiled", "call compile() of modules inside of it"
         if self._is_strict:
-            self._why_not = ""  # each call reports it again
-            raise ScopeError(what, why=call.why_not, fix=f"{inside}, or leave fullgraph=True out")
+            self._why_not = ""  # so that each later call raises, too
+            raise ScopeError(subject, why=call.why_not, fix=f"{advice}, or leave fullgraph=True out")
         text = format_message(
-            f"{what}, and runs as it is", {}, call.why_not, f"{inside}, or do not compile it"
+            f"{subject}, and runs eagerly", {}, call.why_not, f"{advice}, or do not compile it"
         )
         warnings.warn(text, LayoutMapWarning, stacklevel=2)
 
 
 @skip_function_modes
-def _fill_missing_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a graph's outputs so that in backward a DTensor without a gradient gets zeros."""
-    places = [n for n, each in enumerate(tensors) if each.requires_grad and isinstance(each, DTensor)]
-    if len(places) < 2 or not torch.is_grad_enabled():
+def _attach_zero_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a graph's outputs so that, in backward, each DTensor output that the loss does not use gets zeros."""
+    positions = [n for n, each in enumerate(tensors) if each.requires_grad and isinstance(each, DTensor)]
+    if len(positions) < 2 or not torch.is_grad_enabled():
         return tensors
-    found = dict(zip(places, _WithZeros.apply(*(tensors[n] for n in places)), strict=True))
-    return [found.get(n, each) for n, each in enumerate(tensors)]
+    zeroed = dict(zip(positions, _ZeroMissingGradients.apply(*(tensors[n] for n in positions)), strict=True))
+    return [zeroed.get(n, each) for n, each in enumerate(tensors)]
 
 
-class _WithZeros(AutogradFunction):
+class _ZeroMissingGradients(AutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
         ctx.set_materialize_grads(False)  # otherwise torch creates zeros that are not DTensors
@@ -218,160 +222,164 @@ class _WithZeros(AutogradFunction):
 def _make_zero_gradient(dtype: torch.dtype, shape: tuple[int, ...], spec: DTensorSpec) -> DTensor:
     """Return a zero gradient for a DTensor output that the loss does not depend on."""
     local = torch.zeros(shape, dtype=dtype, device=spec.mesh.device_type)
-    return make_dtensor(local, replace_placements(spec, reduce_placements(spec.placements), dtype))
+    return make_dtensor(local, replace_placements(spec, replace_partial(spec.placements), dtype))
 
 
-def _compute_call(tensors: list[torch.Tensor]) -> object:
+def _run_recorded(tensors: list[torch.Tensor]) -> object:
+    """Call `_record_call`, which Dynamo does not look into. Each key compiles a copy of this function."""
     return _record_call(tensors)
 
 
 @nonstrict_trace
 def _record_call(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return here.call.record(tensors)
+    return thread_state.call.compute_traced(tensors)
 
 
-class _Call:
-    """One call of a module.
+class _ModuleCall:
+    """One call of a module, as a function of tensors and a key of everything else that determines its graph.
 
     Attributes:
-        name: What is called.
-        key: All that decides about the graph beside the tensors.
-        kept: What the key names by its id.
+        name: The name of the module's class.
+        key: Everything that determines the graph except the tensors.
+        kept_objects: Objects whose ids are in the key.
         tensors: Parameters, buffers, and the tensors among the arguments, each once.
-        inputs: What of the tensors may decide about the form of the results.
-        results: What is returned, with places for tensors, once it was recorded.
-        was_recorded: Whether that was tried.
-        why_not: Why it cannot be recorded.
+        inputs: Properties of the tensors that may determine the nesting of the results.
+        results: The result with a `_TensorPosition` in place of each tensor, after the call was recorded.
+        was_recorded: Whether a recording was tried.
+        why_not: Why the call cannot be recorded, or an empty text.
     """
 
     def __init__(self, forward: Any, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._forward, self._module, self._args = forward, module, (args, kwargs)
-        self._is_odd = here.is_odd
-        self._structure = structure = Structure(module)
-        self.name, self.kept, self.why_not = type(module).__name__, structure.kept, ""
+        self._is_uneven = thread_state.is_uneven
+        self._structure = structure = ModuleStructure(module)
+        self.name, self.kept_objects, self.why_not = type(module).__name__, structure.kept_objects, ""
         self.results: object = None
         self.was_recorded = False
-        form = self._describe_form(self._args)
-        self.key = (*structure.parts, form, self._is_odd, id(forward.context))
+        form = self._describe_argument(self._args)
+        self.key = (*structure.parts, form, self._is_uneven, id(forward.context))
         self.tensors = structure.tensors
-        given = list_tensors(self._args)
-        if has_shard(given):
+        arguments = list_tensors(self._args)
+        if has_shard(arguments):
             self.why_not = "an argument is a shard, which the graph would take for the global tensor"
-        self.inputs = (torch.is_grad_enabled(), *((each.shape, each.requires_grad) for each in given))
+        self.inputs = (torch.is_grad_enabled(), *((each.shape, each.requires_grad) for each in arguments))
 
-    def _describe_form(self, value: Any) -> object:
-        """Return a hashable description of an argument, with numbers for its tensors."""
-        kind = type(value)  # pyright: ignore[reportUnknownVariableType]
+    def _describe_argument(self, value: Any) -> object:
+        """Return a hashable description of an argument, in which a tensor is its index in `tensors`."""
+        value_type = type(value)  # pyright: ignore[reportUnknownVariableType]
         if isinstance(value, torch.Tensor):
-            return self._structure.number(value)
-        if kind in (list, tuple):
-            return (kind, *map(self._describe_form, value))
-        if kind is dict:
-            return (kind, *((name, self._describe_form(each)) for name, each in value.items()))
-        if is_constant(value):
-            return kind, str(value)  # pyright: ignore[reportUnknownVariableType]
-        self.why_not = f"an argument is a {kind.__name__}, of which a graph knows nothing"
-        return kind  # pyright: ignore[reportUnknownVariableType]
+            return self._structure.get_tensor_index(value)
+        if value_type in (list, tuple):
+            return (value_type, *map(self._describe_argument, value))
+        if value_type is dict:
+            return (value_type, *((name, self._describe_argument(each)) for name, each in value.items()))
+        if is_graph_constant(value):
+            return value_type, str(value)  # pyright: ignore[reportUnknownVariableType]
+        self.why_not = f"an argument is a {value_type.__name__}, which is no constant of a graph"
+        return value_type  # pyright: ignore[reportUnknownVariableType]
 
-    def compute(self) -> object:
-        """Compute the call uncompiled."""
-        return self._forward.compute(*self._args)
+    def compute_uncompiled(self) -> object:
+        """Return the result of the call without a graph."""
+        return self._forward.run_python_forward(*self._args)
 
-    def record(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def compute_traced(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Compute the call with traced tensors in place of the stored ones, and return all tensors of the result."""
-        if self.why_not:  # raise now, because Dynamo would fall back to eager code that has partly run
+        # Raise before any operation runs, because after a later error Dynamo would run them again, eagerly.
+        if self.why_not:
             raise RuntimeError(self.why_not)
         self.was_recorded = True
-        if not any(map(_is_traced, tensors)):  # without traced tensors, the backend did not trace the call
-            with self._swap_tensors(tensors) as given:
-                return self._compute_outputs(given)
+        if not any(map(_is_traced, tensors)):  # the backend has not traced the call, so constants are allowed
+            with self._swap_tensors(tensors) as new_tensors:
+                return self._compute_outputs(new_tensors)
         try:
             with (
                 _restore_attributes(self._structure),
-                self._swap_tensors(tensors) as given,
-                _RefusedConstants(),
+                self._swap_tensors(tensors) as new_tensors,
+                _RefuseConstants(),
             ):
-                found = self._compute_outputs(given)
-                name = self._find_assigned(given) or find_change(self._structure, Structure(self._module))
+                outputs = self._compute_outputs(new_tensors)
+                after = ModuleStructure(self._module)
+                name = self._find_assigned_name(new_tensors) or find_changed_name(self._structure, after)
         except Exception as error:
             first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            self.why_not = f"recording it failed: {first_line}"
+            self.why_not = f"recording the graph failed: {first_line}"
             raise
         if name:
             self.why_not = f"its forward changes {name}"
             raise RuntimeError(self.why_not)
-        return found
+        return outputs
 
     @contextmanager
     def _swap_tensors(self, tensors: list[torch.Tensor]) -> Generator[dict[int, torch.Tensor]]:
-        """Put these tensors into the modules in place of the stored ones, on the mesh, until the block ends."""
-        given = {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
+        """Replace the modules' tensors, and compute on the mesh, until the block ends. Yields them by the old ids."""
+        new_tensors = {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
         context = self._forward.context
         try:
-            for members, name, tensor in self._structure.places:
-                members[name] = given[id(tensor)]
-            with leave_function_modes(), mark_recording(), compute_on_mesh(context), summing_up(self._is_odd):
-                yield given
+            for members, name, tensor in self._structure.slots:
+                members[name] = new_tensors[id(tensor)]
+            reduction = reduce_sums_early(self._is_uneven)
+            with leave_function_modes(), mark_recording(), compute_on_mesh(context), reduction:
+                yield new_tensors
         finally:
-            for members, name, tensor in self._structure.places:
-                if members.get(name) is given[id(tensor)]:
+            for members, name, tensor in self._structure.slots:
+                if members.get(name) is new_tensors[id(tensor)]:
                     members[name] = tensor
 
-    def _find_assigned(self, given: Mapping[int, torch.Tensor]) -> str:
-        """Return the name of a tensor that the forward replaced in its module, or an empty text."""
-        places = self._structure.places
-        return next((name for members, name, old in places if members.get(name) is not given[id(old)]), "")
+    def _find_assigned_name(self, new_tensors: Mapping[int, torch.Tensor]) -> str:
+        """Return the name of a tensor that the forward assigned anew in its module, or an empty text."""
+        slots = self._structure.slots
+        return next((name for at, name, old in slots if at.get(name) is not new_tensors[id(old)]), "")
 
-    def _compute_outputs(self, given: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        args, kwargs = map_tensors(lambda tensor: given[id(tensor)], self._args)
-        result = self._forward.compute(args, kwargs)
-        seen = {id(each) for each in given.values()}
-        found: list[torch.Tensor] = []
+    def _compute_outputs(self, new_tensors: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Run the forward, return the tensors of its result, and store the rest of the result in `results`."""
+        args, kwargs = map_tensors(lambda tensor: new_tensors[id(tensor)], self._args)
+        result = self._forward.run_python_forward(args, kwargs)
+        seen = {id(each) for each in new_tensors.values()}
+        outputs: list[torch.Tensor] = []
         for each in list_tensors(result):
             refuse_shard("an output of a graph", each)
             # torch.compile may return views of shared memory, which DTensors do not support, so clone them.
-            found.append(each.clone() if is_view_of_another(each) or id(each) in seen else each)
+            outputs.append(each.clone() if is_view_of_another(each) or id(each) in seen else each)
             seen.add(id(each))
-        numbers = iter(range(len(found)))
-        self.results = map_tensors(lambda _: _TensorNumber(next(numbers)), result)
-        return found
+        positions = iter(range(len(outputs)))
+        self.results = map_tensors(lambda _: _TensorPosition(next(positions)), result)
+        return outputs
 
 
 @contextmanager
-def _restore_attributes(structure: Structure) -> Generator[None]:
+def _restore_attributes(structure: ModuleStructure) -> Generator[None]:
     """Restore the attributes of modules, and the contents of their lists and dicts, when the block ends."""
-    held = [(members, dict(members)) for members in structure.members]
-    inner = [
-        (each, each.copy()) for _, known in held for each in known.values() if type(each) in (list, dict)
-    ]
+    saved_dicts = [(attributes, dict(attributes)) for attributes in structure.attribute_dicts]
+    values = [each for _, copied in saved_dicts for each in copied.values()]
+    saved_containers = [(each, each.copy()) for each in values if type(each) in (list, dict)]
     try:
         yield
     finally:
-        for each, known in (*held, *inner):
+        for each, copied in (*saved_dicts, *saved_containers):
             each.clear()
-            (each.update if isinstance(each, dict) else each.extend)(known)  # pyright: ignore[reportUnknownMemberType]
+            (each.update if isinstance(each, dict) else each.extend)(copied)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor belongs to a graph that is being traced, and so has no values."""
+    """Return whether a tensor belongs to a graph that is being traced, so that it has no values."""
     local = get_local(tensor) if isinstance(tensor, DTensor) else tensor
     return type(local) not in (torch.Tensor, torch.nn.Parameter)
 
 
-class _RefusedConstants(TorchFunctionMode):
+class _RefuseConstants(TorchFunctionMode):
     """Raise for tensors with values, which a graph would store as constants."""
 
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and not _is_traced(leaf):
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(leaf.shape)} is no argument, and no attribute of a module"
+                    f"a tensor of shape {tuple(leaf.shape)} is neither an argument nor an attribute of a module"
                 )
         return func(*args, **(kwargs or {}))
 
 
-class _TensorNumber:
-    """The number of a tensor in a result."""
+class _TensorPosition:
+    """Placeholder for a tensor in a result, with the tensor's position among the outputs of the graph."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, position: int) -> None:
+        self.position = position

@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from layoutmap.engines.tested import Needed
+from layoutmap.engines.tested import ImportGuard
 from layoutmap.engines.torch.deferred_init import UNSUPPORTED_ERRORS
 from layoutmap.engines.torch.operators import Function
 
-with Needed("torch"):
+with ImportGuard("torch"):
     from torch._C._dynamo.eval_frame import set_eval_frame
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import nonstrict_trace as nonstrict_trace
@@ -19,7 +19,7 @@ with Needed("torch"):
 
 R = TypeVar("R")
 
-# The setting that torch.compile(dynamic=False) uses around each call.
+# torch.compile(dynamic=False) calls this around each call, and then the function that it returns.
 _make_static = make_set_enable_dynamic(False)
 
 
@@ -39,21 +39,21 @@ def resume_compiling(compiler: Any) -> None:
     set_eval_frame(compiler)
 
 
-def call_compiled(compiler: Any, function: Callable[[Any], R], argument: object) -> R:
+def call_with_compiler(compiler: Any, function: Callable[[Any], R], argument: object) -> R:
     """Call a function compiled by a compiler of `stop_compiling`, for the static shapes of its argument."""
-    make_as_before = _make_static()
+    restore_dynamic_shapes = _make_static()
     set_eval_frame(compiler)
     try:
         return function(argument)
     finally:
         set_eval_frame(None)
-        make_as_before()
+        restore_dynamic_shapes()
 
 
-def is_full_graph(compiler: object) -> bool:
-    """Return whether a compiler of `stop_compiling` was made with `fullgraph=True`."""
+def needs_full_graph(compiler: object) -> bool:
+    """Return whether a compiler that `stop_compiling` returned was created with `fullgraph=True`."""
     while compiler and not isinstance(compiler, ConvertFrameAssert):
-        # Dynamo's callbacks wrap each other, so look inside
+        # Dynamo's callbacks wrap each other, so unwrap them until one has the setting.
         compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
     return bool(compiler)
 
@@ -64,6 +64,6 @@ def has_dynamic_shapes() -> bool:
 
 
 def find_unsupported_operator(error: Exception) -> str:
-    """Return the operator that a backend could not trace a gradient for, or an empty text for other errors."""
+    """Return the operator for which a backend could not trace a gradient, or an empty text for other errors."""
     inner = getattr(error, "inner_exception", None)
     return str(inner) if isinstance(inner, UNSUPPORTED_ERRORS) else ""

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from layoutmap.adapters.fingerprints import describe_function, describe_value
-from layoutmap.engines.agreement import Part
+from layoutmap.engines.agreement import NamedText
 from layoutmap.engines.torch.modules import list_modules
 
 
-def describe_module(module: torch.nn.Module, forwards: Iterable[object]) -> Iterator[Part]:
-    """Yield the modules, which weights are trained, and each `forward`, also those that were set on a module."""
+def describe_module(module: torch.nn.Module, forwards: Iterable[object]) -> Iterator[NamedText]:
+    """Yield a module's submodules and their settings, which weights are trained, and the source of each `forward`."""
     yield "gradients", str(torch.is_grad_enabled())
     modules = list_modules(module)
     for path, each in modules:
@@ -31,7 +31,7 @@ def describe_module(module: torch.nn.Module, forwards: Iterable[object]) -> Iter
             yield "forward", describe_function(function)
 
 
-def describe_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Part]:
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[NamedText]:
     """Yield the class of an optimizer, and the settings of its groups."""
     kind = type(optimizer)
     yield "optimizer", kind.__qualname__

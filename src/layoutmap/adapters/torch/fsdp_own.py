@@ -10,43 +10,49 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
-from layoutmap.adapters.torch.paths import Holder
+from layoutmap.adapters.torch.paths import TensorAttribute
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
-from layoutmap.engines.tested import check_names
-from layoutmap.engines.torch.backward import call_after_backward, get_backward_pass
-from layoutmap.engines.torch.dtensor_ops import note_redistributed
-from layoutmap.engines.torch.gather import Cast, Gather, can_gather, describe_early_change, save_references
+from layoutmap.engines.tested import check_names_exist
+from layoutmap.engines.torch.backward import call_after_backward, get_backward_pass_id
+from layoutmap.engines.torch.dtensor_ops import record_copy
+from layoutmap.engines.torch.gather import (
+    CastFunction,
+    GatheredTensors,
+    can_gather,
+    format_early_change_message,
+    save_references,
+)
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.storages import get_version
-from layoutmap.engines.torch.unseen import get_memory
+from layoutmap.engines.torch.unseen import get_storage
 
-check_names("torch", (torch.nn.RNNBase, "_flat_weights"))
+check_names_exist("torch", (torch.nn.RNNBase, "_flat_weights"))
 
 
 @dataclass(slots=True, eq=False)
-class Weight:
-    """A parameter that is gathered, or cast, for the forward and backward pass.
+class GatheredWeight:
+    """A parameter that is gathered or cast while its layer computes.
 
     Args:
-        place: The module that holds it, and its name there.
-        layout: The layout in which it computes.
+        attribute: The attribute of a module that stores it.
+        layout: The layout that it has while its layer computes.
         path: Its path in the model.
     """
 
-    place: Holder
+    attribute: TensorAttribute
     layout: Layout
     path: str
 
     @property
-    def held(self) -> torch.Tensor | None:
+    def tensor(self) -> torch.Tensor | None:
         """Return the tensor that the module stores under this name now, or None if it was parametrized or pruned."""
-        return self.place.held
+        return self.attribute.tensor
 
     @property
     def name(self) -> str:
         """The name of the weight in messages."""
-        return f"{type(self.place.module).__name__}.{self.place.name}"
+        return f"{type(self.attribute.module).__name__}.{self.attribute.name}"
 
 
 class ModelCall:
@@ -69,70 +75,70 @@ class ModelCall:
 
 
 # `fully_shard` does not support all layouts, so gather the other weights here (decisions/0017).
-class GatherGroup:
-    """Gather weights together when a module is called.
+class WeightGatherer:
+    """Gather the weights of a module with few collectives while the module computes.
 
     Args:
         weights: The weights.
-        policy: In which element types they compute: a `MixedPrecisionPolicy` of torch; `None`: in their own.
-        is_kept: Whether they are not freed between the forward pass and the backward pass.
+        policy: The element types to compute in, as torch's `MixedPrecisionPolicy`; `None`: those of the weights.
+        is_kept: Whether gathered weights stay in memory between the forward pass and the backward pass.
     """
 
-    def __init__(self, weights: Sequence[Weight], policy: object, *, is_kept: bool) -> None:
+    def __init__(self, weights: Sequence[GatheredWeight], policy: object, *, is_kept: bool) -> None:
         self._weights, self._is_kept = weights, is_kept
         self.dtype = getattr(policy, "param_dtype", None)
         self.reduce_dtype = getattr(policy, "reduce_dtype", None)
-        self._made_in_backward: tuple[object, dict[int, DTensor]] = (), {}
+        self._gathered_in_backward: tuple[object, dict[int, DTensor]] = (), {}
 
     @contextmanager
-    def gathered(self, context: ScopeContext) -> Generator[None]:
-        """Gather the weights into their modules until the block ends."""
-        weights = [(weight, held) for weight in self._weights if (held := weight.held) is not None]
-        found = _StoredWeights(self, weights, context)
-        together = skip_function_modes(self._gather_tensors)(found)
-        if not together:  # the model's call has already gathered them
+    def gather_into_modules(self, context: ScopeContext) -> Generator[None]:
+        """Replace the weights in their modules by gathered ones until the block ends."""
+        weights = [(weight, tensor) for weight in self._weights if (tensor := weight.tensor) is not None]
+        stored = _StoredWeights(self, weights, context)
+        gathered = skip_function_modes(self._gather_once_per_backward)(stored)
+        if not gathered:  # nothing changes, for example if the model's call has gathered them already
             yield
             return
-        held = [(weight, each, together[id(each)]) for weight, each in weights if id(each) in together]
-        for _, stored, tensor in held:
-            note_redistributed(stored, tensor)  # modules such as spectral norms write to the weight
-        memories = [get_memory(tensor) for _, _, tensor in held]
-        keys = () if self._is_kept else found.keys  # kept weights need not be gathered again
-        # A graph that references modules would keep them alive, so store their names.
+        replaced = [(weight, each, gathered[id(each)]) for weight, each in weights if id(each) in gathered]
+        for _, original, tensor in replaced:
+            record_copy(original, tensor)  # spectral norms write to the gathered weight
+        storages = [get_storage(tensor) for _, _, tensor in replaced]
+        gathered_ids = () if self._is_kept else stored.gathered_ids  # kept weights need not be gathered again
+        # The autograd graph keeps `gather_again`, which must not keep modules alive, so store names of weights only.
         versions = [(weight.name, tensor, get_version(tensor)) for weight, tensor in weights]
 
         def gather_again() -> list[DTensor]:
             for name, tensor, version in versions:
                 if get_version(tensor) != version:
                     # torch raises the same error for unsharded weights.
-                    raise RuntimeError(describe_early_change(name, tuple(tensor.shape)))
-            anew = found.tensors()
-            return [anew[key] for key in keys]
+                    raise RuntimeError(format_early_change_message(name, tuple(tensor.shape)))
+            regathered = stored.gather()
+            return [regathered[key] for key in gathered_ids]
 
         with (
-            swap_temporarily([(weight.place, old, new) for weight, old, new in held]),
-            save_references([together[key] for key in keys], gather_again),
+            swap_tensors([(weight.attribute, old, new) for weight, old, new in replaced]),
+            save_references([gathered[key] for key in gathered_ids], gather_again),
         ):
             yield
-            for (weight, _, tensor), memory in zip(held, memories, strict=True):
-                if get_memory(tensor) is not memory:
-                    raise _make_data_error(weight.name)
+            for (weight, _, tensor), storage in zip(replaced, storages, strict=True):
+                if get_storage(tensor) is not storage:
+                    raise _make_replaced_data_error(weight.name)
 
-    def _gather_tensors(self, found: _StoredWeights) -> dict[int, DTensor]:
-        """Gather the weights, but those that are kept once in a backward pass: each checkpoint in it asks for them."""
-        if get_backward_pass() < 0 or not self._is_kept or not found.keys:
-            return found.tensors()
-        key = get_backward_pass(), torch.is_grad_enabled(), found.keys
-        if self._made_in_backward[0] != key:
-            self._made_in_backward = key, found.tensors()
-            call_after_backward(self._drop_gathered)
-        return self._made_in_backward[1]
+    def _gather_once_per_backward(self, stored: _StoredWeights) -> dict[int, DTensor]:
+        """Return the gathered weights by the ids of the stored ones. Checkpoints of one backward pass share them."""
+        if get_backward_pass_id() < 0 or not self._is_kept or not stored.gathered_ids:
+            return stored.gather()
+        key = get_backward_pass_id(), torch.is_grad_enabled(), stored.gathered_ids
+        if self._gathered_in_backward[0] != key:
+            self._gathered_in_backward = key, stored.gather()
+            call_after_backward(self._free_backward_weights)
+        return self._gathered_in_backward[1]
 
-    def _drop_gathered(self) -> None:
-        self._made_in_backward = (), {}
+    def _free_backward_weights(self) -> None:
+        self._gathered_in_backward = (), {}
 
 
-def _make_data_error(name: str) -> EngineError:
+def _make_replaced_data_error(name: str) -> EngineError:
     return EngineError(
         f"{name}: its `.data` was replaced in a call of the model",
         why="it is sharded over the batch dim and gathered during a call, so the new values would be "
@@ -145,62 +151,70 @@ class _StoredWeights:
     """The stored weights of modules, grouped so that one collective gathers each group."""
 
     def __init__(
-        self, own: GatherGroup, held: Sequence[tuple[Weight, torch.Tensor]], context: ScopeContext
+        self,
+        owner: WeightGatherer,
+        weights: Sequence[tuple[GatheredWeight, torch.Tensor]],
+        context: ScopeContext,
     ) -> None:
-        self._engine, self._dtypes = context.engine, (own.dtype, own.reduce_dtype)
-        self._relaid: list[tuple[DTensor, Layout]] = []
-        self._cast: list[DTensor] = []
+        self._engine, self._dtypes = context.engine, (owner.dtype, owner.reduce_dtype)
+        self._to_relayout: list[tuple[DTensor, Layout]] = []
+        self._to_cast: list[DTensor] = []
         self._groups: dict[tuple[int, bool, torch.dtype, bool], list[DTensor]] = {}
-        for tensor, weight in {id(tensor): (tensor, weight) for weight, tensor in held}.values():
+        for tensor, weight in {id(tensor): (tensor, weight) for weight, tensor in weights}.values():
             if not isinstance(tensor, DTensor):
                 continue
-            mesh, placements = context.engine.native(weight.layout, tensor.ndim)
+            mesh, placements = context.engine.make_native_layout(weight.layout, tensor.ndim)
             if tensor.device_mesh != mesh:
                 continue  # another `apply` gave it another layout, so it is not gathered here
-            differ = [i for i, (a, b) in enumerate(zip(tensor.placements, placements, strict=True)) if a != b]
-            is_number = tensor.is_floating_point()
-            if len(differ) == 1 and placements[differ[0]].is_replicate() and can_gather(tensor, differ[0]):
-                group = (differ[0], is_number, tensor.dtype, tensor.requires_grad)
+            pairs = zip(tensor.placements, placements, strict=True)
+            differing = [dim for dim, (stored, computing) in enumerate(pairs) if stored != computing]
+            is_floating = tensor.is_floating_point()
+            dim = differing[0] if len(differing) == 1 else None
+            if dim is not None and placements[dim].is_replicate() and can_gather(tensor, dim):
+                group = (dim, is_floating, tensor.dtype, tensor.requires_grad)
                 self._groups.setdefault(group, []).append(tensor)
                 continue
-            if differ:
-                self._relaid.append((tensor, weight.layout))
-            if own.dtype is not None and is_number and tensor.dtype != own.dtype:
-                self._cast.append(tensor)
+            if differing:
+                self._to_relayout.append((tensor, weight.layout))
+            if owner.dtype is not None and is_floating and tensor.dtype != owner.dtype:
+                self._to_cast.append(tensor)
 
     @property
-    def keys(self) -> list[int]:
-        """The ids of those that are sharded further than they compute."""
+    def gathered_ids(self) -> list[int]:
+        """The ids of the stored weights that get another sharding. Weights that are only cast are not among them."""
         gathered = [id(tensor) for tensors in self._groups.values() for tensor in tensors]
-        return [*(id(tensor) for tensor, _ in self._relaid), *gathered]
+        return [*(id(tensor) for tensor, _ in self._to_relayout), *gathered]
 
-    def tensors(self) -> dict[int, DTensor]:
-        """Gather the weights, and return those that changed by the ids of the stored ones."""
-        together = {
-            id(tensor): self._engine.relayout(tensor, layout, pad=True) for tensor, layout in self._relaid
+    def gather(self) -> dict[int, DTensor]:
+        """Gather and cast the weights, and return those that differ from the stored ones, by the ids of the latter."""
+        gathered = {
+            id(tensor): self._engine.relayout(tensor, layout, pad=True)
+            for tensor, layout in self._to_relayout
         }
-        for (mesh_dim, is_number, *_), tensors in self._groups.items():
-            dtypes = self._dtypes if is_number else (None, None)
-            together |= zip(
-                map(id, tensors), Gather(tensors, mesh_dim, *dtypes).gather_tensors(), strict=True
+        for (mesh_dim, is_floating, *_), tensors in self._groups.items():
+            dtypes = self._dtypes if is_floating else (None, None)
+            gathered |= zip(
+                map(id, tensors), GatheredTensors(tensors, mesh_dim, *dtypes).gather_tensors(), strict=True
             )
-        for tensor in self._cast:
-            together[id(tensor)] = Cast.apply(together.get(id(tensor), tensor), self._dtypes[0])
-        return together
+        for tensor in self._to_cast:
+            gathered[id(tensor)] = CastFunction.apply(gathered.get(id(tensor), tensor), self._dtypes[0])
+        return gathered
 
 
 @contextmanager
-def swap_temporarily(changes: Sequence[tuple[Holder, torch.Tensor | None, torch.Tensor]]) -> Generator[None]:
-    """Put other tensors into modules until the block ends, given as (place, old tensor, new tensor)."""
+def swap_tensors(
+    changes: Sequence[tuple[TensorAttribute, torch.Tensor | None, torch.Tensor]],
+) -> Generator[None]:
+    """Store other tensors in modules until the block ends. A replacement is (attribute, old tensor, new tensor)."""
     # A recurrent layer caches its weights in each call, so restore the cache afterwards.
-    recurrent = {place.module for place, *_ in changes if isinstance(place.module, torch.nn.RNNBase)}
+    recurrent = {at.module for at, *_ in changes if isinstance(at.module, torch.nn.RNNBase)}
     lists = [(module, module._flat_weights) for module in recurrent]  # pyright: ignore[reportPrivateUsage]
     try:
-        for place, _, tensor in changes:
-            place.put(tensor)
+        for at, _, tensor in changes:
+            at.set_tensor(tensor)
         yield
     finally:
-        for place, tensor, _ in changes:
-            place.put(tensor)
+        for at, tensor, _ in changes:
+            at.set_tensor(tensor)
         for module, weights in lists:
             module._flat_weights = weights  # pyright: ignore[reportPrivateUsage]

@@ -1,7 +1,7 @@
 """Keep the gradients of a model's parameters in the parameters' layouts.
 
-Hooks on a parameter do that. A copy of it has none, nor has one that was frozen when they were set, or one that a
-state dict brought; so each call of a model looks whether all that need them have them.
+Hooks on the parameters do that. A copy of a parameter has none, nor has one that was frozen when they were set, or one
+that a state dict replaced. So each call of a model installs the missing hooks.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.torch.optimizer_hooks import check_optimizers
+from layoutmap.adapters.torch.optimizer_hooks import enable_optimizer_checks
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.core.users_line import find_user_stacklevel
-from layoutmap.engines.torch.gather import Gradients
+from layoutmap.engines.torch.gather import GradientReducer
 from layoutmap.engines.torch.modes import skip_function_modes
-from layoutmap.engines.torch.modules import get_members
+from layoutmap.engines.torch.modules import get_parameters_and_buffers
 
-_WATCHED = "_layoutmap_watched"  # this attribute has the parameter's id, so that copies are detected
+_HOOKED_ID = "_layoutmap_watched"  # stores the id of the hooked parameter, which a copy does not have
 
 
 class GradientHooks:
@@ -31,17 +31,17 @@ class GradientHooks:
 
     Args:
         module: The module.
-        laid_out: The paths of modules in layouts, and the layouts that their weights were given, by id.
+        layouts_by_module: By the id of each sharded module, its path and the layouts of its weights by name.
     """
 
     def __init__(
-        self, module: torch.nn.Module, laid_out: Mapping[int, tuple[str, Mapping[str, Layout]]]
+        self, module: torch.nn.Module, layouts_by_module: Mapping[int, tuple[str, Mapping[str, Layout]]]
     ) -> None:
-        self._laid_out = laid_out
+        self._layouts_by_module = layouts_by_module
         self._reported: set[tuple[str, str]] = set()
         self._modules = [id(each) for each in module.modules()]
-        self._held = [
-            (get_members(each)[0], name, weakref.ref(each))
+        self._parameter_slots = [
+            (get_parameters_and_buffers(each)[0], name, weakref.ref(each))
             for each in module.modules()
             for name, _ in each.named_parameters(recurse=False, remove_duplicate=False)
         ]
@@ -51,29 +51,29 @@ class GradientHooks:
         return self._modules == [id(each) for each in module.modules()]
 
     @skip_function_modes
-    def look(self) -> None:
-        """Set hooks on parameters that have none."""
-        new: list[torch.Tensor] = []
+    def install_missing_hooks(self) -> None:
+        """Install hooks on the parameters that require gradients and have no hooks yet."""
+        unhooked: list[torch.Tensor] = []
         holders: dict[int, Callable[[], Any]] = {}  # weak references, because parameters own the hooks
-        for parameters, name, holder in self._held:
+        for parameters, name, holder in self._parameter_slots:
             parameter = parameters.get(name)
             if type(parameter) is torch.nn.Parameter:
-                self._warn_of_replaced(name, parameter, holder())
+                self._warn_of_unsharded_replacement(name, parameter, holder())
             if not isinstance(parameter, DTensor) or not (parameter.requires_grad and parameter.is_leaf):
                 continue
-            if vars(parameter).get(_WATCHED) != id(parameter):
-                setattr(parameter, _WATCHED, id(parameter))
-                new.append(parameter)
-                holders[id(parameter)] = partial(_find_parameter, holder, name)
-        if new:
-            check_optimizers()
-            Gradients(new, refer_to=lambda parameter: holders[id(parameter)])
+            if vars(parameter).get(_HOOKED_ID) != id(parameter):
+                setattr(parameter, _HOOKED_ID, id(parameter))
+                unhooked.append(parameter)
+                holders[id(parameter)] = partial(_get_parameter, holder, name)
+        if unhooked:
+            enable_optimizer_checks()
+            GradientReducer(unhooked, make_reference=lambda parameter: holders[id(parameter)])
 
-    def _warn_of_replaced(
+    def _warn_of_unsharded_replacement(
         self, name: str, parameter: torch.nn.Parameter, holder: torch.nn.Module | None
     ) -> None:
-        """Warn once of an unsharded parameter that replaced a sharded one."""
-        path, layouts = self._laid_out.get(id(holder), ("", {}))
+        """Warn once if the program has replaced a sharded parameter by an unsharded one."""
+        path, layouts = self._layouts_by_module.get(id(holder), ("", {}))
         if name not in layouts or (path, name) in self._reported:
             return
         self._reported.add((path, name))
@@ -88,7 +88,7 @@ class GradientHooks:
         warnings.warn(warning, stacklevel=find_user_stacklevel({"torch"}))
 
 
-def _find_parameter(holder: weakref.ref[torch.nn.Module], name: str) -> object:
-    """Return the parameter that a module stores under a name, or None."""
+def _get_parameter(holder: weakref.ref[torch.nn.Module], name: str) -> object:
+    """Return the parameter that a module stores under a name, or None if the parameter or module no longer exists."""
     module = holder()
-    return None if module is None else get_members(module)[0].get(name)
+    return None if module is None else get_parameters_and_buffers(module)[0].get(name)

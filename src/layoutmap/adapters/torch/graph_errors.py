@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from layoutmap.core.errors import EngineError, ScopeError
-from layoutmap.engines.tested import Needed
+from layoutmap.engines.tested import ImportGuard
 
-with Needed("torch"):
+with ImportGuard("torch"):
     from torch._C._functorch import peek_interpreter_stack as transform_of_functions
     from torch.jit._trace import is_tracing as is_traced_by_jit
 
@@ -20,7 +20,7 @@ class NoGraphError(ScopeError, AttributeError):
 
 
 def make_graph_error(module: torch.nn.Module, exporter: str) -> NoGraphError:
-    """Return the error for a sharded module that an exporter traces."""
+    """Return the error to raise if an exporter, such as torch.export, traces a sharded module."""
     return NoGraphError(
         f"{type(module).__name__}: {exporter} of a sharded module",
         why="its collectives belong to this mesh, and such a graph is for one device",

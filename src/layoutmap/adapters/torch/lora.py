@@ -13,56 +13,58 @@ from collections.abc import Iterator
 
 import torch
 
-from layoutmap.adapters.torch.paths import FoundTensor
-from layoutmap.adapters.torch.roles import find_roles
+from layoutmap.adapters.torch.paths import ModelTensor
+from layoutmap.adapters.torch.roles import find_axis_roles
 from layoutmap.core.uneven import Axes
 from layoutmap.engines.torch.modules import list_modules
 
-_BASE = "base_layer"
+_BASE_LAYER = "base_layer"
 _WRAPPER = "base_model.model."
 
 
-def list_unwrapped_names(found: FoundTensor, root: torch.nn.Module) -> list[str]:
-    """Return the names that a tensor had before PEFT wrapped the model, where they differ."""
+def list_unwrapped_names(model_tensor: ModelTensor, root: torch.nn.Module) -> list[str]:
+    """Return the names that a tensor had before PEFT wrapped the model, except those that PEFT did not change."""
     names: list[str] = []
-    for path in (found.path, *found.aliases):
-        plain = path.removeprefix(_WRAPPER) if _is_of_peft(root) else path
-        plain = ".".join(part for part in plain.split(".") if part != _BASE)
-        if plain != path:
-            names.append(plain)
+    for path in (model_tensor.path, *model_tensor.aliases):
+        unwrapped = path.removeprefix(_WRAPPER) if _is_peft_module(root) else path
+        unwrapped = ".".join(part for part in unwrapped.split(".") if part != _BASE_LAYER)
+        if unwrapped != path:
+            names.append(unwrapped)
     return names
 
 
 def find_lora_factors(root: torch.nn.Module) -> dict[int, tuple[str, Axes]]:
-    """Return each LoRA factor's base weight, and the base axes of the factor's axes, by the factor's id."""
-    found: dict[int, tuple[str, Axes]] = {}
+    """Map the id of each LoRA factor to its base weight's path and the base axes that each of its axes stands for."""
+    factors: dict[int, tuple[str, Axes]] = {}
     for prefix, module in list_modules(root):
-        base = getattr(module, _BASE, None)
-        if not (_is_of_peft(module) and isinstance(base, torch.nn.Module)):
+        wrapped_layer = getattr(module, _BASE_LAYER, None)
+        if not (_is_peft_module(module) and isinstance(wrapped_layer, torch.nn.Module)):
             continue
-        roles = find_roles(base, "weight")
-        # only two-axis weights; adapters of convolutions are convolutions, and rules apply to them
+        roles = find_axis_roles(wrapped_layer, "weight")
+        # Factors of a convolution are convolutions, to which rules apply, so handle only weights with two axes.
         if len(roles) == 2:
-            output = roles.index("out.0")
-            path = ".".join(filter(None, (prefix, _BASE, "weight")))
-            found.update((id(t), (path, axes)) for t, axes in _iterate_factors(module, 1 - output, output))
-    return found
+            output_axis = roles.index("out.0")
+            path = ".".join(filter(None, (prefix, _BASE_LAYER, "weight")))
+            pairs = _iterate_factors(module, 1 - output_axis, output_axis)
+            factors.update((id(factor), (path, axes)) for factor, axes in pairs)
+    return factors
 
 
 def _iterate_factors(
-    module: torch.nn.Module, inward: int, output: int
+    module: torch.nn.Module, input_axis: int, output_axis: int
 ) -> Iterator[tuple[torch.Tensor, Axes]]:
-    for name, axes in (("lora_A", ((), (inward,))), ("lora_B", ((output,), ()))):
+    """Yield each LoRA factor of a layer with the axes of the base weight that each of its axes stands for."""
+    for name, axes in (("lora_A", ((), (input_axis,))), ("lora_B", ((output_axis,), ()))):
         for layer in getattr(module, name, {}).values():  # a layer has only the factors of its adapter type
             yield layer.weight, axes
             if layer.bias is not None:
                 yield layer.bias, axes[:1]
-    for name, axes in (("lora_embedding_A", ((), (inward,))), ("lora_embedding_B", ((output,), ()))):
+    for name, axes in (("lora_embedding_A", ((), (input_axis,))), ("lora_embedding_B", ((output_axis,), ()))):
         for factor in getattr(module, name, {}).values():
             yield factor, axes
     for layer in getattr(module, "lora_magnitude_vector", {}).values():
-        yield layer.weight, ((output,),)
+        yield layer.weight, ((output_axis,),)
 
 
-def _is_of_peft(module: torch.nn.Module) -> bool:
+def _is_peft_module(module: torch.nn.Module) -> bool:
     return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)

@@ -1,7 +1,7 @@
 """Run the layers of a sharded model on its mesh, which the outermost call enters once.
 
-An activation checkpoint computes a part of the model again in the backward pass, when no call of the model is open. So
-the function that it keeps is bound to the mesh, and to the weights that were gathered around it.
+An activation checkpoint recomputes a part of the model in the backward pass, when no call of the model is open. So its
+function is bound to the mesh, and to functions that gather the same weights again.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 from layoutmap.adapters.protocol import ScopeContext
-from layoutmap.engines.patches import Attribute, Patches, set_temporarily
-from layoutmap.engines.tested import check_names, is_before
-from layoutmap.engines.torch.backward import get_backward_pass
-from layoutmap.engines.torch.dtensor_ops import SummingUp
+from layoutmap.engines.patches import AttributePatch, Patches, set_temporarily
+from layoutmap.engines.tested import check_names_exist, is_older_than
+from layoutmap.engines.torch.backward import get_backward_pass_id
+from layoutmap.engines.torch.dtensor_ops import ReduceProductsMode
 from layoutmap.engines.torch.operators import Function
 
-# From torch 2.14 on, `checkpoint` calls another function, and the one of this name only for programs that use it.
-_GENERATOR = "_checkpoint_without_reentrant_generator" + ("" if is_before("torch", "2.14") else "_impl")
-check_names("torch", (torch_checkpoint, f"{_GENERATOR} CheckpointFunction"))
+# From torch 2.14 on, `checkpoint` calls the function with the suffix `_impl`, so patch that one.
+_GENERATOR = "_checkpoint_without_reentrant_generator" + ("" if is_older_than("torch", "2.14") else "_impl")
+check_names_exist("torch", (torch_checkpoint, f"{_GENERATOR} CheckpointFunction"))
 
 
 class _ThreadState(threading.local):
     """The state of a thread.
 
     Attributes:
-        context: The scope of the model that is called.
-        is_odd: Whether its batch does not divide.
-        is_recording: Whether a graph is recorded.
-        call: Of which call.
-        compiled: Compiled modules of a call in which Dynamo found a model, by the `Forward` of each.
-        gatherings: Functions that gather again the weights that are gathered now, outermost first.
+        context: The scope of the sharded model whose call is open, or None.
+        is_uneven_batch: Whether the batch of this call does not divide by the batch dim.
+        is_recording: Whether a graph is being recorded.
+        call: The module call of which a graph is recorded.
+        compiled: Compiled modules for a caller that Dynamo compiles, by the `Forward` of each.
+        gatherings: For the weights that are gathered now, functions that gather them again, outermost module first.
     """
 
     context: ScopeContext | None = None
-    is_odd = False
+    is_uneven = False
     is_recording = False
     call: Any = None
     compiled: Mapping[object, Any] = MappingProxyType({})
     gatherings: tuple[Callable[[], AbstractContextManager[None]], ...] = ()
 
 
-here = _ThreadState()
+thread_state = _ThreadState()
 
 
-def is_running() -> bool:
+def is_in_call() -> bool:
     """Return whether a sharded model's call is open on this thread."""
-    return here.context is not None
+    return thread_state.context is not None
 
 
 @contextmanager
 def compute_on_mesh(context: ScopeContext) -> Generator[None]:
     """Run this thread's torch operations on the mesh of a scope until the block ends."""
     with (
-        set_temporarily(here, "context", context),
+        set_temporarily(thread_state, "context", context),
         _CHECKPOINTS.activate(),
         _replace_inference_mode(),
         context.engine.run_on(context.policy.mesh, context.options.own.draws),
@@ -69,15 +69,16 @@ def compute_on_mesh(context: ScopeContext) -> Generator[None]:
 
 
 @contextmanager
-def summing_up(is_odd: bool) -> Generator[None]:
-    """While open, reduce partial sums at once if the batch does not divide."""
-    with set_temporarily(here, "is_odd", is_odd), SummingUp() if is_odd else nullcontext():
+def reduce_sums_early(is_uneven: bool) -> Generator[None]:
+    """Reduce partial sums immediately until the block ends, if the batch does not divide by the batch dim."""
+    reduction = ReduceProductsMode() if is_uneven else nullcontext()
+    with set_temporarily(thread_state, "is_uneven", is_uneven), reduction:
         yield
 
 
 def mark_recording() -> AbstractContextManager[None]:
-    """Mark this thread as recording a graph until the block ends, so that inner modules compute uncompiled."""
-    return set_temporarily(here, "is_recording", True)
+    """Mark this thread as recording a graph until the block ends, so that inner modules compile no own graphs."""
+    return set_temporarily(thread_state, "is_recording", True)
 
 
 @contextmanager
@@ -90,50 +91,51 @@ def _replace_inference_mode() -> Generator[None]:
         yield
 
 
-def _bind_to_mesh(function: Function) -> Function:
-    """Return a function that computes on this mesh with the same weights gathered, for an activation checkpoint."""
-    if here.is_recording:  # the recomputation would read module attributes instead of graph inputs
+def _bind_to_current_mesh(function: Function) -> Function:
+    """Return a checkpointed function, wrapped to recompute on the present mesh with the same weights gathered."""
+    if thread_state.is_recording:
         raise RuntimeError(
-            "an activation checkpoint in it computes once more when the graph is recorded already"
+            "an activation checkpoint recomputes after the graph is recorded, and would not read the graph's inputs"
         )
-    context, is_odd, gatherings = here.context, here.is_odd, here.gatherings
+    state = thread_state
+    context, is_uneven, gatherings = state.context, state.is_uneven, state.gatherings
     if context is None:
         return function
 
     @functools.wraps(function)
     def run_on_mesh(*args: object, **kwargs: object) -> object:
         with ExitStack() as stack:
-            if not is_running():
+            if not is_in_call():
                 stack.enter_context(compute_on_mesh(context))
-                stack.enter_context(summing_up(is_odd))
-            if get_backward_pass() >= 0:
-                for gather in gatherings:  # the outer module has freed the weights, so gather them again
+                stack.enter_context(reduce_sums_early(is_uneven))
+            if get_backward_pass_id() >= 0:
+                for gather in gatherings:  # outer modules have freed the weights, so gather them again
                     stack.enter_context(gather())
             return function(*args, **kwargs)
 
     return run_on_mesh
 
 
-def _wrap_generator(generator: Function) -> Function:
+def _wrap_checkpoint_generator(generator: Function) -> Function:
     @functools.wraps(generator)
-    def wrap_function(function: Function, *args: object, **kwargs: object) -> object:
-        return generator(_bind_to_mesh(function), *args, **kwargs)
+    def call_generator(function: Function, *args: object, **kwargs: object) -> object:
+        return generator(_bind_to_current_mesh(function), *args, **kwargs)
 
-    return wrap_function
+    return call_generator
 
 
-def _wrap_reentrant(own: Function) -> object:
-    class Wrapped:  # torch uses only this class's `apply`
+def _wrap_reentrant_checkpoint(original: Function) -> object:
+    class OnCurrentMesh:  # torch uses only this class's `apply`
         @staticmethod
         def apply(function: Function, *args: object) -> object:
-            return own.apply(_bind_to_mesh(function), *args)  # pyright: ignore[reportFunctionMemberAccess]
+            return original.apply(_bind_to_current_mesh(function), *args)  # pyright: ignore[reportFunctionMemberAccess]
 
-    return Wrapped
+    return OnCurrentMesh
 
 
 _CHECKPOINTS = Patches(
     [
-        Attribute(torch_checkpoint, _GENERATOR, _wrap_generator),
-        Attribute(torch_checkpoint, "CheckpointFunction", _wrap_reentrant),
+        AttributePatch(torch_checkpoint, _GENERATOR, _wrap_checkpoint_generator),
+        AttributePatch(torch_checkpoint, "CheckpointFunction", _wrap_reentrant_checkpoint),
     ]
 )

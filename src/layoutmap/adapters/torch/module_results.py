@@ -14,7 +14,7 @@ from layoutmap.engines.torch.modes import skip_function_modes
 
 
 class ModuleResults:
-    """Place one module's output and replaced buffers in their layouts.
+    """Relayout one module's output, and buffers that its `forward` replaces.
 
     Args:
         module: The module.
@@ -34,21 +34,21 @@ class ModuleResults:
         self._buffers: dict[str, tuple[Layout, object]] = {}
         for name, each in module.named_buffers(recurse=False) if layouts else ():
             if layout := layouts.get(id(each)):
-                self._buffers[name] = layout, context.engine.native(layout, layout.rank)[1]
-        self.output = context.policy.find_activation_layout(path) if path else None
+                self._buffers[name] = layout, context.engine.make_native_layout(layout, layout.rank)[1]
+        self.output_layout = context.policy.find_activation_layout(path) if path else None
 
-    def place(self, module: torch.nn.Module, result: object) -> object:
-        """Place buffers that `forward` has assigned anew, and return the result in its layout.
+    def relayout_results(self, module: torch.nn.Module, result: object) -> object:
+        """Relayout buffers that `forward` has assigned anew, and return the result in the layout of its rule.
 
         Raises:
             LayoutError: The rule does not fit the output.
         """
         if self._buffers:
-            self._place_buffers(module)
-        return result if self.output is None else self._place_output(result, self.output)
+            self._relayout_buffers(module)
+        return result if self.output_layout is None else self._relayout_output(result, self.output_layout)
 
     @skip_function_modes
-    def _place_buffers(self, module: torch.nn.Module) -> None:
+    def _relayout_buffers(self, module: torch.nn.Module) -> None:
         for name, (layout, placements) in self._buffers.items():
             buffer = getattr(module, name, None)
             if not isinstance(buffer, DTensor) or buffer.ndim != layout.rank:
@@ -57,12 +57,12 @@ class ModuleResults:
                 setattr(module, name, self._context.engine.relayout(buffer, layout, pad=True))
 
     @skip_function_modes
-    def _place_output(self, result: object, layout: Layout) -> object:
-        found = [tensor for tensor in list_tensors(result) if isinstance(tensor, DTensor)]
-        shapes = [tuple(tensor.shape) for tensor in found]
+    def _relayout_output(self, result: object, layout: Layout) -> object:
+        dtensors = [tensor for tensor in list_tensors(result) if isinstance(tensor, DTensor)]
+        shapes = [tuple(tensor.shape) for tensor in dtensors]
         layouts = self._context.policy.choose_output_layouts(layout, shapes, self._path)
-        chosen = {id(t): each for t, each in zip(found, layouts, strict=True) if each is not None}
-        # Place tensors that already have the layout, too, so that their gradients get it.
+        chosen = {id(t): each for t, each in zip(dtensors, layouts, strict=True) if each is not None}
+        # Relayout also tensors that already have the layout, so that their gradients get it.
         return map_tensors(
             lambda t: self._context.engine.relayout(t, chosen[id(t)]) if id(t) in chosen else t, result
         )

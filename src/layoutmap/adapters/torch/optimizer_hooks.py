@@ -1,10 +1,10 @@
 """Check optimizers before their steps, and shard slots that are unsharded tensors.
 
-Of several processes each steps its own shards, so all must have the same optimizer with the same settings.
+Each process steps its own shards, so all processes must have the same optimizer with the same settings.
 
-Torch's optimizers are sums and products, which `DTensor`s compute right, or raise where they cannot. `Adafactor` would
-make its slots replicated, and by them compute whole updates on each device: it is given slots in layouts. An optimizer
-that still holds the parameters that a model had before it was laid out would step those, and train nothing.
+Torch's optimizers compute sums and products, which are right on `DTensor`s, or raise. `Adafactor` would create
+replicated slots, and then compute the whole update on each device, so it gets sharded slots. An optimizer that still
+references the parameters of a model before it was sharded would train nothing, so its step raises.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.torch.compiled import check_compilable
+from layoutmap.adapters.torch.compiled import require_compilable
 from layoutmap.adapters.torch.fingerprints import describe_optimizer
-from layoutmap.adapters.torch.optimizer_state import check_state_kinds
+from layoutmap.adapters.torch.optimizer_state import check_sharded_state
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.engines import get_engine
-from layoutmap.engines.agreement import check_program, check_values
-from layoutmap.engines.patches import Item
-from layoutmap.engines.tested import Needed
-from layoutmap.engines.torch.changes import change
+from layoutmap.engines.agreement import check_same_program, check_same_values
+from layoutmap.engines.patches import ItemPatch
+from layoutmap.engines.tested import ImportGuard
+from layoutmap.engines.torch.changes import install_patches
 
-with Needed("torch"):
+with ImportGuard("torch"):
     from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks  # pyright: ignore[reportPrivateUsage]
 
-# The number of parameter groups of each optimizer at its comparison before the first step.
-_compared: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-# Each replaced tensor and its former path, by the tensor's id.
-_replaced: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+# How many parameter groups each optimizer had when it was last checked. More groups need another check.
+_num_compared_groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+# By the id of each tensor that a DTensor replaced, the tensor and its path.
+_replaced_tensors: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
 
-def note_replaced_tensor(tensor: torch.Tensor, path: str) -> None:
-    """Record a tensor that a DTensor replaced, so that optimizers that step it raise.
+def record_replaced_tensor(tensor: torch.Tensor, path: str) -> None:
+    """Record a tensor that a DTensor replaced, so that an optimizer that steps it raises.
 
     Args:
         tensor: The tensor; nothing is kept of it.
@@ -46,14 +46,14 @@ def note_replaced_tensor(tensor: torch.Tensor, path: str) -> None:
     """
     key = id(tensor)
     # ids are reused, so remove the entry when the tensor is deleted.
-    _replaced[key] = weakref.ref(tensor, lambda _: _replaced.pop(key, None)), path
-    check_optimizers()
+    _replaced_tensors[key] = weakref.ref(tensor, lambda _: _replaced_tensors.pop(key, None)), path
+    enable_optimizer_checks()
 
 
 # A wrong step would change the weights, so check optimizers before it (decisions/0044).
-def check_optimizers() -> None:
-    """Check each optimizer of this process before its steps, while a DTensor exists."""
-    change(_HOOK)
+def enable_optimizer_checks() -> None:
+    """Check each optimizer of this process before its steps, from now on while a DTensor exists."""
+    install_patches(_HOOK)
 
 
 def _check_before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -66,19 +66,20 @@ def _check_before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 @torch.compiler.disable(reason="a step of sharded weights is checked outside of the graph")  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
 def _check_before_compiled_step(optimizer: torch.optim.Optimizer) -> None:
     if any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
-        check_compilable(f"{type(optimizer).__name__}.step", is_dynamic=False)
+        require_compilable(f"{type(optimizer).__name__}.step", is_dynamic=False)
     _check_optimizer(optimizer)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if a step of the optimizer would be wrong, and shard its slots."""
     state = optimizer.state
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if id(parameter) in _replaced:
-                _refuse_stale(optimizer, _replaced[id(parameter)][1])
+            if id(parameter) in _replaced_tensors:
+                _refuse_replaced_parameter(optimizer, _replaced_tensors[id(parameter)][1])
             if isinstance(parameter, DTensor):
-                if _compared.get(optimizer) != len(optimizer.param_groups):
-                    _compare_optimizer(optimizer, parameter)
+                if _num_compared_groups.get(optimizer) != len(optimizer.param_groups):
+                    _check_before_first_step(optimizer, parameter)
                 is_factored = isinstance(optimizer, torch.optim.Adafactor) and parameter.ndim > 1
                 if is_factored and parameter.requires_grad and not state[parameter]:
                     state[parameter] = _make_adafactor_slots(parameter)
@@ -86,40 +87,41 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     _shard_slots(state[parameter], parameter)
 
 
-def _compare_optimizer(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
-    """Raise before the first step if other processes, or one device, would step the optimizer differently."""
+def _check_before_first_step(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
+    """Raise if other processes have another optimizer, or if its slots would differ from those on one device."""
     engine = get_engine("torch")
     layout = engine.get_layout(parameter)
     if layout is not None:
-        gather = functools.partial(engine.all_gather, mesh=layout.mesh)
-        check_program("optimizer.step", describe_optimizer(optimizer), gather)
+        gather = functools.partial(engine.gather_from_processes, mesh=layout.mesh)
+        check_same_program("optimizer.step", describe_optimizer(optimizer), gather)
         weights = (each for group in optimizer.param_groups for each in group["params"])
-        plain = [(n, each) for n, each in enumerate(weights) if not isinstance(each, DTensor)]
-        check_values(
+        unsharded = [(n, each) for n, each in enumerate(weights) if not isinstance(each, DTensor)]
+        check_same_values(
             (
                 (f"parameter {n} of the optimizer", compute_checksum(engine.to_numpy(p.detach())))
-                for n, p in plain
+                for n, p in unsharded
             ),
             gather,
         )
-    check_state_kinds(optimizer)
-    _compared[optimizer] = len(optimizer.param_groups)  # the comparison needs a collective, so do it once
+    check_sharded_state(optimizer)
+    # The comparison needs a collective, so do it once.
+    _num_compared_groups[optimizer] = len(optimizer.param_groups)
 
 
-def _refuse_stale(optimizer: torch.optim.Optimizer, path: str) -> None:
-    kind = type(optimizer).__name__
+def _refuse_replaced_parameter(optimizer: torch.optim.Optimizer, path: str) -> None:
+    optimizer_name = type(optimizer).__name__
     raise ScopeError(
-        f"{kind} was created before its weights were sharded",
+        f"{optimizer_name} was created before its weights were sharded",
         facts={"weight": path},
         why="the model now holds another, sharded tensor, which this step would not train",
-        fix=f"create the optimizer after apply, and copy its state: new = {kind}(model.parameters(), "
+        fix=f"create the optimizer after apply, and copy its state: new = {optimizer_name}(model.parameters(), "
         "...); new.load_state_dict(old.state_dict())",
     )
 
 
 # Adafactor would compute its slots from a shard, so create them before its first step (decisions/0044).
 def _make_adafactor_slots(parameter: DTensor) -> dict[str, torch.Tensor]:
-    """Create Adafactor's first slots of a parameter: means over the last axis and over the one before it."""
+    """Return Adafactor's first slots of a parameter: means over the last axis, and means over the axis before it."""
     *outer, rows, columns = parameter.shape
     return {
         "step": torch.zeros((), dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)),
@@ -138,7 +140,7 @@ def _shard_slots(slots: Any, parameter: DTensor) -> None:
 
 
 def derive_slot_layout(name: str, shape: tuple[int, ...], parameter: torch.Tensor) -> Layout | None:
-    """Return the layout of a slot: the parameter's, but unsharded on axes that the slot reduces to one element.
+    """Return the layout of a slot: the parameter's, but unsharded on axes on which the slot has one element.
 
     Args:
         name: The optimizer's name of the slot.
@@ -151,10 +153,10 @@ def derive_slot_layout(name: str, shape: tuple[int, ...], parameter: torch.Tenso
     layout, sizes = get_engine("torch").get_layout(parameter), tuple(parameter.shape)
     if layout is None or len(shape) != len(sizes) or (name == "step" and not shape):
         return None
-    if any(size not in (1, whole) for size, whole in zip(shape, sizes, strict=True)):
+    if any(size not in (1, full) for size, full in zip(shape, sizes, strict=True)):
         return None
     specs = zip(layout.sharding_specs, shape, sizes, strict=True)
-    return Layout([spec if size == whole else UNSHARDED for spec, size, whole in specs], layout.mesh)
+    return Layout([spec if size == full else UNSHARDED for spec, size, full in specs], layout.mesh)
 
 
-_HOOK = Item(optimizer_hooks, "layoutmap", _check_before_step)
+_HOOK = ItemPatch(optimizer_hooks, "layoutmap", _check_before_step)

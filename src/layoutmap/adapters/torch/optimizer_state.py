@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters import random_states
 from layoutmap.adapters.torch.swap import list_user_attributes
-from layoutmap.adapters.torch.tensor_classes import PLAIN, class_name, find_local_class
+from layoutmap.adapters.torch.tensor_classes import PLAIN_CLASSES, find_local_class, get_class_name
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
@@ -45,22 +45,22 @@ class SlotKind:
 
 
 Slots = Mapping[str, Any]
-"""By name, the kind of each slot; lists and mappings are kept."""
+"""The kind of each slot by name, in the nesting of the slot."""
 
 _TENSOR = "Tensor"
-# Copy smaller tensors, such as a learning rate, because a step may read them.
+# Copy the values of tensors up to this size, such as a learning rate, because a step may read them.
 _MAX_COPIED = 4096
 _NOT_COPIED = ("state", "param_groups")
 
 
 # A wrong step would change the weights, so let a copy of the optimizer step meta tensors first (decisions/0044).
-def check_state_kinds(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an optimizer's state differs between a sharded weight and the unsharded weight.
+def check_sharded_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer would choose other slots for a sharded weight than for the unsharded weight.
 
     Nothing is changed: the steps are those of a copy, on tensors without values.
 
     Raises:
-        ScopeError: The two differ, or a slot is of a tensor class of its own.
+        ScopeError: The slots differ, or a slot is of a special tensor class.
     """
     engine = get_engine("torch")
     done: set[object] = set()
@@ -74,26 +74,27 @@ def check_state_kinds(optimizer: torch.optim.Optimizer) -> None:
             if layout is None or key in done:
                 continue
             done.add(key)
-            one, one_failed = _run_step_on_copy(optimizer, group, _as_on_one_device(parameter))
-            sharded, failed = _run_step_on_copy(optimizer, group, _as_sharded(parameter))
-            if one_failed or failed:  # the step needs values, so compare existing slots only
-                one, sharded = (
-                    {name: each[name] for name in one.keys() & sharded} for each in (one, sharded)
+            full, has_failed = _run_step_on_copy(optimizer, group, _make_unsharded_meta_copy(parameter))
+            sharded, failed = _run_step_on_copy(optimizer, group, _make_sharded_meta_copy(parameter))
+            if has_failed or failed:  # the step needs values, so compare existing slots only
+                full, sharded = (
+                    {name: each[name] for name in full.keys() & sharded} for each in (full, sharded)
                 )
-            _compare_slots(optimizer, parameter, layout, one, sharded)
+            _check_equal_slots(optimizer, parameter, layout, full, sharded)
 
 
-def _as_on_one_device(parameter: DTensor) -> torch.nn.Parameter:
+def _make_unsharded_meta_copy(parameter: DTensor) -> torch.nn.Parameter:
     meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     return _make_meta_parameter(meta, parameter)
 
 
-def _as_sharded(parameter: DTensor) -> torch.nn.Parameter:
+def _make_sharded_meta_copy(parameter: DTensor) -> torch.nn.Parameter:
     meta = torch.empty_like(get_local(parameter).detach(), device="meta")
     return _make_meta_parameter(make_dtensor(meta, get_spec(parameter)), parameter)
 
 
 def _make_meta_parameter(meta: torch.Tensor, parameter: torch.Tensor) -> torch.nn.Parameter:
+    """Return a meta tensor as a parameter with a gradient and with the user's attributes of `parameter`."""
     new = torch.nn.Parameter(meta)
     new.grad = torch.empty_like(meta)
     # Optimizers may read attributes that the program set on parameters.
@@ -106,23 +107,22 @@ def _make_meta_parameter(meta: torch.Tensor, parameter: torch.Tensor) -> torch.n
 def _run_step_on_copy(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.nn.Parameter
 ) -> tuple[Slots, bool]:
-    """Run a step of a copied optimizer on one meta tensor. Return its slot kinds and whether the step failed."""
+    """Run a step of a copied optimizer on a meta tensor. Return slot kinds by name, and whether the step failed."""
     failed = False
-    own = torch.get_rng_state()
+    torch_state = torch.get_rng_state()
     try:
-        with _UnchangedTensors() as guard, random_states.keep_states(), warnings.catch_warnings():
+        with _RefuseWrites() as guard, random_states.preserve_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             copied = _copy_optimizer(optimizer, group, parameter, guard)
             try:
                 _run_step_without_hooks(copied)
-            except (
-                Exception
-            ):  # a step that needs values or a closure fails here, and the real step reports its own errors
+            except Exception:  # a step that needs values or a closure fails; the real step reports its errors
                 failed = True
-            kinds = {name: tree_map(_describe_slot, slot) for name, slot in copied.state[parameter].items()}
+            slots = copied.state[parameter]
+            slot_kinds = {name: tree_map(_describe_slot, slot) for name, slot in slots.items()}
     finally:
-        torch.set_rng_state(own)
-    return kinds, failed
+        torch.set_rng_state(torch_state)
+    return slot_kinds, failed
 
 
 def _run_step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
@@ -137,14 +137,14 @@ def _copy_optimizer(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
     parameter: torch.nn.Parameter,
-    guard: _UnchangedTensors,
+    guard: _RefuseWrites,
 ) -> torch.optim.Optimizer:
-    """Copy an optimizer without its state, for one parameter."""
+    """Return a copy of an optimizer that has no state and one parameter."""
     copied: torch.optim.Optimizer = object.__new__(type(optimizer))
 
     def copy_leaf(value: object) -> object:
         if isinstance(value, torch.Tensor):
-            return guard.copy(value)
+            return guard.copy_for_dry_run(value)
         if isinstance(value, torch.optim.Optimizer) and value is not optimizer:
             return _copy_optimizer(value, group, parameter, guard)
         if isinstance(value, types.MethodType) and value.__self__ is optimizer:
@@ -162,64 +162,64 @@ def _copy_optimizer(
     return copied
 
 
-class _UnchangedTensors(TorchDispatchMode):
-    """Prevent changes of existing tensors with values while entered."""
+class _RefuseWrites(TorchDispatchMode):
+    """Raise if an operator writes to a tensor with values that existed before the block."""
 
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
-        self._made: dict[int, torch.UntypedStorage] = {}  # ids are reused, so keep the storages
+        self._new_storages: dict[int, torch.UntypedStorage] = {}  # ids are reused, so keep the storages
 
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor: its values if they are few, or else its shape."""
-        if type(tensor) in PLAIN and tensor.numel() <= _MAX_COPIED:
+    def copy_for_dry_run(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a small tensor with its values, or a meta tensor of the shape of a large one."""
+        if type(tensor) in PLAIN_CLASSES and tensor.numel() <= _MAX_COPIED:
             return tensor.detach().clone()
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
-        for place, name in list_written_arguments(func):
-            for each in tree_leaves(args[place] if place < len(args) else kwargs.get(name)):
+        for position, name in list_written_arguments(func):
+            for each in tree_leaves(args[position] if position < len(args) else kwargs.get(name)):
                 if (
                     isinstance(each, torch.Tensor)
                     and not each.is_meta
-                    and get_storage_key(each) not in self._made
+                    and get_storage_key(each) not in self._new_storages
                 ):
-                    raise RuntimeError("a tensor of the program would be changed")
+                    raise RuntimeError("a dry run of an optimizer step would change a tensor of the program")
         result = func(*args, **kwargs)
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor) and not each.is_meta:
                 with contextlib.suppress(RuntimeError):  # tensor subclasses may have no storage
-                    self._made[get_storage_key(each)] = each.untyped_storage()
+                    self._new_storages[get_storage_key(each)] = each.untyped_storage()
         return result
 
 
 def _describe_slot(value: object) -> object:
-    """Return the class, element type, and shape of a tensor slot, or the type's name of any other value."""
+    """Return the `SlotKind` of a tensor, or the name of the type of any other value."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     kind = find_local_class(value)
-    return SlotKind(
-        _TENSOR if kind in PLAIN else class_name(kind), format_dtype(value.dtype), tuple(value.shape)
-    )
+    name = _TENSOR if kind in PLAIN_CLASSES else get_class_name(kind)
+    return SlotKind(name, format_dtype(value.dtype), tuple(value.shape))
 
 
-def _compare_slots(
-    optimizer: torch.optim.Optimizer, parameter: DTensor, layout: Layout, one: Slots, sharded: Slots
+def _check_equal_slots(
+    optimizer: torch.optim.Optimizer, parameter: DTensor, layout: Layout, unsharded: Slots, sharded: Slots
 ) -> None:
+    """Raise if slots differ between the sharded and the unsharded weight, or if one is of a special tensor class."""
     kind = type(optimizer).__name__
     facts = {"weight": f"{tuple(parameter.shape)}  {layout}"}
     fix = "use an optimizer whose state is plain tensors of the weight's shape, such as torch.optim.AdamW"
-    for name in dict.fromkeys((*one, *sharded)):
-        expected, actual = one.get(name), sharded.get(name)
+    for name in dict.fromkeys((*unsharded, *sharded)):
+        expected, actual = unsharded.get(name), sharded.get(name)
         if expected != actual:
             raise ScopeError(
                 f"{kind}: its state {name} for a sharded weight has another form than on one device",
                 facts={**facts, "one device": _format_kind(expected), "sharded": _format_kind(actual)},
                 why="it chooses its state from the shape of the shard, so its steps would differ from "
                 "those on one device",
-                fix=fix if _has_own_class(expected) else f"leave this weight unsharded; or {fix}",
+                fix=fix if _has_special_class(expected) else f"leave this weight unsharded; or {fix}",
             )
-        if _has_own_class(actual):
+        if _has_special_class(actual):
             raise ScopeError(
                 f"{kind}: its state {name} for a sharded weight is a special tensor class",
                 facts={**facts, name: _format_kind(actual)},
@@ -229,7 +229,7 @@ def _compare_slots(
             )
 
 
-def _has_own_class(kind: object) -> bool:
+def _has_special_class(kind: object) -> bool:
     return any(isinstance(each, SlotKind) and each.class_name != _TENSOR for each in tree_leaves(kind))
 
 

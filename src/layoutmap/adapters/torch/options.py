@@ -8,10 +8,10 @@ from typing import Any, get_args
 
 import torch
 
-from layoutmap.adapters.options import Draws, Gather, Rows, ScopeOptions, check_names
+from layoutmap.adapters.options import Draws, Gather, Rows, ScopeOptions, check_option_names
 from layoutmap.core.errors import ScopeError, join_names
 
-_DECIDED = ("mesh", "dp_mesh_dims", "shard_placement_fn", "ignored_params")
+_DECIDED_BY_RULES = ("mesh", "dp_mesh_dims", "shard_placement_fn", "ignored_params")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,69 +42,70 @@ class TorchOptions:
     fully_shard: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> TorchOptions:
-        """Return checked options from their names and values.
+    def from_values(
+        cls, values: Mapping[str, Any], options: ScopeOptions, *, spans_processes: bool
+    ) -> TorchOptions:
+        """Return options with these values, after checking them.
 
         Args:
-            given: Values by name.
+            values: The values of options by name.
             options: Options that every library has.
-            across: Whether the mesh has devices of other processes.
+            spans_processes: Whether the mesh has devices of other processes.
 
         Raises:
             ScopeError: An option is unknown, has an invalid value, or would have no effect.
         """
-        check_names(given, "torch", cls.__slots__)
+        check_option_names(values, "torch", cls.__slots__)
         # `None` means that an option is not set.
-        made = cls(**{name: value for name, value in given.items() if value is not None})
+        result = cls(**{name: value for name, value in values.items() if value is not None})
         _check_choice(
-            "draws", made.draws, Draws, "it says which random numbers initialize weights and drop elements"
+            "draws", result.draws, Draws, "it says which random numbers initialize weights and drop elements"
         )
-        _check_choice(
-            "gather", made.gather, Gather, "it says how weights that are sharded over batch_dim are gathered"
-        )
-        _check_choice("rows", made.rows, Rows, "it says which rows of the batch each process passes")
-        if made.rows == "own" and options.batch_dim is None:
+        why = "it says how weights that are sharded over batch_dim are gathered"
+        _check_choice("gather", result.gather, Gather, why)
+        _check_choice("rows", result.rows, Rows, "it says which rows of the batch each process passes")
+        if result.rows == "own" and options.batch_dim is None:
             raise ScopeError(
                 'rows="own": the scope has no batch_dim',
                 why="without it, all processes compute with the same rows",
                 fix="pass batch_dim=, the mesh dim over which rows are split, or leave rows out",
             )
-        if made.fully_shard:
-            _check_use(made, options, across)
-            _check_fully_shard(made.fully_shard)
-        return made
+        if result.fully_shard:
+            _check_fully_shard_use(result, options, spans_processes)
+            _check_fully_shard_options(result.fully_shard)
+        return result
 
 
 def _check_choice(name: str, value: str, choices: object, why: str) -> None:
-    ways = get_args(choices)
-    if value not in ways:
+    allowed_values = get_args(choices)
+    if value not in allowed_values:
         raise ScopeError(
             f"{name}={value!r}: this value is not allowed",
-            facts={"choices": ", ".join(map(repr, ways))},
+            facts={"choices": ", ".join(map(repr, allowed_values))},
             why=why,
-            fix=f"leave {name} out, or pass {name}={ways[1]!r}",
+            fix=f"leave {name} out, or pass {name}={allowed_values[1]!r}",
         )
 
 
-def _check_use(made: TorchOptions, options: ScopeOptions, across: bool) -> None:
-    """Raise for options of `fully_shard` if it gathers nothing."""
-    if not isinstance(made.fully_shard, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+def _check_fully_shard_use(torch_options: TorchOptions, options: ScopeOptions, spans_processes: bool) -> None:
+    """Raise if options of `fully_shard` are given and it will gather nothing."""
+    if not isinstance(torch_options.fully_shard, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScopeError(
-            f"fully_shard={made.fully_shard!r} has the wrong type",
-            facts={"type": type(made.fully_shard).__name__},
+            f"fully_shard={torch_options.fully_shard!r} has the wrong type",
+            facts={"type": type(torch_options.fully_shard).__name__},
             why="options of torch's fully_shard are passed on by their names",
             fix='pass a mapping, as in fully_shard={"reshard_after_forward": False}',
         )
     reasons = (
-        (made.gather == "own", 'gather="own" has weights gathered by this library'),
+        (torch_options.gather == "own", 'gather="own" has weights gathered by this library'),
         (options.batch_dim is None, "without batch_dim no weight is gathered"),
-        (not across, "all devices of the mesh are of this process, and fully_shard gathers between several"),
+        (not spans_processes, "all devices are of this process, and fully_shard gathers between several"),
     )
     for is_so, why in reasons:
         if is_so:
             raise ScopeError(
                 "the options of fully_shard would not be used",
-                facts={"fully_shard": dict(made.fully_shard)},
+                facts={"fully_shard": dict(torch_options.fully_shard)},
                 why=why,
                 fix="leave fully_shard out; it is for torch modules in several processes (torchrun), "
                 "in a scope with batch_dim",
@@ -112,25 +113,25 @@ def _check_use(made: TorchOptions, options: ScopeOptions, across: bool) -> None:
 
 
 # The layout map decides which weights are sharded, so pass on only three options (decisions/0017).
-def _check_fully_shard(options: Mapping[str, object]) -> None:
-    """Refuse `fully_shard` options that are unknown, of a wrong type, or decided by the layout map."""
+def _check_fully_shard_options(options: Mapping[str, object]) -> None:
+    """Raise for `fully_shard` options that are unknown, of a wrong type, or decided by the layout map."""
     # Loading takes 0.1 s, so import it here.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-    kinds: dict[str, type] = {
+    option_types: dict[str, type] = {
         "mp_policy": MixedPrecisionPolicy,
         "offload_policy": OffloadPolicy,
         "reshard_after_forward": bool,
     }
     for name, value in options.items():
-        if name not in kinds:
+        if name not in option_types:
             raise ScopeError(
                 f"fully_shard: {name!r} is not an option that a scope passes on",
-                facts={"options": join_names([repr(each) for each in kinds])},
+                facts={"options": join_names([repr(each) for each in option_types])},
                 why="rules and batch_dim decide which weights are sharded, and over which dim"
-                if name in _DECIDED
+                if name in _DECIDED_BY_RULES
                 else "torch's fully_shard takes these",
-                fix="leave it out" if name in _DECIDED else "use one of these",
+                fix="leave it out" if name in _DECIDED_BY_RULES else "use one of these",
             )
         if name == "reshard_after_forward" and type(value) is int:
             raise ScopeError(
@@ -138,12 +139,12 @@ def _check_fully_shard(options: Mapping[str, object]) -> None:
                 why="torch's fully_shard reshards DTensors over all devices of the batch dim, or over none",
                 fix="pass True or False",
             )
-        if not isinstance(value, kinds[name]):
+        if not isinstance(value, option_types[name]):
             raise ScopeError(
                 f"fully_shard: {name}={value!r} has the wrong type",
                 facts={"type": type(value).__name__},
                 why="the value is passed on to torch's fully_shard",
-                fix=f"pass a {kinds[name].__name__}",
+                fix=f"pass a {option_types[name].__name__}",
             )
     offload = options.get("offload_policy")
     if isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and not torch.accelerator.is_available():

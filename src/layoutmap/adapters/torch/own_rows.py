@@ -1,7 +1,7 @@
 """Run models in which each process passes its own rows, with `scope(rows="own")`.
 
-The rows of all processes are the global batch, in the order of their places along `batch_dim`. A process gets its own
-rows of an output, and what is no row, such as a loss, covers all of them (why: decisions/0267).
+The rows of all processes are the global batch, in the order of their shards along `batch_dim`. A process gets its own
+rows of an output. An output without rows, such as a loss, covers the rows of all processes (decisions/0267).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from layoutmap.adapters.torch.boundary import list_tensors, map_tensors, unshard
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError, join_names
 from layoutmap.core.specs import count_batch_shards, list_batch_dims
-from layoutmap.engines.agreement import gather_texts, label_processes
+from layoutmap.engines.agreement import gather_texts, make_process_facts
 from layoutmap.engines.torch.backward import AutogradFunction, Ctx
 from layoutmap.engines.torch.modes import skip_function_modes
-from layoutmap.engines.torch.placing import from_shards, move_to_placements
+from layoutmap.engines.torch.placing import make_dtensor_from_shards, redistribute_if_needed
 from layoutmap.engines.torch.specs import get_local
 from layoutmap.engines.torch.trees import tree_leaves
 
@@ -31,24 +31,25 @@ _PADDING = "drop the last batch, or pad it with rows whose labels are ignored"
 
 def has_own_rows(context: ScopeContext) -> bool:
     """Return whether each process passes its own rows to the models of a scope."""
-    return context.across and context.options.own.rows == "own"
+    return context.spans_processes and context.options.own.rows == "own"
 
 
-def find_row_place(context: ScopeContext) -> int:
-    """Return the place of this process along the batch dims, major to minor."""
-    mesh = context.engine.native(context.policy.replicated(0), 0)[0]
-    place = 0
+def find_row_shard_index(context: ScopeContext) -> int:
+    """Return which shard of the global batch has the rows of this process, counted over the batch dims."""
+    mesh = context.engine.make_native_layout(context.policy.make_replicated_layout(0), 0)[0]
+    shard_index = 0
     for dim in list_batch_dims(context.options.batch_dim):
-        place = place * mesh[dim].size() + mesh.get_local_rank(dim)
-    return place
+        shard_index = shard_index * mesh[dim].size() + mesh.get_local_rank(dim)
+    return shard_index
 
 
 def gather_rows(tensor: torch.Tensor, context: ScopeContext) -> torch.Tensor:
-    """Return the rows of all processes in the order of their places, of a scalar a vector."""
-    own = tensor.detach() if tensor.ndim else tensor.detach()[None]
+    """Return the rows of all processes in the order of their shards. Scalars of all processes become one vector."""
+    local_rows = tensor.detach() if tensor.ndim else tensor.detach()[None]
     num_shards = count_batch_shards(context.options.batch_dim, context.policy.mesh)
-    layout = context.policy.derive_batch_layout((own.shape[0] * num_shards, *own.shape[1:]))
-    return unshard_tensors(from_shards(own, *context.engine.native(layout, own.ndim)))
+    layout = context.policy.derive_batch_layout((local_rows.shape[0] * num_shards, *local_rows.shape[1:]))
+    mesh, placements = context.engine.make_native_layout(layout, local_rows.ndim)
+    return unshard_tensors(make_dtensor_from_shards(local_rows, mesh, placements))
 
 
 class OwnRows:
@@ -59,75 +60,74 @@ class OwnRows:
         context: The scope.
 
     Attributes:
-        num: The number of rows of this process: the length of the first argument that has an axis.
+        num_rows: The number of rows of this process: the length of the first argument that has an axis.
     """
 
     def __init__(self, values: object, context: ScopeContext) -> None:
         self._context = context
         self._num_shards = count_batch_shards(context.options.batch_dim, context.policy.mesh)
-        self._plain = [each for each in list_tensors(values) if not isinstance(each, DTensor)]
-        self._numbers = [each for each in tree_leaves(values) if isinstance(each, (int, float))]
-        self.num = next((int(each.shape[0]) for each in self._plain if each.ndim), 0)
+        self._tensors = [each for each in list_tensors(values) if not isinstance(each, DTensor)]
+        self._scalars = [each for each in tree_leaves(values) if isinstance(each, (int, float))]
+        self.num_rows = next((int(each.shape[0]) for each in self._tensors if each.ndim), 0)
 
-    # A process with fewer rows would send smaller shards than others expect, so compare the numbers in each call.
-    def check(self, *, is_due: bool) -> None:
-        """Refuse different numbers of rows, and in calls that are due, rows that do not belong together.
+    # A process with fewer rows would send smaller shards than others expect, so compare the row counts in each call.
+    def check_rows(self, *, is_due: bool) -> None:
+        """Raise if the numbers or shapes of rows differ between processes, or, in calls that are due, if values do.
+
+        Arguments without rows and rows of one shard must be equal, and the rows of all shards must not be equal.
 
         Args:
             is_due: Whether values are compared, too.
-
-        Raises:
-            ScopeError: The processes pass different numbers or lengths of rows, or the rows of the global batch.
         """
-        gather, numpy = self._context.gather, self._context.engine.to_numpy
-        shapes = str([tuple(each.shape) for each in self._plain if self._is_row(each)])
-        found = gather(np.array([self.num, zlib.crc32(shapes.encode())], np.int64))
+        gather, to_numpy = self._context.gather_from_processes, self._context.engine.to_numpy
+        shapes = str([tuple(each.shape) for each in self._tensors if self._has_rows(each)])
+        found = gather(np.array([self.num_rows, zlib.crc32(shapes.encode())], np.int64))
         counts = found[:, 0].tolist()
         if len(set(counts)) > 1:
             raise ScopeError(
                 f"the processes pass different numbers of rows: {join_names([str(each) for each in counts])}",
-                why='with rows="own", they are the shards of one batch, which must have equal sizes',
+                why='with rows="own", the rows of the processes are shards of one batch, which must have equal sizes',
                 fix=_PADDING,
             )
         if len(set(found[:, 1].tolist())) > 1:
             raise ScopeError(
                 "the processes pass rows of different lengths",
-                facts=label_processes(gather_texts(f"tensors of {shapes[1:-1]}", gather)),
+                facts=make_process_facts(gather_texts(f"tensors of {shapes[1:-1]}", gather)),
                 why='with rows="own" they are shards of one batch, whose rows have one length',
                 fix='pad all rows to one length, as with padding="max_length" of a tokenizer',
             )
         if not is_due:
             return
-        others = [numpy(each) for each in self._plain if not self._is_row(each)]
+        others = [to_numpy(each) for each in self._tensors if not self._has_rows(each)]
         texts = gather_texts(
-            f"{self._numbers}, {len(others)} tensors, checksum {compute_checksum(*others):08x}", gather
+            f"{self._scalars}, {len(others)} tensors, checksum {compute_checksum(*others):08x}", gather
         )
         if len(set(texts)) > 1:
             raise ScopeError(
                 "the processes pass different values of an argument that has no rows",
-                facts=label_processes(texts) | {"rows": self.num},
-                why=f"a tensor is one of rows if its first axis has {self.num}, as that of the first tensor; any other "
-                "argument is the same in all processes",
-                fix="pass the sum of all processes, as for a number of tokens",
+                facts=make_process_facts(texts) | {"rows": self.num_rows},
+                why=f"a tensor has rows if its first axis has {self.num_rows} elements, as in the first one; any other "
+                "argument must be the same in all processes",
+                fix="pass one value in all processes, such as the number of tokens in all of their rows",
             )
-        rows = [numpy(each) for each in self._plain if self._is_row(each)]
-        found = gather(np.array([find_row_place(self._context), compute_checksum(*rows)], np.int64)).tolist()
-        self._compare_places(found)
+        rows = [to_numpy(each) for each in self._tensors if self._has_rows(each)]
+        local = np.array([find_row_shard_index(self._context), compute_checksum(*rows)], np.int64)
+        self._check_rows_by_shard(gather(local).tolist())
 
-    def _compare_places(self, found: Sequence[tuple[int, int]]) -> None:
-        """Raise if processes at one position along the batch dim pass different rows, or all pass the same."""
-        by_place: dict[int, set[int]] = {}
-        for place, checksum in found:
-            by_place.setdefault(place, set()).add(checksum)
-        facts = label_processes([f"rows {place}, checksum {checksum:08x}" for place, checksum in found])
-        if any(len(checksums) > 1 for checksums in by_place.values()):
+    def _check_rows_by_shard(self, row_checksums: Sequence[tuple[int, int]]) -> None:
+        """Raise if the checksums of rows differ between processes with one shard index, or are equal in all."""
+        by_shard: dict[int, set[int]] = {}
+        for shard_index, checksum in row_checksums:
+            by_shard.setdefault(shard_index, set()).add(checksum)
+        facts = make_process_facts([f"rows {n}, checksum {checksum:08x}" for n, checksum in row_checksums])
+        if any(len(checksums) > 1 for checksums in by_shard.values()):
             raise ScopeError(
                 "processes that compute the same rows pass different rows",
                 facts=facts,
-                why=f"those at one place along {self._context.options.batch_dim!r} share their rows",
+                why=f"processes with one index along {self._context.options.batch_dim!r} compute the same rows",
                 fix="choose the rows by mesh.get_local_rank(batch_dim) instead of the rank of the process",
             )
-        if self.num and len(by_place) > 1 and len({checksum for _, checksum in found}) == 1:
+        if self.num_rows and len(by_shard) > 1 and len({checksum for _, checksum in row_checksums}) == 1:
             raise ScopeError(
                 "all processes pass the same rows",
                 facts=facts,
@@ -135,48 +135,48 @@ class OwnRows:
                 fix='leave rows="own" out if every process passes the global batch, else use a DistributedSampler',
             )
 
-    def _is_row(self, tensor: torch.Tensor, num_shards: int = 1) -> bool:
-        return tensor.ndim > 0 and tensor.shape[0] == self.num * num_shards > 0
+    def _has_rows(self, tensor: torch.Tensor, num_shards: int = 1) -> bool:
+        return tensor.ndim > 0 and tensor.shape[0] == self.num_rows * num_shards > 0
 
-    def _find_placements(self, shape: Sequence[int]) -> tuple[Placement, ...]:
+    def _find_batch_placements(self, shape: Sequence[int]) -> tuple[Placement, ...]:
         layout = self._context.policy.derive_batch_layout(shape)
-        return self._context.engine.native(layout, len(shape))[1]
+        return self._context.engine.make_native_layout(layout, len(shape))[1]
 
-    def place(self, values: object) -> Any:
-        """Convert the arguments so that each process's rows are shards of the global batch."""
-        mesh = self._context.engine.native(self._context.policy.replicated(0), 0)[0]
+    def convert_inputs(self, values: object) -> Any:
+        """Return the arguments with DTensors of the global batch. The rows of this process are its shard of them."""
+        mesh = self._context.engine.make_native_layout(self._context.policy.make_replicated_layout(0), 0)[0]
 
-        def place(tensor: torch.Tensor) -> object:
-            if isinstance(tensor, DTensor) or not self._is_row(tensor):
+        def shard_rows(tensor: torch.Tensor) -> object:
+            if isinstance(tensor, DTensor) or not self._has_rows(tensor):
                 return tensor
-            shape = (self.num * self._num_shards, *tensor.shape[1:])
-            return from_shards(tensor, mesh, self._find_placements(shape))
+            shape = (self.num_rows * self._num_shards, *tensor.shape[1:])
+            return make_dtensor_from_shards(tensor, mesh, self._find_batch_placements(shape))
 
-        return map_tensors(place, values)
+        return map_tensors(shard_rows, values)
 
     @skip_function_modes
-    def take(self, values: object) -> Any:
-        """Convert outputs to unsharded tensors: this process's rows, or all of an output without rows."""
+    def extract_outputs(self, values: object) -> Any:
+        """Return unsharded outputs. Of an output with rows of the batch, only the rows of this process are returned."""
 
-        def take(tensor: torch.Tensor) -> object:
+        def extract_output(tensor: torch.Tensor) -> object:
             if not isinstance(tensor, DTensor) or not tensor.ndim or tensor.shape[0] % self._num_shards:
                 return unshard_tensors(tensor)
-            batch = self._find_placements(tuple(tensor.shape))
+            batch = self._find_batch_placements(tuple(tensor.shape))
             is_sharded = all(
-                mine == wanted
-                for mine, wanted in zip(tensor.placements, batch, strict=True)
-                if wanted.is_shard()
+                actual == expected
+                for actual, expected in zip(tensor.placements, batch, strict=True)
+                if expected.is_shard()
             )
-            if not is_sharded and not self._is_row(tensor, self._num_shards):
+            if not is_sharded and not self._has_rows(tensor, self._num_shards):
                 return unshard_tensors(tensor)
-            rows = get_local(move_to_placements(cast(DTensor, tensor.detach()), batch))
-            return _Taken.apply(tensor, rows) if tensor.requires_grad else rows
+            rows = get_local(redistribute_if_needed(cast(DTensor, tensor.detach()), batch))
+            return _OwnRowsOutput.apply(tensor, rows) if tensor.requires_grad else rows
 
-        return map_tensors(take, values)
+        return map_tensors(extract_output, values)
 
 
-class _Taken(AutogradFunction):
-    """Raise for gradients of one process's rows, because a mean over them does not cover all rows."""
+class _OwnRowsOutput(AutogradFunction):
+    """Return one process's rows, and raise in backward, because their loss does not cover the other processes."""
 
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor, rows: torch.Tensor) -> torch.Tensor:

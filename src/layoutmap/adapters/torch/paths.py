@@ -14,33 +14,33 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
 from layoutmap.core.variables import VariableSpec, make_unique_names
-from layoutmap.engines.torch.modules import get_members, list_modules
+from layoutmap.engines.torch.modules import get_parameters_and_buffers, list_modules
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
-    """A module attribute that stores a tensor."""
+class TensorAttribute:
+    """An attribute of a module that stores a parameter or a buffer."""
 
     module: torch.nn.Module
     name: str
 
     @property
-    def held(self) -> torch.Tensor | None:
-        """Return the tensor that the module stores under this name now, or None if it was pruned."""
-        return self._members.get(self.name)
+    def tensor(self) -> torch.Tensor | None:
+        """Return the tensor that the attribute stores now, or None if it was pruned."""
+        return self._stored_tensors.get(self.name)
 
-    def put(self, tensor: torch.Tensor | None) -> None:
-        """Store another tensor in the attribute."""
-        self._members[self.name] = tensor
+    def set_tensor(self, tensor: torch.Tensor | None) -> None:
+        """Store a tensor in the attribute instead of the present one."""
+        self._stored_tensors[self.name] = tensor
 
     @property
-    def _members(self) -> dict[str, torch.Tensor | None]:
-        parameters, buffers = get_members(self.module)
+    def _stored_tensors(self) -> dict[str, torch.Tensor | None]:
+        parameters, buffers = get_parameters_and_buffers(self.module)
         return parameters if self.name in parameters else buffers
 
 
 @dataclass(slots=True)
-class FoundTensor:
+class ModelTensor:
     """A parameter or a buffer of a model.
 
     Args:
@@ -55,19 +55,19 @@ class FoundTensor:
     path: str
     is_buffer: bool
     aliases: list[str] = field(default_factory=list[str])
-    places: list[Holder] = field(default_factory=list[Holder])
+    attributes: list[TensorAttribute] = field(default_factory=list[TensorAttribute])
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor of a scope, as the core will see it."""
+class TensorEntry:
+    """A tensor of a model and its description as a variable of a plan."""
 
-    found: FoundTensor
+    source: ModelTensor
     spec: VariableSpec
 
 
 def has_forward(module: torch.nn.Module) -> bool:
-    """Return whether a module can be called. A `ModuleList`, for example, cannot."""
+    """Return whether a module's class defines `forward`. A `ModuleList`, for example, does not."""
     return type(module).forward is not torch.nn.Module.forward
 
 
@@ -81,26 +81,26 @@ def is_keras_module(module: torch.nn.Module) -> bool:
     return any(base.__module__.partition(".")[0] == "keras" for base in type(module).__mro__)
 
 
-def find_tensors(root: torch.nn.Module) -> list[FoundTensor]:
-    """Return the parameters of a model, then its buffers, each once."""
-    found: dict[int, FoundTensor] = {}
+def list_model_tensors(root: torch.nn.Module) -> list[ModelTensor]:
+    """Return the parameters of a model, then its buffers. A tensor with several names is returned once."""
+    tensors_by_id: dict[int, ModelTensor] = {}
     modules = list_modules(root, remove_duplicate=False)  # include all names of a shared module
     for is_buffer in (False, True):
         for prefix, module in modules:
             members = module.named_buffers if is_buffer else module.named_parameters
             for name, tensor in members(recurse=False, remove_duplicate=False):
                 path = f"{prefix}.{name}" if prefix else name
-                known = found.get(id(tensor))
-                if known is None:
-                    known = found[id(tensor)] = FoundTensor(tensor, path, is_buffer)
+                model_tensor = tensors_by_id.get(id(tensor))
+                if model_tensor is None:
+                    model_tensor = tensors_by_id[id(tensor)] = ModelTensor(tensor, path, is_buffer)
                 else:
-                    known.aliases.append(path)
-                if Holder(module, name) not in known.places:
-                    known.places.append(Holder(module, name))
-    return list(found.values())
+                    model_tensor.aliases.append(path)
+                if TensorAttribute(module, name) not in model_tensor.attributes:
+                    model_tensor.attributes.append(TensorAttribute(module, name))
+    return list(tensors_by_id.values())
 
 
-def find_layer_paths(root: torch.nn.Module) -> dict[int, str]:
+def find_paths_by_module_id(root: torch.nn.Module) -> dict[int, str]:
     """Return the first path of each module below a model, by the module's id."""
     paths: dict[int, str] = {}
     for name, module in list_modules(root):
@@ -109,39 +109,39 @@ def find_layer_paths(root: torch.nn.Module) -> dict[int, str]:
     return paths
 
 
-def find_roots(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return the modules that are inside no other module of the list."""
-    inside: set[int] = set()
+def find_root_modules(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return those of the modules that are inside no other of them."""
+    descendant_ids: set[int] = set()
     for module in modules:
-        inside.update(map(id, iterate_descendants(module, inside)))
-    return [module for module in modules if id(module) not in inside]
+        descendant_ids.update(map(id, iterate_descendants(module, descendant_ids)))
+    return [module for module in modules if id(module) not in descendant_ids]
 
 
 def iterate_descendants(module: torch.nn.Module, known: set[int] = frozenset()) -> Iterator[torch.nn.Module]:  # pyright: ignore[reportArgumentType]
-    """Yield every module below a module once, without descending into known modules."""
-    todo, seen = list(module.children()), {id(module)}
-    while todo:
-        child = todo.pop()
+    """Yield each module below a module once. Known modules are yielded, and those below them are not."""
+    pending, seen = list(module.children()), {id(module)}
+    while pending:
+        child = pending.pop()
         if id(child) not in seen:
             seen.add(id(child))
             yield child
             if id(child) not in known:
-                todo.extend(child.children())
+                pending.extend(child.children())
 
 
 def make_model_names(roots: Sequence[torch.nn.Module]) -> list[str]:
-    """Return a distinct name for each model: its class's name, numbered from the second of a class on."""
+    """Return a unique name for each model: the name of its class, numbered from the second model of a class on."""
     return make_unique_names([_find_user_class(type(root)).__name__ for root in roots])
 
 
-def _find_user_class(kind: type) -> type:
-    """Return a module's class as written by its author, without the FSDP class that `fully_shard` mixes in."""
-    is_made = kind.__name__.startswith("FSDP") and issubclass(kind.__bases__[0], FSDPModule)
-    return kind.__bases__[-1] if is_made else kind
+def _find_user_class(cls: type) -> type:
+    """Return the class that a module's author wrote, instead of the subclass that `fully_shard` creates of it."""
+    is_fsdp_class = cls.__name__.startswith("FSDP") and issubclass(cls.__bases__[0], FSDPModule)
+    return cls.__bases__[-1] if is_fsdp_class else cls
 
 
-def find_lazy_layers(root: torch.nn.Module) -> list[str]:
-    """Return the names of modules that create weights in their first call."""
+def list_lazy_layers(root: torch.nn.Module) -> list[str]:
+    """Return the paths of the modules that create weights in their first call."""
     return [
         name or type(root).__name__
         for name, module in list_modules(root)

@@ -26,7 +26,7 @@ from layoutmap.core.errors import CheckpointError
 from layoutmap.core.folders import make_hidden_path, open_hidden_folder
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
-from layoutmap.engines.agreement import gather_texts, run_together
+from layoutmap.engines.agreement import call_and_share_errors, gather_texts
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.specs import get_local
 from layoutmap.engines.torch.storages import get_storage_key
@@ -35,13 +35,13 @@ _INDEX = ".safetensors.index.json"
 _files: ContextVar[list[tuple[str, dict[str, DTensor]]] | None] = ContextVar("files", default=None)
 
 
-def wrap_save_file(own: Function) -> Function:
-    """Return safetensors' `save_file`, wrapped to capture its tensors inside `_capture_files`."""
+def wrap_save_file(original: Function) -> Function:
+    """Return safetensors' `save_file`, which in `_capture_saved_files` records its arguments and writes no file."""
 
     def save_file(tensors: dict[str, DTensor], filename: str, *args: object, **options: object) -> object:
         files = _files.get()
         if files is None:
-            return own(tensors, filename, *args, **options)
+            return original(tensors, filename, *args, **options)
         files.append((os.path.basename(filename), dict(tensors)))
         return None
 
@@ -49,8 +49,8 @@ def wrap_save_file(own: Function) -> Function:
 
 
 @contextmanager
-def _capture_files() -> Generator[list[tuple[str, dict[str, DTensor]]]]:
-    """Capture the file names and tensors of `save_file` calls until the block ends, and write no file."""
+def _capture_saved_files() -> Generator[list[tuple[str, dict[str, DTensor]]]]:
+    """Record the file names and tensors of `save_file` calls until the block ends. The calls write no file."""
     files: list[tuple[str, dict[str, DTensor]]] = []
     token = _files.set(files)
     try:
@@ -59,8 +59,8 @@ def _capture_files() -> Generator[list[tuple[str, dict[str, DTensor]]]]:
         _files.reset(token)
 
 
-class _TensorPlace(NamedTuple):
-    """The position of a sharded tensor's values: its name in the state dict, a file, and an offset."""
+class _TensorOffset(NamedTuple):
+    """The name of a sharded tensor in the state dict, the file for its values, and their first byte in it."""
 
     name: str
     file: str
@@ -68,10 +68,10 @@ class _TensorPlace(NamedTuple):
 
 
 # A gather would send all bytes over the network, so each process writes its own shards (decisions/0096).
-def save_shards(
+def save_own_shards(
     save: Function, directory: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Save a model from all processes of its mesh, which must all call it.
+    """Save a model in parallel: each process writes its own shards. All processes of the mesh must call it.
 
     The files are made in a hidden folder beside the directory, which becomes the directory. Into one that exists they
     are moved, its old index being removed before and the new one put there last.
@@ -82,11 +82,11 @@ def save_shards(
         tensors: The state of the model.
 
     Returns:
-        Whether it is saved. It is not where transformers stores other tensors than the model has, as where it splits
-        merged experts: nothing has been written then.
+        Whether the model is saved. It is not, and nothing is written, if transformers stores other tensors than the
+        model has, for example because it splits merged experts.
 
     Raises:
-        CheckpointError: It cannot be written, here or in another process.
+        CheckpointError: This process or another one cannot write the files.
     """
     engine = get_engine("torch")
     layouts = {
@@ -94,46 +94,46 @@ def save_shards(
         for name, tensor in tensors.items()
         if isinstance(tensor, DTensor) and (layout := engine.get_layout(tensor)) is not None
     }
-    if not layouts:  # this library cannot express the layouts of the tensors
+    if not layouts:  # the tensors are unsharded, or sharded in ways that no layout expresses
         return False
-    # Use the largest mesh, so that all processes take part.
+    # Gather over the largest mesh, because it contains all processes.
     mesh = max((layout.mesh for layout in layouts.values()), key=lambda each: each.size)
 
     def gather(values: NumpyArray) -> NumpyArray:
-        return engine.all_gather(values, mesh)
+        return engine.gather_from_processes(values, mesh)
 
-    # two programs may save to the same folder at the same time, so the name is unique
-    own = os.urandom(8).hex()
-    tokens = gather_texts(own, gather)
-    is_first = own == tokens[0]
+    # Two programs may save to the same folder at the same time, so the hidden folder has a random name.
+    own_token = os.urandom(8).hex()
+    tokens = gather_texts(own_token, gather)
+    is_first_process = own_token == tokens[0]
     target = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
     hidden = make_hidden_path(target, tokens[0])
     with ExitStack() as end:
 
-        def begin() -> list[_TensorPlace] | None:
+        def prepare_plan() -> list[_TensorOffset] | None:
             return _prepare_folder(
-                save, end.enter_context(open_hidden_folder(target, own)), target, tensors, layouts
+                save, end.enter_context(open_hidden_folder(target, own_token)), target, tensors, layouts
             )
 
-        plan = run_together(lambda: begin() if is_first else None, gather, "save")
-        found = json.loads(gather_texts(json.dumps(plan), gather)[0])
-        if found is None:
+        plan = call_and_share_errors(lambda: prepare_plan() if is_first_process else None, gather, "save")
+        received_plan = json.loads(gather_texts(json.dumps(plan), gather)[0])
+        if received_plan is None:
             return False
-        places = [_TensorPlace(*each) for each in found]
-        run_together(lambda: _write_shards(hidden, places, tensors, layouts), gather, "save")
+        offsets = [_TensorOffset(*each) for each in received_plan]
+        call_and_share_errors(lambda: _write_shards(hidden, offsets, tensors, layouts), gather, "save")
 
-        def finish() -> None:
+        def publish_files() -> None:
             _move_files(hidden, target)
             end.close()  # close before any process returns, so that none finds the hidden folder
 
-        run_together(lambda: finish() if is_first else None, gather, "save")
+        call_and_share_errors(lambda: publish_files() if is_first_process else None, gather, "save")
         return True
 
 
 def _prepare_folder(
     save: Function, hidden: Path, target: Path, tensors: Mapping[str, Any], layouts: Mapping[str, Layout]
-) -> list[_TensorPlace] | None:
-    """Create the folder with files that lack the sharded values, and return the offsets of these."""
+) -> list[_TensorOffset] | None:
+    """Create the folder with complete files except for the sharded values, and return where these belong."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(
             f"{target}: it is a file",
@@ -141,53 +141,53 @@ def _prepare_folder(
             fix="name a folder, or one that does not exist",
         )
     names: dict[int, str] = {}
-    empty: dict[int, torch.Tensor] = {}  # shared tensors must share one placeholder
+    placeholders: dict[int, torch.Tensor] = {}  # shared tensors must share one placeholder
     state: dict[str, object] = dict(tensors)
     for name in layouts:
         tensor = tensors[name]
         key = get_storage_key(get_local(tensor))
-        if key not in empty:
-            empty[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            names[id(empty[key])] = name
-        state[name] = empty[key]
-    with _capture_files() as files:
+        if key not in placeholders:
+            placeholders[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            names[id(placeholders[key])] = name
+        state[name] = placeholders[key]
+    with _capture_saved_files() as files:
         save(hidden, state_dict=state)
     if any(each.is_meta and id(each) not in names for _, content in files for each in content.values()):
         return None
-    return [place for file, content in files for place in _make_file(hidden, file, content, names)]
+    return [place for file, content in files for place in _write_unsharded(hidden, file, content, names)]
 
 
-def _make_file(
+def _write_unsharded(
     folder: Path, file: str, content: Mapping[str, torch.Tensor], names: Mapping[int, str]
-) -> list[_TensorPlace]:
-    """Make a file with its header, its full size, and the values of plain tensors."""
+) -> list[_TensorOffset]:
+    """Write a file of the final size with its header and unsharded values. Return where its sharded values belong."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    place = 0
+    offset = 0
     # Use the order of the safetensors library.
     ordered = sorted(content.items(), key=lambda each: (-each[1].dtype.itemsize, each[0]))
     for name, tensor in ordered:
-        end = place + tensor.numel() * tensor.dtype.itemsize
+        end = offset + tensor.numel() * tensor.dtype.itemsize
         entries[name] = {
             "dtype": _find_dtype_name(tensor.dtype),
             "shape": [*tensor.shape],
-            "data_offsets": [place, end],
+            "data_offsets": [offset, end],
         }
-        place = end
+        offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # align the values, as the format requires
-    places: list[_TensorPlace] = []
+    offsets: list[_TensorOffset] = []
     with open(folder / file, "xb") as sink:
         sink.write(len(text).to_bytes(8, "little") + text)
-        begin = sink.tell()
+        data_start = sink.tell()
         for name, tensor in ordered:
-            start = begin + entries[name]["data_offsets"][0]
+            start = data_start + entries[name]["data_offsets"][0]
             if tensor.is_meta:
-                places.append(_TensorPlace(names[id(tensor)], file, start))
+                offsets.append(_TensorOffset(names[id(tensor)], file, start))
             else:
                 sink.seek(start)
                 sink.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        sink.truncate(begin + place)  # set the full size before other processes write
-    return places
+        sink.truncate(data_start + offset)  # set the full size before other processes write
+    return offsets
 
 
 def _find_dtype_name(dtype: torch.dtype) -> str:
@@ -200,17 +200,17 @@ def _find_dtype_name(dtype: torch.dtype) -> str:
 
 def _write_shards(
     folder: Path,
-    places: Sequence[_TensorPlace],
+    offsets: Sequence[_TensorOffset],
     tensors: Mapping[str, torch.Tensor],
     layouts: Mapping[str, Layout],
 ) -> None:
     """Write this process's shards, and flush them to disk."""
     files: dict[str, int] = {}
     try:
-        for number, (name, file, start) in enumerate(places):
+        for position, (name, file, start) in enumerate(offsets):
             if file not in files:
                 files[file] = os.open(folder / file, os.O_RDWR)
-            for index, values in _iterate_own_shards(tensors[name], layouts[name], number):
+            for index, values in _iterate_own_shards(tensors[name], layouts[name], position):
                 _write_block(files[file], start, tensors[name].shape, index, values)
         for each in files.values():
             os.fsync(each)  # flush before the index lists the file
@@ -226,54 +226,54 @@ def _write_shards(
 
 
 def _iterate_own_shards(
-    tensor: torch.Tensor, layout: Layout, number: int
+    tensor: torch.Tensor, layout: Layout, turn: int
 ) -> Iterator[tuple[Index, NumpyArray]]:
-    """Yield the shards that this process writes. Processes with equal shards take turns."""
+    """Yield the shards that this process writes. The processes that have an equal shard write it by turns."""
     engine = get_engine("torch")
     holders: dict[object, list[int]] = {}
     for device in range(layout.mesh.size):
         holders.setdefault(get_slice_ends(layout.shard_slices(tensor.shape, device)), []).append(device)
-    here = set(engine.bind(layout.mesh).local_device_ids)
+    local_devices = set(engine.bind_mesh(layout.mesh).local_device_ids)
     # Processes with equal shards take turns, which spreads the writes.
-    writers = {ends: devices[number % len(devices)] for ends, devices in holders.items()}
-    if here.intersection(writers.values()):
-        for index, values in engine.to_shards(tensor, copy=False):
-            if writers[get_slice_ends(index)] in here:
+    writers = {ends: devices[turn % len(devices)] for ends, devices in holders.items()}
+    if local_devices.intersection(writers.values()):
+        for index, values in engine.iterate_shards(tensor, copy=False):
+            if writers[get_slice_ends(index)] in local_devices:
                 yield index, values
 
 
 def _write_block(file: int, start: int, shape: Sequence[int], index: Index, values: NumpyArray) -> None:
-    """Write a block of a tensor into its file, with one write for each contiguous run."""
+    """Write a block of a tensor into its file, with one write for each run of consecutive bytes."""
     block = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     sizes = [each.stop - each.start for each in index]
-    parted = max((axis for axis, size in enumerate(sizes) if size < shape[axis]), default=0)
+    num_outer_axes = max((axis for axis, size in enumerate(sizes) if size < shape[axis]), default=0)
     strides = [math.prod(shape[axis + 1 :]) * values.dtype.itemsize for axis in range(len(shape))]
-    first = start + sum(each.start * stride for each, stride in zip(index, strides, strict=True))
-    run = math.prod(sizes[parted:]) * values.dtype.itemsize
-    for number, outer in enumerate(np.ndindex(*sizes[:parted])):
-        place = first + sum(each * stride for each, stride in zip(outer, strides, strict=False))
-        data = block[number * run : (number + 1) * run].data
-        while data:  # the system may write only a part
-            written = os.pwrite(file, data, place)
-            data, place = data[written:], place + written
+    first_byte = start + sum(each.start * stride for each, stride in zip(index, strides, strict=True))
+    run_bytes = math.prod(sizes[num_outer_axes:]) * values.dtype.itemsize
+    for run_index, outer in enumerate(np.ndindex(*sizes[:num_outer_axes])):
+        offset = first_byte + sum(each * stride for each, stride in zip(outer, strides, strict=False))
+        data = block[run_index * run_bytes : (run_index + 1) * run_bytes].data
+        while data:  # a system call may write only a part of the data
+            written = os.pwrite(file, data, offset)
+            data, offset = data[written:], offset + written
 
 
 def _move_files(hidden: Path, target: Path) -> None:
-    """Move the written files to the target, the index last, so that an index never lacks a file."""
+    """Move the written files to the target folder and delete the old weights there. The index file is moved last."""
     if not target.exists():
         os.rename(hidden, target)
         return
-    new = sorted(path.name for path in hidden.iterdir())
-    weights = [name for name in new if name.endswith(".safetensors")]
+    new_names = sorted(path.name for path in hidden.iterdir())
+    weights = [name for name in new_names if name.endswith(".safetensors")]
     stem = re.escape(re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", weights[0]))
-    old = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+    old_weights = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors")
     (target / (re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", weights[0]) + _INDEX)).unlink(missing_ok=True)
-    for name in new:
+    for name in new_names:
         if not name.endswith(_INDEX):
             os.replace(hidden / name, target / name)
     for path in list(target.iterdir()):
-        if old.fullmatch(path.name) and path.name not in weights:
+        if old_weights.fullmatch(path.name) and path.name not in weights:
             path.unlink()
-    for name in new:
+    for name in new_names:
         if name.endswith(_INDEX):
             os.replace(hidden / name, target / name)

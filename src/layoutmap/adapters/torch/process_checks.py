@@ -13,8 +13,8 @@ from layoutmap.adapters.torch.boundary import list_tensors
 from layoutmap.adapters.torch.fingerprints import describe_module
 from layoutmap.adapters.torch.own_rows import OwnRows
 from layoutmap.core.checksums import compute_checksum
-from layoutmap.engines.agreement import CallSchedule, check_batch, check_program, check_values
-from layoutmap.engines.torch.dtensor_ops import same_draws
+from layoutmap.engines.agreement import CallSchedule, check_same_batch, check_same_program, check_same_values
+from layoutmap.engines.torch.dtensor_ops import check_equal_draws
 from layoutmap.engines.torch.operators import Args, Kwargs
 
 
@@ -30,61 +30,55 @@ class ProcessChecks:
         self._schedule = CallSchedule()
         self._modes: set[object] = set()  # modes in which the program was compared
 
-    def compare_program(self, module: torch.nn.Module, forwards: Iterable[object]) -> None:
-        """Refuse a module that is another one in another process, in the first call of each mode.
+    def check_program_of_module(self, module: torch.nn.Module, forwards: Iterable[object]) -> None:
+        """Raise if the module's program differs between processes, in the first call of each mode.
 
         Args:
             module: The module.
-            forwards: What the program has set as `forward` of the modules in it.
-
-        Raises:
-            ScopeError: The programs differ.
+            forwards: Functions that the program has set as `forward` of modules in it.
         """
         mode = module.training, torch.is_grad_enabled()  # a forward may branch on either mode
         if mode not in self._modes:
             parts = describe_module(module, forwards)
-            check_program(f"{type(module).__name__}.forward", parts, self._context.gather)
+            check_same_program(f"{type(module).__name__}.forward", parts, self._context.gather_from_processes)
             self._modes.add(mode)
 
-    def compare_unsharded(self, module: torch.nn.Module) -> None:
-        """Refuse parameters without a layout if their values differ between processes.
-
-        Raises:
-            EngineError: They differ.
-        """
+    def check_unsharded_parameters(self, module: torch.nn.Module) -> None:
+        """Raise if values of parameters without a layout differ between processes."""
         others = ((n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor))
         sums = ((n, compute_checksum(self._context.engine.to_numpy(p.detach()))) for n, p in others)
-        check_values(sums, self._context.gather)
+        check_same_values(sums, self._context.gather_from_processes)
 
     @contextmanager
-    def compared_call(self, args: Args, kwargs: Kwargs, own: OwnRows | None) -> Generator[None]:
-        """Refuse batches and random numbers that differ between processes, in calls that are due.
+    def check_call(self, args: Args, kwargs: Kwargs, own_rows: OwnRows | None) -> Generator[None]:
+        """Raise if batches or random numbers differ between processes for the call that runs in the block.
 
         Args:
-            args: The arguments of the call.
-            kwargs: Those with names.
-            own: The rows of this process. `None`: it passes the global batch.
+            args: The positional arguments of the call.
+            kwargs: The keyword arguments.
+            own_rows: The rows of this process. `None`: it passes the global batch.
 
         Raises:
             EngineError: They differ.
         """
         context = self._context
-        is_compared = context.across and context.options.check_batches
+        is_compared = context.spans_processes and context.options.check_batches
         is_due = is_compared and self._schedule.count_call()
-        if is_compared and own is not None:
-            own.check(is_due=is_due)
+        if is_compared and own_rows is not None:
+            own_rows.check_rows(is_due=is_due)
         if not is_due:
             yield
             return
-        if own is None:
-            self._check_batch(args, kwargs)
-        with same_draws(context.engine.native(context.policy.replicated(0), 0)[0], context.gather):
+        if own_rows is None:
+            self._check_equal_batch(args, kwargs)
+        mesh = context.engine.make_native_layout(context.policy.make_replicated_layout(0), 0)[0]
+        with check_equal_draws(mesh, context.gather_from_processes):
             yield
 
-    def _check_batch(self, args: Args, kwargs: Kwargs) -> None:
+    def _check_equal_batch(self, args: Args, kwargs: Kwargs) -> None:
         context = self._context
-        given = list_tensors((args, kwargs))
-        values = [context.engine.to_numpy(t) for t in given if not isinstance(t, DTensor)]
-        own_rows = 'pass rows="own" to the scope if each process has its own rows, or '
-        hint = own_rows if context.options.batch_dim else ""
-        check_batch(values, context.gather, self._schedule.calls, hint)
+        tensors = list_tensors((args, kwargs))
+        values = [context.engine.to_numpy(t) for t in tensors if not isinstance(t, DTensor)]
+        advice = 'pass rows="own" to the scope if each process has its own rows, or '
+        hint = advice if context.options.batch_dim else ""
+        check_same_batch(values, context.gather_from_processes, self._schedule.calls, hint)

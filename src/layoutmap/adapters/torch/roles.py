@@ -8,33 +8,33 @@ from __future__ import annotations
 
 import torch
 
-from layoutmap.adapters.torch.paths import FoundTensor
+from layoutmap.adapters.torch.paths import ModelTensor
 from layoutmap.core.variables import Use
 
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
 """Names that attention modules of transformers have for the size of a head."""
 
 
-def find_head_sizes(root: torch.nn.Module) -> dict[int, int]:
-    """Return the head size for each direct child of an attention module, by the child's id."""
-    found: dict[int, int] = {}
+def find_head_sizes_by_child(root: torch.nn.Module) -> dict[int, int]:
+    """Return the head size of each attention module, by the id of each of its direct children."""
+    sizes_by_id: dict[int, int] = {}
     for module in root.modules():
         size = next((n for name in _HEAD_SIZES if isinstance(n := getattr(module, name, None), int)), None)
         if size is not None:
-            found.update((id(child), size) for child in module.children())
-    return found
+            sizes_by_id.update((id(child), size) for child in module.children())
+    return sizes_by_id
 
 
-def describe_use(found: FoundTensor, sizes: dict[int, int]) -> Use | None:
-    """Return the roles of a parameter's axes in its first module, or None if they are unknown."""
-    place = found.places[0]
-    roles = find_roles(place.module, place.name)
-    return Use(roles, sizes.get(id(place.module))) if roles else None
+def find_axis_use(model_tensor: ModelTensor, head_sizes: dict[int, int]) -> Use | None:
+    """Return the roles of a parameter's axes in the first module that stores it, or None if they are unknown."""
+    attribute = model_tensor.attributes[0]
+    roles = find_axis_roles(attribute.module, attribute.name)
+    return Use(roles, head_sizes.get(id(attribute.module))) if roles else None
 
 
-def find_roles(module: torch.nn.Module, name: str) -> tuple[str, ...]:
+def find_axis_roles(module: torch.nn.Module, name: str) -> tuple[str, ...]:
     """Return the roles of the axes of a module's parameter, or an empty tuple if they are unknown."""
-    kind = type(module)
+    module_class = type(module)
     if isinstance(module, torch.nn.Linear):
         return ("out.0", "in.0") if name == "weight" else ("out.0",)
     if isinstance(module, torch.nn.Embedding):
@@ -43,6 +43,6 @@ def find_roles(module: torch.nn.Module, name: str) -> tuple[str, ...]:
         filters = ("out.0", "in.0", *("",) * len(module.kernel_size))
         return filters if name == "weight" else ("out.0",)
     # Conv1D of transformers is a Linear with a transposed weight.
-    if kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers."):
+    if module_class.__name__ == "Conv1D" and module_class.__module__.startswith("transformers."):
         return ("in.0", "out.0") if name == "weight" else ("out.0",)
     return ()

@@ -9,21 +9,21 @@ from contextlib import contextmanager
 
 import torch
 
-from layoutmap.core.terminals import is_interactive
+from layoutmap.core.terminals import is_stderr_interactive
 from layoutmap.engines.torch import simulation
 
 _PATIENCE_SECONDS = 2.0
 
 
-class SlowCalls:
-    """The training calls of one model."""
+class SlowCallNotice:
+    """Print a notice once if training calls of one model on simulated devices are slow."""
 
     def __init__(self) -> None:
         self._num_calls = 0
 
     @contextmanager
-    def measure(self, progress: bool | None) -> Generator[None]:
-        """Measure a call, and print a notice after the first slow one. The first call also sets up the devices.
+    def time_call(self, progress: bool | None) -> Generator[None]:
+        """Time a call, and print a notice after the first slow one, except the first call, which sets up the devices.
 
         Args:
             progress: The option of the scope. `None`: the notice is printed if stderr is a terminal.
@@ -31,13 +31,13 @@ class SlowCalls:
         if self._num_calls < 0 or not torch.is_grad_enabled() or not simulation.is_simulated():
             yield
             return
-        begin = time.monotonic()
+        start = time.monotonic()
         yield
         self._num_calls += 1
-        seconds = time.monotonic() - begin
+        seconds = time.monotonic() - start
         if self._num_calls > 1 and seconds > _PATIENCE_SECONDS:
             self._num_calls = -1
-            if progress or (progress is None and is_interactive()):
+            if progress or (progress is None and is_stderr_interactive()):
                 size = simulation.get_world_size()
                 print(
                     f"layoutmap: this step took {seconds:.0f} s to the loss, since one process computes the parts of "

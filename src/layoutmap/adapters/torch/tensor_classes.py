@@ -9,7 +9,7 @@ from layoutmap.engines.torch.deferred_init import FakeTensor
 from layoutmap.engines.torch.local_tensors import LocalTensor, get_rank_tensors
 from layoutmap.engines.torch.specs import get_local
 
-PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 """The classes that store their values in one tensor."""
 
 
@@ -24,16 +24,16 @@ def find_local_class(tensor: torch.Tensor) -> type[torch.Tensor]:
 def is_composed(tensor: torch.Tensor) -> bool:
     """Return whether a tensor, or a shard of it, consists of other tensors."""
     kind = find_local_class(tensor)
-    return kind not in PLAIN and hasattr(kind, "__tensor_flatten__")
+    return kind not in PLAIN_CLASSES and hasattr(kind, "__tensor_flatten__")
 
 
-def class_name(kind: type) -> str:
+def get_class_name(kind: type) -> str:
     """Return the name of a class, preceded by its module's name."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def find_stored_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return a tensor's element type as stored, which differs from its `dtype` for composed tensor classes."""
+    """Return a tensor's element type in memory, which is not its `dtype` if it consists of other tensors."""
     if isinstance(tensor, DTensor) or not is_composed(tensor):
         return tensor.dtype
     parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]

@@ -37,29 +37,33 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.torch.boundary import gather_tensors
+from layoutmap.adapters.torch.boundary import gather_to_cpu
 from layoutmap.adapters.torch.forward import find_forward
-from layoutmap.adapters.torch.pretrained import save_shards, wrap_save_file
-from layoutmap.adapters.torch.trainers import patch_accelerate, patch_lightning, patch_trainer
+from layoutmap.adapters.torch.pretrained import save_own_shards, wrap_save_file
+from layoutmap.adapters.torch.trainers import (
+    list_accelerate_patches,
+    list_lightning_patches,
+    list_trainer_patches,
+)
 from layoutmap.core.errors import EngineError, ScopeError
-from layoutmap.engines.patches import Attribute, patch_if_present
-from layoutmap.engines.tested import Needed
+from layoutmap.engines.patches import AttributePatch, make_patch_if_present
+from layoutmap.engines.tested import ImportGuard
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.changes import change
+from layoutmap.engines.torch.changes import install_patches
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.specs import get_local
 
 
-def patch_tools() -> None:
+def patch_libraries() -> None:
     """Patch transformers, PEFT, and safetensors once they are imported, while sharded tensors exist."""
     for module in _TOOLS:
         if module in sys.modules:
-            change(*_make_patches(module))
-    change(_LATER)
+            install_patches(*_list_module_patches(module))
+    install_patches(_PATCH_ON_IMPORT)
 
 
-class _LaterImports(MetaPathFinder):
-    """Patch libraries that are imported after a model is sharded, such as `transformers.Trainer`."""
+class _PatchOnImport(MetaPathFinder):
+    """Patch libraries that are imported only after a model is sharded, such as `transformers.Trainer`."""
 
     def install(self) -> None:
         """Watch imports."""
@@ -74,7 +78,7 @@ class _LaterImports(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the module's own spec. If it is a library's, its patches follow when it has been executed."""
+        """Return the spec of a module that has patches, so that they are installed once the module is executed."""
         if fullname not in _TOOLS:
             return None
         finders = (each for each in sys.meta_path if each is not self)
@@ -85,70 +89,70 @@ class _LaterImports(MetaPathFinder):
             def execute_and_patch(module: ModuleType) -> None:
                 execute(module)
                 if self in sys.meta_path:
-                    change(*_make_patches(fullname))
+                    install_patches(*_list_module_patches(fullname))
 
             spec.loader.exec_module = execute_and_patch
         return spec
 
 
-_LATER = _LaterImports()
+_PATCH_ON_IMPORT = _PatchOnImport()
 
 
 @functools.cache
-def _make_patches(module: str) -> tuple[Attribute, ...]:
+def _list_module_patches(module: str) -> tuple[AttributePatch, ...]:
     return tuple(_TOOLS[module]())
 
 
-def _gather_locally(what: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gather tensors where this process has all shards, or raise a ScopeError."""
-    found = next((name for name, tensor in tensors.items() if isinstance(tensor, DTensor)), None)
-    if found is not None and not simulation.is_simulated():
+def _gather_or_refuse(library: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Unshard tensors of simulated devices on the CPU. Raise a ScopeError if one is sharded over processes."""
+    name = next((name for name, tensor in tensors.items() if isinstance(tensor, DTensor)), None)
+    if name is not None and not simulation.is_simulated():
         raise ScopeError(
-            f"{what}: {found} is in a layout of several processes",
+            f"{library}: {name} is in a layout of several processes",
             why="this process has only its own shards, and would write only a part of the weight",
             fix="call layoutmap.export(model, directory) in all processes: it writes safetensors, each weight once",
         )
-    return gather_tensors(tensors)
+    return gather_to_cpu(tensors)
 
 
-def _wrap_save_pretrained(own: Function) -> Function:
+def _wrap_gathered_save(original: Function) -> Function:
     def save_pretrained(self: torch.nn.Module, directory: str, *args: object, **options: Any) -> object:
         tensors = options.get("state_dict") or self.state_dict()
         if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-            options["state_dict"] = gather_tensors(tensors)
+            options["state_dict"] = gather_to_cpu(tensors)
             if simulation.get_rank():  # only process 0 writes files
                 return None
-        return own(self, directory, *args, **options)
+        return original(self, directory, *args, **options)
 
     return save_pretrained
 
 
-def _wrap_sharded_save(own: Function) -> Function:
-    gathering = _wrap_save_pretrained(own)
+def _wrap_parallel_save(original: Function) -> Function:
+    save_gathered = _wrap_gathered_save(original)
 
     def save_pretrained(self: torch.nn.Module, directory: str, *args: object, **options: Any) -> object:
         tensors = options.get("state_dict") or self.state_dict()
-        several = simulation.get_world_size() > 1 and not simulation.is_simulated()
+        has_other_processes = simulation.get_world_size() > 1 and not simulation.is_simulated()
         if (
-            several
+            has_other_processes
             and not options.get("push_to_hub")
             and any(isinstance(t, DTensor) for t in tensors.values())
         ):
 
-            def save(folder: object, **state: object) -> None:
-                own(self, folder, *args, **options | {"is_main_process": True} | state)
+            def save_to_folder(folder: object, **state: object) -> None:
+                original(self, folder, *args, **options | {"is_main_process": True} | state)
 
-            if save_shards(save, directory, tensors):
+            if save_own_shards(save_to_folder, directory, tensors):
                 return None
-        return gathering(self, directory, *args, **options)
+        return save_gathered(self, directory, *args, **options)
 
     return save_pretrained
 
 
-def _wrap_resize(own: Function) -> Function:
+def _wrap_resize(original: Function) -> Function:
     def resize_token_embeddings(self: torch.nn.Module, *args: object, **options: object) -> object:
         try:
-            return own(self, *args, **options)
+            return original(self, *args, **options)
         except EngineError as error:
             raise ScopeError(
                 f"resize_token_embeddings: {type(self).__name__} is sharded",
@@ -160,87 +164,87 @@ def _wrap_resize(own: Function) -> Function:
     return resize_token_embeddings
 
 
-def _patch_transformers() -> Iterator[Attribute]:
+def _list_transformers_patches() -> Iterator[AttributePatch]:
     from transformers import PreTrainedModel, modeling_utils
 
-    yield from patch_if_present(PreTrainedModel, "save_pretrained", _wrap_sharded_save)
-    yield from patch_if_present(PreTrainedModel, "resize_token_embeddings", _wrap_resize)
-    yield from patch_if_present(modeling_utils, "safe_save_file", wrap_save_file)
+    yield from make_patch_if_present(PreTrainedModel, "save_pretrained", _wrap_parallel_save)
+    yield from make_patch_if_present(PreTrainedModel, "resize_token_embeddings", _wrap_resize)
+    yield from make_patch_if_present(modeling_utils, "safe_save_file", wrap_save_file)
 
 
-def _patch_peft() -> Iterator[Attribute]:
+def _list_peft_patches() -> Iterator[AttributePatch]:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
-    yield from patch_if_present(PeftModel, "save_pretrained", _wrap_save_pretrained)
+    yield from make_patch_if_present(PeftModel, "save_pretrained", _wrap_gathered_save)
 
-    def wrap_sizes(own: Function) -> Function:
+    def wrap_layer_sizes(original: Function) -> Function:
         def get_in_out_features(self: object, module: torch.nn.Module) -> object:
             if isinstance(module, torch.nn.Linear) and find_forward(module) is not None:
                 return module.in_features, module.out_features
-            return own(self, module)
+            return original(self, module)
 
         return get_in_out_features
 
-    yield from patch_if_present(LoraLayer, "_get_in_out_features", wrap_sizes)
+    yield from make_patch_if_present(LoraLayer, "_get_in_out_features", wrap_layer_sizes)
 
 
-def _patch_safetensors() -> Iterator[Attribute]:
+def _list_safetensors_patches() -> Iterator[AttributePatch]:
     from safetensors import torch as functions  # its package lacks the name while it is imported
 
-    def wrap_deduplication(own: Function) -> Function:
+    def wrap_deduplication(original: Function) -> Function:
         def remove_duplicate_names(state_dict: dict[str, torch.Tensor], **options: object) -> object:
             if simulation.is_simulated():
-                state_dict.update(gather_tensors(state_dict))
-                return own(state_dict, **options)
-            # Compare the storages of shards. A save of shards is refused below.
+                state_dict.update(gather_to_cpu(state_dict))
+                return original(state_dict, **options)
+            # safetensors compares storages, which only shards have. `flatten_as_ptr` below refuses to save shards.
             shards = ((n, get_local(t) if isinstance(t, DTensor) else t) for n, t in state_dict.items())
-            return own(dict(shards), **options)
+            return original(dict(shards), **options)
 
         return remove_duplicate_names
 
-    def wrap_flatten(own: Function) -> Function:
+    def wrap_flatten(original: Function) -> Function:
         def flatten_as_ptr(tensors: Sequence[torch.Tensor], *args: object) -> object:
             is_mapping = isinstance(tensors, Mapping)
-            return own(_gather_locally("safetensors", tensors) if is_mapping else tensors, *args)
+            return original(_gather_or_refuse("safetensors", tensors) if is_mapping else tensors, *args)
 
         return flatten_as_ptr
 
-    yield from patch_if_present(functions, "_remove_duplicate_names", wrap_deduplication)
-    yield from patch_if_present(functions, "_flatten_as_ptr", wrap_flatten)
+    yield from make_patch_if_present(functions, "_remove_duplicate_names", wrap_deduplication)
+    yield from make_patch_if_present(functions, "_flatten_as_ptr", wrap_flatten)
 
 
-def _patch_wrapper(module_name: str, name: str) -> Iterator[Attribute]:
-    """Yield the patch of a class that wraps a module."""
+def _list_wrapper_patches(module_name: str, name: str) -> Iterator[AttributePatch]:
+    """Yield a patch that makes a wrapper of modules, such as `DistributedDataParallel`, refuse sharded modules."""
 
-    def wrap_init(own: Function) -> Function:
+    def wrap_init(original: Function) -> Function:
         def __init__(self: object, module: torch.nn.Module, *args: object, **options: object) -> None:
             _refuse_wrapping(name, module)
-            own(self, module, *args, **options)
+            original(self, module, *args, **options)
 
         return __init__
 
-    yield from patch_if_present(getattr(sys.modules[module_name], name), "__init__", wrap_init)
+    yield from make_patch_if_present(getattr(sys.modules[module_name], name), "__init__", wrap_init)
 
 
-def _patch_fully_shard() -> Iterator[Attribute]:
-    with Needed("torch"):
+def _list_fully_shard_patches() -> Iterator[AttributePatch]:
+    with ImportGuard("torch"):
         from torch.distributed.fsdp._fully_shard import _fully_shard  # pyright: ignore[reportPrivateUsage]
 
-    def wrap_validation(own: Function) -> Function:
+    def wrap_validation(original: Function) -> Function:
         def validate_module(module: torch.nn.Module, func_name: str) -> None:
             _refuse_wrapping(func_name, module)
-            own(module, func_name)
+            original(module, func_name)
 
         return validate_module
 
-    yield from patch_if_present(_fully_shard, "_validate_module", wrap_validation)
+    yield from make_patch_if_present(_fully_shard, "_validate_module", wrap_validation)
 
 
-def _refuse_wrapping(what: str, module: torch.nn.Module) -> None:
+def _refuse_wrapping(wrapper: str, module: torch.nn.Module) -> None:
     if any(find_forward(each) is not None for each in module.modules()):
         raise ScopeError(
-            f"{what}: {type(module).__name__} is sharded already",
+            f"{wrapper}: {type(module).__name__} is sharded already",
             why="it expects a whole model in each process, and a sharded model gathers its weights and reduces its "
             "gradients over all processes itself",
             fix="leave it out: a loop of your own, Trainer of transformers, accelerate, and Lightning with devices=1 "
@@ -248,20 +252,20 @@ def _refuse_wrapping(what: str, module: torch.nn.Module) -> None:
         )
 
 
-_TOOLS: dict[str, Callable[[], Iterator[Attribute]]] = {
+_TOOLS: dict[str, Callable[[], Iterator[AttributePatch]]] = {
     **{
-        name: functools.partial(_patch_wrapper, name, kind)
+        name: functools.partial(_list_wrapper_patches, name, kind)
         for name, kind in (
             ("torch.nn.parallel.distributed", "DistributedDataParallel"),
             ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
         )
     },
-    "torch.distributed.fsdp._fully_shard._fully_shard": _patch_fully_shard,
-    "transformers.modeling_utils": _patch_transformers,
-    "transformers.trainer": patch_trainer,
-    "peft": _patch_peft,
-    "accelerate": patch_accelerate,
-    "safetensors.torch": _patch_safetensors,
-    "lightning.pytorch.strategies": functools.partial(patch_lightning, "lightning.pytorch.strategies"),
-    "pytorch_lightning.strategies": functools.partial(patch_lightning, "pytorch_lightning.strategies"),
+    "torch.distributed.fsdp._fully_shard._fully_shard": _list_fully_shard_patches,
+    "transformers.modeling_utils": _list_transformers_patches,
+    "transformers.trainer": list_trainer_patches,
+    "peft": _list_peft_patches,
+    "accelerate": list_accelerate_patches,
+    "safetensors.torch": _list_safetensors_patches,
+    "lightning.pytorch.strategies": functools.partial(list_lightning_patches, "lightning.pytorch.strategies"),
+    "pytorch_lightning.strategies": functools.partial(list_lightning_patches, "pytorch_lightning.strategies"),
 }

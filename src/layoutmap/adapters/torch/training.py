@@ -1,6 +1,6 @@
-"""How a model is trained, said once: its loss and its optimizer.
+"""Set the loss and the optimizer with which a model is trained.
 
-Torch keeps these in the program's own loop. `check_parity` runs that loop itself, so it has to know them.
+A torch program has these in its own loop. `check_parity` runs a loop itself, so it has to know them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(slots=True)
 class Training:
-    """How one model is trained.
+    """The loss, optimizer, and number of passes with which one model is trained.
 
     Args:
-        loss: Called with what the model returns and the targets; `None`: the model returns its loss.
-        make_optimizer: Called with the model's parameters, when they have their values.
-        optimizer: What it made.
-        num_passes: Number of backward passes whose gradients are added up before a step.
-        num_draws: How often random numbers were drawn for it: each time from a seed of its own.
+        loss: A function of the model's output and the targets; `None`: the model returns its loss.
+        make_optimizer: A function that creates the optimizer from the model's parameters.
+        optimizer: The optimizer, once it was created.
+        num_passes: The number of backward passes whose gradients are added up before a step.
+        num_draws: How many passes have drawn random numbers, each from another seed.
     """
 
     loss: Loss | None = None
@@ -77,9 +77,9 @@ def get_training(model: torch.nn.Module) -> Training:
 
 
 def call_model(model: torch.nn.Module, batch: object) -> Any:
-    """Return a model's output for the inputs of a batch: one tensor, a sequence, or a mapping by name."""
-    inputs = batch[0] if is_sequence(batch) else batch  # a single tensor has no targets
-    tensors = _convert_to_tensors(inputs, _find_device(model))
+    """Return a model's output for the inputs of a batch, which are one tensor, a sequence, or a mapping by name."""
+    inputs = batch[0] if is_sequence(batch) else batch  # a batch that is no sequence has no targets
+    tensors = _convert_arrays_to_tensors(inputs, _find_model_device(model))
     if isinstance(tensors, dict):
         return model(**tensors)
     return model(*tensors) if isinstance(tensors, list) else model(tensors)
@@ -89,24 +89,24 @@ def compute_loss(model: torch.nn.Module, batch: object) -> torch.Tensor:
     """Return the loss of a batch as an unsharded scalar.
 
     Raises:
-        ScopeError: Nobody has said how to get it.
+        ScopeError: The model returns no loss, and `train_with` has set none; or the batch lacks targets.
     """
     output, loss = call_model(model, batch), get_training(model).loss
     if loss is not None:
         if not is_sequence(batch) or len(batch) < 2:
-            given = (
+            batch_text = (
                 f"a mapping of {', '.join(map(str, batch))}" if is_mapping(batch) else describe_type(batch)
             )
             raise ScopeError(
                 f"{type(model).__name__}: the batch has no targets for its loss",
-                facts={"batch": given},
+                facts={"batch": batch_text},
                 why="the loss is called with outputs and targets",
                 fix="pass (inputs, targets), the inputs as a mapping if they have names",
             )
-        return loss(output, _convert_to_tensors(batch[1], _find_device(model)))
-    found = find_scalar_loss(output)
-    if found is not None:
-        return found
+        return loss(output, _convert_arrays_to_tensors(batch[1], _find_model_device(model)))
+    own_loss = find_scalar_loss(output)
+    if own_loss is not None:
+        return own_loss
     raise ScopeError(
         f"{type(model).__name__}: no loss is known for it",
         facts={"returns": type(output).__name__},
@@ -117,18 +117,18 @@ def compute_loss(model: torch.nn.Module, batch: object) -> torch.Tensor:
 
 def find_scalar_loss(output: object) -> torch.Tensor | None:
     """Return the scalar that a model returns, alone or as `loss` among others, or None."""
-    found = output.get("loss") if is_mapping(output) else getattr(output, "loss", output)
-    found = found[0] if is_sequence(found) else found
-    if isinstance(found, torch.Tensor) and found.ndim == 0:
-        return unshard_tensors(found) if isinstance(found, DTensor) else found
+    result = output.get("loss") if is_mapping(output) else getattr(output, "loss", output)
+    result = result[0] if is_sequence(result) else result
+    if isinstance(result, torch.Tensor) and result.ndim == 0:
+        return unshard_tensors(result) if isinstance(result, DTensor) else result
     return None
 
 
 def get_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of a model, and create it at its first use.
+    """Return the optimizer of a model, which is created at its first use.
 
     Raises:
-        ScopeError: Nobody has said which.
+        ScopeError: `train_with` has set no optimizer.
     """
     training = get_training(model)
     if training.make_optimizer is None:
@@ -138,7 +138,7 @@ def get_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
             fix="pass one: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...), or use steps=0",
         )
     if training.optimizer is None:
-        # Frozen weights have no gradients.
+        # Frozen weights have no gradients, so the optimizer does not get them.
         training.optimizer = training.make_optimizer(p for p in model.parameters() if p.requires_grad)
     return training.optimizer
 
@@ -149,18 +149,18 @@ def find_optimizer(name: str) -> MakeOptimizer:
     Raises:
         ScopeError: There is none.
     """
-    kinds = [each for each in vars(torch.optim).values() if isinstance(each, type)]
-    known: dict[str, Any] = {
-        each.__name__.lower(): each for each in kinds if issubclass(each, torch.optim.Optimizer)
+    classes = [each for each in vars(torch.optim).values() if isinstance(each, type)]
+    optimizer_classes: dict[str, Any] = {
+        each.__name__.lower(): each for each in classes if issubclass(each, torch.optim.Optimizer)
     }
-    if name.lower() not in known:
+    if name.lower() not in optimizer_classes:
         raise ScopeError(
             f"optimizer {name!r}: torch has no such optimizer",
-            facts={"optimizers": ", ".join(sorted(known))},
-            why="a name is that of a class of torch.optim",
-            fix="use one of them, or pass what makes yours, as in functools.partial(torch.optim.AdamW, lr=1e-3)",
+            facts={"optimizers": ", ".join(sorted(optimizer_classes))},
+            why="a name must be that of an optimizer class in torch.optim",
+            fix="use one of these, or pass a function that makes it: functools.partial(torch.optim.AdamW, lr=1e-3)",
         )
-    return known[name.lower()]
+    return optimizer_classes[name.lower()]
 
 
 def convert_outputs(output: object, read: Callable[[Any], object]) -> object:
@@ -174,16 +174,16 @@ def convert_outputs(output: object, read: Callable[[Any], object]) -> object:
     return [read(tensor) for tensor in list_tensors(output)]
 
 
-def _convert_to_tensors(values: object, device: torch.device | None) -> object:
-    """Return a batch with tensors in place of arrays, also in nested tuples, lists, and mappings."""
+def _convert_arrays_to_tensors(values: object, device: torch.device | None) -> object:
+    """Return a batch with each array replaced by a tensor, also in nested tuples, lists, and mappings."""
     if is_mapping(values):
-        return {name: _convert_to_tensors(each, device) for name, each in values.items()}
+        return {name: _convert_arrays_to_tensors(each, device) for name, each in values.items()}
     if is_sequence(values):
-        return [_convert_to_tensors(each, device) for each in values]
+        return [_convert_arrays_to_tensors(each, device) for each in values]
     is_array = hasattr(values, "__array__") and not isinstance(values, torch.Tensor)
     return torch.as_tensor(values, device=device) if is_array else values
 
 
-def _find_device(model: torch.nn.Module) -> torch.device | None:
+def _find_model_device(model: torch.nn.Module) -> torch.device | None:
     """Return the device of a model's weights, or None for a model without weights."""
     return next((each.device for each in model.parameters()), None)

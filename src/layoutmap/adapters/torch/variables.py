@@ -49,7 +49,7 @@ class Variable:
         Raises:
             PlanError: It has none.
         """
-        self._check()
+        self._check_has_value()
         return get_engine("torch").to_numpy(self.tensor)
 
     def write(self, value: NumpyArray | torch.Tensor) -> None:
@@ -58,7 +58,7 @@ class Variable:
         Raises:
             PlanError: It is only planned.
         """
-        self._check()
+        self._check_has_value()
         engine = get_engine("torch")
         layout = engine.get_layout(self.tensor)
         with torch.no_grad():  # an in-place change of a leaf requires no_grad
@@ -66,7 +66,7 @@ class Variable:
                 value = engine.relayout(value, layout, pad=True)
             self.tensor.copy_(value if isinstance(value, torch.Tensor) else to_torch(value))
 
-    def _check(self) -> None:
+    def _check_has_value(self) -> None:
         if not self.has_value or isinstance(self.tensor, FakeTensor):
             raise PlanError(
                 f"{self.path}: it has no values",

@@ -1,7 +1,7 @@
 """Open checkpoints of other libraries as sources, which read only the bytes of a requested block.
 
-None of these formats has checksums that cover its values: a file that is too short or contradicts itself is refused,
-and a changed value cannot be seen. Nothing of a file is ever run.
+None of these formats has checksums of its values. So a file that is too short or contradicts itself is refused, but a
+changed value is not detected. No code in a file is ever run.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 from layoutmap.checkpoint.foreign.dcp import METADATA, DistributedCheckpoint
 from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
-from layoutmap.checkpoint.foreign.orbax import Orbax, is_orbax
+from layoutmap.checkpoint.foreign.orbax import OrbaxCheckpoint, is_orbax_folder
 from layoutmap.checkpoint.foreign.safetensors import INDEX, Safetensors
-from layoutmap.checkpoint.gate import check_regular, translate_parser_errors
+from layoutmap.checkpoint.gate import check_regular_file, translate_parser_errors
 from layoutmap.checkpoint.manifest import NAME
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import open_storage
-from layoutmap.checkpoint.source import Source, check_variables
+from layoutmap.checkpoint.source import Source, check_limits
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError, join_names
 
@@ -34,8 +34,8 @@ WRITERS = {"safetensors": "layoutmap.checkpoint.foreign.safetensors_export"}
 """The module with the function `write_variables` for each format of `export`."""
 
 
-def load_writer(name: str) -> Callable[..., None]:
-    """Import the function that writes variables in a format. See `safetensors_export.write_variables`.
+def load_export_writer(name: str) -> Callable[..., None]:
+    """Return the function that writes variables in a format. See `safetensors_export.write_variables`.
 
     Raises:
         CheckpointError: There is no such format.
@@ -43,8 +43,8 @@ def load_writer(name: str) -> Callable[..., None]:
     if name not in WRITERS:
         raise CheckpointError(
             f"format={name!r}: this is not an export format",
-            why=f"the formats are {', '.join(WRITERS)}",
-            fix="use one of them",
+            why=f"the export formats are {', '.join(WRITERS)}",
+            fix="use one of these formats",
         )
     return import_module(WRITERS[name]).write_variables
 
@@ -54,51 +54,51 @@ def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source
     """Open a checkpoint of this library or of another one.
 
     Args:
-        path: A directory that was saved to, which may be the URL of an object store; the folder of one of its steps, a
-            file `*.safetensors` or its index, a folder with such files, a file `*.weights.h5` or `*.keras`, or a
+        path: The directory of a checkpoint, which may be the URL of an object store; the folder of one of its steps; a
+            file `*.safetensors` or its index; a folder with such files; a file `*.weights.h5` or `*.keras`; or a
             directory of orbax or of `torch.distributed.checkpoint`.
-        step: The step, where there are several; `None`: the last one.
+        step: The step, if the directory has several; `None`: the last one.
 
     Returns:
-        The source. Of a checkpoint of this library it is the `StepSource`.
+        The source. For a checkpoint of this library it is a `StepSource`.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, or it is of a kind that is not read, such as a pickle.
+        CheckpointError: There is no checkpoint, it is damaged, or its format is not supported, such as a pickle.
     """
     with translate_parser_errors(os.fspath(path)):
-        found = _find_source(path, step)
-        check_variables(found.where, found.variables.values())
+        found = _open_checkpoint(path, step)
+        check_limits(found.where, found.variables.values())
     return found
 
 
-def _find_source(path: str | os.PathLike[str], step: int | None) -> Source:
+def _open_checkpoint(path: str | os.PathLike[str], step: int | None) -> Source:
     storage = open_storage(path)
     if not isinstance(storage, LocalStorage):
         return StepSource(storage, step)
     where = Path(path)
     name = where.name
     if where.exists() and not where.is_dir():
-        check_regular(os.fspath(path), where.stat())
+        check_regular_file(os.fspath(path), where.stat())
     if where.is_dir():
         if (where / NAME).is_file() and name.startswith("step-") and name[5:].isdigit():
-            return StepSource(LocalStorage(where.parent), _check_only_step(step, int(name[5:]), path))
-        if LocalStorage(where).steps():
+            return StepSource(LocalStorage(where.parent), _choose_only_step(step, int(name[5:]), path))
+        if LocalStorage(where).list_steps():
             return StepSource(LocalStorage(where), step)
-        found = _open_folder(where, step)
+        found = _open_foreign_folder(where, step)
         if found is not None:
             return found
         pickles = [each.name for each in sorted(where.iterdir()) if each.name.endswith(_PICKLES)]
         if pickles:
             raise _make_pickle_error(os.fspath(path), f"it contains only pickles: {join_names(pickles)}")
     elif name.endswith((".safetensors", INDEX)):
-        _refuse_step(step, path)
+        _check_step_is_none(step, path)
         return Safetensors(where)
     elif name.endswith((".weights.h5", ".weights.json", ".keras")):
-        _refuse_step(step, path)
+        _check_step_is_none(step, path)
         return KerasWeights(where)
     elif name.endswith(_PICKLES):
         raise _make_pickle_error(
-            os.fspath(path), "a file of that name is a pickle, which can run code when it is read"
+            os.fspath(path), "by its name, the file is a pickle, which can run code when it is read"
         )
     elif where.is_file():
         raise CheckpointError(
@@ -109,19 +109,19 @@ def _find_source(path: str | os.PathLike[str], step: int | None) -> Source:
     return StepSource(storage, step)
 
 
-def _open_folder(folder: Path, step: int | None) -> Source | None:
+def _open_foreign_folder(folder: Path, step: int | None) -> Source | None:
     if any(folder.glob("*.safetensors")) or any(folder.glob("*" + INDEX)):
-        _refuse_step(step, folder)
+        _check_step_is_none(step, folder)
         return Safetensors(folder)
-    if is_orbax(folder):
-        return Orbax(folder, step)
+    if is_orbax_folder(folder):
+        return OrbaxCheckpoint(folder, step)
     if (folder / METADATA).is_file():
-        _refuse_step(step, folder)
+        _check_step_is_none(step, folder)
         return DistributedCheckpoint(folder)
     return None
 
 
-def _refuse_step(step: int | None, path: str | os.PathLike[str]) -> None:
+def _check_step_is_none(step: int | None, path: str | os.PathLike[str]) -> None:
     if step is not None:
         raise CheckpointError(
             f"{path}: there is no step {step}",
@@ -130,12 +130,12 @@ def _refuse_step(step: int | None, path: str | os.PathLike[str]) -> None:
         )
 
 
-def _check_only_step(step: int | None, actual: int, path: str | os.PathLike[str]) -> int:
+def _choose_only_step(step: int | None, actual: int, path: str | os.PathLike[str]) -> int:
     if step not in (None, actual):
         raise CheckpointError(
             f"{path}: this is step {actual}, not {step}",
             why="the path is the folder of a single step",
-            fix="leave step out, or name the directory above it",
+            fix="leave step out, or name the parent directory of this folder",
         )
     return actual
 
@@ -144,5 +144,5 @@ def _make_pickle_error(where: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"{where}: pickles are refused",
         why=f"{why}; a checkpoint is data, never code",
-        fix=f"convert each such file, which runs no code: layoutmap checkpoint convert {where} NEW",
+        fix=f"convert each file of torch.save, which runs none of its code: layoutmap checkpoint convert {where} NEW",
     )

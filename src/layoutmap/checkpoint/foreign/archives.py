@@ -1,4 +1,4 @@
-"""Read uncompressed files in zip archives, such as those of torch and Keras, in place."""
+"""Read uncompressed files inside of zip archives, such as those of torch and Keras, without extracting them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from layoutmap.checkpoint.foreign.ranges import ByteFile
 from layoutmap.core.errors import CheckpointError
 
 
-class Window(io.RawIOBase):
-    """Read a byte range of a file as a file of its own.
+class FileWindow(io.RawIOBase):
+    """Read a byte range of a file as if it were a file.
 
     Args:
-        file: The file.
+        file: The file that contains the range.
         start: Offset of the range in bytes.
-        num_bytes: Its size.
+        num_bytes: Size of the range in bytes.
     """
 
     def __init__(self, file: ByteFile, start: int, num_bytes: int):
         self.file, self.start, self.num_bytes = file, start, num_bytes
-        self._place = 0
+        self._position = 0
 
     def seekable(self) -> bool:
         """Return True, since `seek` works."""
@@ -34,39 +34,39 @@ class Window(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         """Move the read position within the window, and return it."""
-        self._place = offset + (0, self._place, self.num_bytes)[whence]
-        return self._place
+        self._position = offset + (0, self._position, self.num_bytes)[whence]
+        return self._position
 
     def tell(self) -> int:
         """Return the read position in the window."""
-        return self._place
+        return self._position
 
     def readinto(self, buffer: Any, /) -> int:
         """Read into a buffer up to the end of the window, and return the byte count."""
         view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self.num_bytes - self._place))
-        self.file.read_into(self.start + self._place, view[:count])
-        self._place += count
+        count = max(0, min(len(view), self.num_bytes - self._position))
+        self.file.read_into(self.start + self._position, view[:count])
+        self._position += count
         return count
 
 
-def list_stored_files(window: Window, where: str, fix: str) -> Mapping[str, Window]:
-    """Map each file name in an archive to the bytes of the file.
+def map_stored_files(window: FileWindow, where: str, fix: str) -> Mapping[str, FileWindow]:
+    """Return a window on each file in an uncompressed archive, by the file's name.
 
     Args:
         window: The archive.
-        where: Where it is, for messages.
-        fix: What to do about an archive that is refused.
+        where: The path of the archive, for messages.
+        fix: The fix that the error of a refused archive names.
 
     Raises:
-        CheckpointError: It cannot be read, or has compressed files, two of one name, or bytes that are in two of them:
-            of few bytes they would make many.
+        CheckpointError: The archive cannot be read, or has compressed files, two files of one name, or files that share
+            bytes. Otherwise a small archive could expand to any size.
     """
 
     def make_error(why: str) -> CheckpointError:
         return CheckpointError(f"{where}: the archive cannot be read", why=why, fix=fix)
 
-    found: dict[str, Window] = {}
+    files: dict[str, FileWindow] = {}
     try:
         with zipfile.ZipFile(cast("Any", window)) as archive:
             infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
@@ -78,9 +78,9 @@ def list_stored_files(window: Window, where: str, fix: str) -> Mapping[str, Wind
             )
             if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
                 raise make_error(f"{info.filename} is compressed, and could expand to any size")
-            if info.filename in found or start + info.file_size > after:
+            if info.filename in files or start + info.file_size > after:
                 raise make_error(f"{info.filename} appears twice, or shares bytes with another file")
-            found[info.filename] = Window(window.file, window.start + start, info.file_size)
+            files[info.filename] = FileWindow(window.file, window.start + start, info.file_size)
     except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, EOFError, IndexError) as error:
         raise make_error(f"{type(error).__name__}: {error}") from error
-    return found
+    return files

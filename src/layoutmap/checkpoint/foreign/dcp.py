@@ -1,7 +1,7 @@
 """Read directories of `torch.distributed.checkpoint` (DCP) without torch.
 
-Its metadata, and the head of each tensor, are pickles, which `dcp_pickle` reads and does not run.
-The values themselves are bytes of files, of which those are read that a block needs.
+The metadata of the directory and of each tensor are pickles, which `dcp_pickle` reads without running code. The values
+are bytes in files, of which only those of a requested block are read.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from layoutmap.checkpoint.dtypes import get_numpy_dtype
-from layoutmap.checkpoint.foreign.archives import Window, list_stored_files
+from layoutmap.checkpoint.foreign.archives import FileWindow, map_stored_files
 from layoutmap.checkpoint.foreign.dcp_pickle import (
     DtypeRecord,
     TensorRecord,
-    as_sizes,
-    make_dcp_error,
+    make_torch_error,
+    parse_sizes,
     read_pickle,
 )
 from layoutmap.checkpoint.foreign.ranges import ByteFile
@@ -44,7 +44,7 @@ _MAX_PICKLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class _DcpChunk:
     index: Index
     file: str
     start: int
@@ -54,8 +54,8 @@ class _Chunk:
 class DistributedCheckpoint(Source):
     """The tensors of a DCP directory.
 
-    Paths are the names of the saved state dict, joined by dots as DCP does. Values other than
-    tensors are pickles, which are skipped.
+    Paths are the keys of the saved state dict, joined by dots as in DCP. Values other than tensors are pickles, which
+    are skipped.
 
     Args:
         path: The directory.
@@ -65,7 +65,7 @@ class DistributedCheckpoint(Source):
         variables: The tensors by path.
 
     Raises:
-        CheckpointError: It cannot be read, or its metadata names a class that is not DCP's.
+        CheckpointError: The directory cannot be read, or its metadata names a class that is not DCP's.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -75,9 +75,9 @@ class DistributedCheckpoint(Source):
         file = ByteFile(self._folder / METADATA)
         found = read_pickle(file.path, file.read_all())
         try:
-            variables, self._chunks = _read_contents(file.path, found)
+            variables, self._chunks = _read_metadata(file.path, found)
         except (AttributeError, TypeError, ValueError) as error:
-            raise make_dcp_error(
+            raise make_torch_error(
                 file.path, "its metadata does not describe a checkpoint", str(error)
             ) from error
         super().__init__(os.fspath(path), variables)
@@ -87,76 +87,80 @@ class DistributedCheckpoint(Source):
         """Bytes of values and pickles that have been read so far."""
         return sum(file.bytes_read for file in self._files.values())
 
-    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
         path = variable.path
         dtype = get_numpy_dtype(variable.dtype, path)
         result = np.empty(compute_block_shape(wanted), dtype)
-        for chunk, both in self._find_overlaps(path, wanted):
-            part = self._read_block(path, chunk, dtype, make_relative_index(both, chunk.index))
-            result[(*make_relative_index(both, wanted), ...)] = part
+        for chunk, shared_block in self._find_overlaps(path, wanted):
+            part = self._read_chunk_block(path, chunk, dtype, make_relative_index(shared_block, chunk.index))
+            result[(*make_relative_index(shared_block, wanted), ...)] = part
         return result
 
-    def _check(self, variable: SavedVariable, wanted: Index) -> None:
-        # Reading the header of each chunk raises if a file is missing or too short.
+    def _verify_block(self, variable: SavedVariable, wanted: Index) -> None:
+        # DCP has no checksums, so only read the header of each chunk, which raises if a file is missing or too short.
         for chunk, _ in self._find_overlaps(variable.path, wanted):
-            self._read_head(variable.path, chunk)
+            self._read_chunk_header(variable.path, chunk)
 
-    def _find_overlaps(self, path: str, wanted: Index) -> list[tuple[_Chunk, Index]]:
-        """Return the chunks that overlap a block, each with the overlap.
+    def _find_overlaps(self, path: str, wanted: Index) -> list[tuple[_DcpChunk, Index]]:
+        """Return the chunks that overlap a block of a tensor, each with the index of the overlap in the tensor.
 
         Raises:
-            CheckpointError: An element of it is not in exactly one of them.
+            CheckpointError: An element of the block is in no chunk or in several chunks.
         """
         shared = ((chunk, intersect_blocks(chunk.index, wanted)) for chunk in self._chunks[path])
-        found = [(chunk, both) for chunk, both in shared if both is not None]
+        found = [(chunk, shared_block) for chunk, shared_block in shared if shared_block is not None]
         if (
-            fault := find_coverage_error(*stack_slice_ends([both for _, both in found], len(wanted)), wanted)
+            fault := find_coverage_error(
+                *stack_slice_ends([shared_block for _, shared_block in found], len(wanted)), wanted
+            )
         ) is not None:
             what = f"{fault[1] or 'no'} chunks in the metadata have {format_index(fault[0])}"
-            raise make_dcp_error(self.where, f"{path}: values are missing or stored twice", what)
+            raise make_torch_error(self.where, f"{path}: values are missing or stored twice", what)
         return found
 
-    def _read_block(self, path: str, chunk: _Chunk, dtype: np.dtype[Any], index: Index) -> NumpyArray:
-        tensor, _, start = self._read_head(path, chunk)
-        return read_tensor(self._files[chunk.file], start, tensor, dtype, index)
+    def _read_chunk_block(
+        self, path: str, chunk: _DcpChunk, dtype: np.dtype[Any], index: Index
+    ) -> NumpyArray:
+        tensor, _, start = self._read_chunk_header(path, chunk)
+        return read_tensor_block(self._files[chunk.file], start, tensor, dtype, index)
 
-    def _read_head(self, path: str, chunk: _Chunk) -> tuple[TensorRecord, str, int]:
-        """Read the pickle of a chunk. Return the tensor record, the file, and the offset of the values."""
+    def _read_chunk_header(self, path: str, chunk: _DcpChunk) -> tuple[TensorRecord, str, int]:
+        """Return the tensor record of a chunk, the dtype of its storage, and the offset of its values in the file."""
         key = chunk.file, chunk.start
         if key in self._heads:
             return self._heads[key]
         file = self._files.get(chunk.file) or ByteFile(self._folder / chunk.file)
         self._files[chunk.file] = file
-        window = Window(file, chunk.start, chunk.num_bytes)
-        # A compressed entry could expand to any size. DCP never compresses, so refuse it.
-        stored = list_stored_files(window, file.path, _FIX)
+        window = FileWindow(file, chunk.start, chunk.num_bytes)
+        # DCP never compresses the entries of this archive, so refuse compressed ones, which could expand to any size.
+        stored = map_stored_files(window, file.path, _FIX)
         files = {name.partition("/")[2]: each for name, each in stored.items()}
         head, order = files.get("data.pkl"), files.get("byteorder")
         if head is None or head.num_bytes > _MAX_PICKLE_BYTES:
-            raise make_dcp_error(
+            raise make_torch_error(
                 file.path,
                 f"{path}: its pickle is missing or too large",
                 "the pickle of a tensor has about 200 bytes",
             )
         tensor = read_pickle(file.path, head.read(head.num_bytes) or b"")
         if not isinstance(tensor, TensorRecord):
-            raise make_dcp_error(
+            raise make_torch_error(
                 file.path,
                 f"{path}: it is not a dense torch.Tensor",
                 f"its pickle says {shorten_repr(tensor)}",
             )
         if order is not None and order.read(9) != b"little":
-            raise make_dcp_error(
+            raise make_torch_error(
                 file.path,
-                f"{path}: it has the byte order of another machine type",
-                "it was saved on such a machine",
+                f"{path}: its values are not little-endian",
+                "they were saved on a big-endian machine",
             )
         data = files.get(f"data/{tensor.storage[2]}")
         if data is None:
-            raise make_dcp_error(
+            raise make_torch_error(
                 file.path, f"{path}: its values are missing", f"the archive has {join_names([*files])}"
             )
-        _check_tensor(file.path, path, tensor, chunk, data, self.variables[path])
+        _check_chunk_tensor(file.path, path, tensor, chunk, data, self.variables[path])
         self._heads[key] = tensor, tensor.storage[1], data.start
         return self._heads[key]
 
@@ -164,21 +168,21 @@ class DistributedCheckpoint(Source):
         return f"<DistributedCheckpoint {self.where}: {len(self.variables)} tensors, no checksums>"
 
 
-def read_tensor(
+def read_tensor_block(
     file: ByteFile, start: int, tensor: TensorRecord, dtype: np.dtype[Any], index: Index
 ) -> NumpyArray:
-    """Read a block of a dense tensor. Its storage begins at offset `start` of the file."""
-    # A transposed tensor is stored with its axes in memory order, so read them in that order first.
+    """Return the values of a block of a dense tensor. The tensor's storage begins at offset `start` of the file."""
+    # A transposed tensor is stored with its axes in another order, so read them in that order, then transpose.
     order = sorted(range(len(tensor.shape)), key=lambda axis: (-tensor.strides[axis], axis))
     shape = [tensor.shape[axis] for axis in order]
-    found = file.block(
+    found = file.read_block(
         start + tensor.start * dtype.itemsize, dtype, shape, tuple(index[axis] for axis in order)
     )
     return found.transpose([order.index(axis) for axis in range(len(order))])
 
 
 def is_dense(tensor: TensorRecord) -> bool:
-    """Return whether a tensor's values are contiguous in its storage, for any order of its axes."""
+    """Return whether a tensor's values are contiguous in its storage, in any order of its axes."""
     expected, found = 1, True
     for axis in sorted(range(len(tensor.shape)), key=lambda axis: (tensor.strides[axis], -axis)):
         found &= tensor.shape[axis] == 1 or tensor.strides[axis] == expected
@@ -186,14 +190,14 @@ def is_dense(tensor: TensorRecord) -> bool:
     return found or not expected
 
 
-def _check_tensor(
-    where: str, path: str, tensor: TensorRecord, chunk: _Chunk, data: Window, variable: SavedVariable
+def _check_chunk_tensor(
+    where: str, path: str, tensor: TensorRecord, chunk: _DcpChunk, data: FileWindow, variable: SavedVariable
 ) -> None:
-    """Raise unless a chunk's pickle agrees with the metadata and all its bytes exist."""
+    """Raise unless a chunk's pickle agrees with the metadata, and the file has all bytes of the chunk."""
     itemsize = get_numpy_dtype(variable.dtype, path).itemsize
     last = tensor.start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
     if not is_dense(tensor):
-        raise make_dcp_error(
+        raise make_torch_error(
             where, f"{path}: its values are not contiguous", f"its strides are {tensor.strides}"
         )
     why = ""
@@ -204,43 +208,47 @@ def _check_tensor(
     elif math.prod(tensor.shape) and (last + 1) * itemsize > data.num_bytes:
         why = f"it needs {(last + 1) * itemsize} bytes, and has {data.num_bytes}"
     if why:
-        raise make_dcp_error(where, f"{path}: a chunk contradicts the metadata", why)
+        raise make_torch_error(where, f"{path}: a chunk contradicts the metadata", why)
 
 
-def _read_contents(where: str, found: Any) -> tuple[dict[str, SavedVariable], dict[str, list[_Chunk]]]:
+def _read_metadata(where: str, metadata: Any) -> tuple[dict[str, SavedVariable], dict[str, list[_DcpChunk]]]:
+    """Return the tensors and the chunks of each tensor, both by path, from the unpickled metadata of a directory."""
     variables: dict[str, SavedVariable] = {}
-    chunks: dict[str, list[_Chunk]] = {}
-    for path, entry in found.state_dict_metadata.items():
+    chunks: dict[str, list[_DcpChunk]] = {}
+    for path, entry in metadata.state_dict_metadata.items():
         if hasattr(entry, "size"):
             dtype = entry.properties.dtype
             if not isinstance(dtype, DtypeRecord):
-                raise make_dcp_error(
+                raise make_torch_error(
                     where, f"{path}: its dtype cannot be read", f"it is {shorten_repr(dtype)}"
                 )
-            variables[str(path)] = SavedVariable(str(path), as_sizes(entry.size), dtype.name)
+            variables[str(path)] = SavedVariable(str(path), parse_sizes(entry.size), dtype.name)
             chunks[str(path)] = []
-    places = {
-        (path, as_sizes(chunk.offsets)): as_sizes(chunk.sizes)
-        for path, entry in found.state_dict_metadata.items()
+    sizes_by_chunk = {
+        (path, parse_sizes(chunk.offsets)): parse_sizes(chunk.sizes)
+        for path, entry in metadata.state_dict_metadata.items()
         if path in variables
         for chunk in entry.chunks
     }
-    for index, info in found.storage_data.items():
+    for index, info in metadata.storage_data.items():
         if index.fqn not in variables:
             continue
-        offsets = as_sizes(index.offset if index.offset is not None else ())
+        offsets = parse_sizes(index.offset if index.offset is not None else ())
         if getattr(info, "transform_descriptors", None):
-            raise make_dcp_error(
-                where, f"{index.fqn}: its values are compressed", "DCP was configured to transform its output"
+            raise make_torch_error(
+                where,
+                f"{index.fqn}: its values are compressed",
+                "DCP was configured to transform its output",
+                fix="save it again without writer extensions such as ZStandard",
             )
         if os.path.basename(info.relative_path) != info.relative_path:
-            raise make_dcp_error(
+            raise make_torch_error(
                 where,
                 f"{index.fqn}: its file is {info.relative_path!r}",
                 "all files of a DCP checkpoint are in its folder",
             )
-        sizes = places[index.fqn, offsets]
-        place = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-        start, length = as_sizes((info.offset, info.length))
-        chunks[index.fqn].append(_Chunk(place, info.relative_path, start, length))
+        sizes = sizes_by_chunk[index.fqn, offsets]
+        chunk_block = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        start, length = parse_sizes((info.offset, info.length))
+        chunks[index.fqn].append(_DcpChunk(chunk_block, info.relative_path, start, length))
     return variables, chunks

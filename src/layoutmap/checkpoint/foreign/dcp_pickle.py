@@ -1,7 +1,7 @@
-"""Read pickles of torch and `torch.distributed.checkpoint` without torch and without running code.
+"""Read pickles of torch and `torch.distributed.checkpoint` (DCP) without torch and without running code.
 
-Lists below have what torch writes of tensors and the classes that DCP writes. Each of them is an inert record here. A
-pickle that names anything else is refused.
+The constants of this module list the names that torch writes for tensors and the classes that DCP writes. Unpickling
+makes an inert record of each. A pickle with any other name is refused.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ _IGNORED = {
 }
 
 
-class _Record:
-    """Hold the attributes of a pickled DCP object, without its methods."""
+class _DcpRecord:
+    """A record with the attributes of a pickled DCP object, and without its methods."""
 
     def __setstate__(self, state: Any) -> None:
         if type(self).__name__ == "TensorProperties" and isinstance(state, tuple):
@@ -80,14 +80,14 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class DtypeRecord:
-    """A torch dtype by name. An empty name stands for untyped bytes."""
+    """A record of a torch dtype or storage class with the dtype's name. The name is empty for untyped bytes."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """A pickled tensor: its storage, offset, shape, strides, and its dtype if it differs from the storage's."""
+    """A record of a pickled tensor. `storage` is from `persistent_load`, and `start` is an element offset in it."""
 
     storage: tuple[Any, ...]
     start: int
@@ -97,39 +97,36 @@ class TensorRecord:
 
 
 class _SafeFunction:
-    """Wrap a function that a pickle may call but must not modify."""
+    """Wrap a function that a pickle may call, so that the pickle cannot set attributes of the function."""
 
-    __slots__ = ("_make",)
+    __slots__ = ("_function",)
 
-    def __init__(self, make: Callable[..., object]):
-        self._make = make
+    def __init__(self, function: Callable[..., object]):
+        self._function = function
 
     def __call__(self, *values: object) -> object:
-        return self._make(*values)
+        return self._function(*values)
 
     def __setstate__(self, state: object) -> None:
-        raise ValueError("a pickle changes a function")
+        raise ValueError("a pickle must not set attributes of a function")
 
 
 # torch's own readers can run code or allocate without limit, so pickles become inert records here (decisions/0182).
 class TensorUnpickler(pickle.Unpickler):
-    """Unpickle tensors to inert records, and allow only mappings, lists, numbers, and text besides."""
+    """Unpickle tensors to inert records. Other values may only be mappings, lists, numbers, and text."""
 
-    writer = "torch.save writes of tensors"
+    writer = "torch.save writes for tensors"
 
     def __init__(self, where: str, data: bytes):
         super().__init__(io.BytesIO(data))
         self._where = where
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """Replace a class or function by an inert record or a safe function, or raise."""
+        """Return the inert record or safe function that replaces a class or function, or raise for an unknown name."""
         known: dict[tuple[str, str], Any] = {
-            ("torch", "Size"): _make_size,
-            ("torch._utils", "_rebuild_tensor_v2"): _make_tensor,
-            (
-                "torch._utils",
-                "_rebuild_tensor_v3",
-            ): _make_tensor,  # torch uses this for dtypes without a storage class
+            ("torch", "Size"): _rebuild_size,
+            ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+            ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor,  # for dtypes without a storage class
             ("torch._utils", "_rebuild_parameter"): _return_first,
             ("collections", "OrderedDict"): _make_ordered_dict,
             ("collections", "Counter"): _return_first,
@@ -140,31 +137,31 @@ class TensorUnpickler(pickle.Unpickler):
             return DtypeRecord(name)
         if module in ("torch", "torch.storage") and (name in _STORAGES or name == "UntypedStorage"):
             return DtypeRecord(_STORAGES.get(name, ""))
-        raise make_dcp_error(
+        raise make_torch_error(
             self._where,
             f"its pickle names {module}.{name}",
-            f"unpickling a name can run code, and this is not a name that {self.writer}",
+            f"this is not among the names that {self.writer}, and unpickling others can run code",
             fix="load it on a machine where you trust it, and save it as safetensors",
         )
 
     def persistent_load(self, pid: Any, /) -> Any:
-        """Return the record of a tensor's storage."""
+        """Return the kind, the dtype, and the key of a tensor's storage."""
         kind, storage, key, *_ = pid
         if kind != "storage" or not isinstance(storage, DtypeRecord) or not isinstance(key, str):
-            raise make_dcp_error(
-                self._where, "its pickle has no torch storage", f"it has {shorten_repr(pid)}"
+            raise make_torch_error(
+                self._where, "its pickle has an invalid torch storage", f"the storage is {shorten_repr(pid)}"
             )
         return kind, storage.name or None, key
 
 
-class _Unpickler(TensorUnpickler):
-    """Unpickle the classes that DCP writes to inert records, too."""
+class _DcpUnpickler(TensorUnpickler):
+    """Unpickle tensors and the classes that DCP writes to inert records."""
 
     writer = "DCP writes"
 
     def find_class(self, module: str, name: str, /) -> object:
         if (module, name) in _RECORDS:
-            return type(name, (_Record,), {})
+            return type(name, (_DcpRecord,), {})
         if (module, name) in _IGNORED:
             return _SafeFunction(_return_none)
         return set if (module, name) == ("builtins", "set") else super().find_class(module, name)
@@ -178,43 +175,45 @@ def _return_none(*_: object) -> None:
     return None
 
 
-def _make_size(values: Sequence[object] = ()) -> tuple[object, ...]:
-    return as_sizes(values)
+def _rebuild_size(values: Sequence[object] = ()) -> tuple[object, ...]:
+    return parse_sizes(values)
 
 
 def _return_first(value: object, *_: object) -> object:
     return value
 
 
-def _make_tensor(storage: Any, start: Any, shape: Any, strides: Any, *rest: Any) -> TensorRecord:
-    if any(isinstance(each, dict) and each != {} for each in rest):
-        raise ValueError("a tensor is a conjugate or negated view")
-    dtype = next((each.name for each in rest if isinstance(each, DtypeRecord)), storage[1])
-    return TensorRecord(tuple(storage), as_sizes((start,))[0], as_sizes(shape), as_sizes(strides), dtype)
+def _rebuild_tensor(storage: Any, start: Any, shape: Any, strides: Any, *options: Any) -> TensorRecord:
+    if any(isinstance(each, dict) and each != {} for each in options):
+        raise ValueError("a tensor is a conjugate or negated view, which cannot be read")
+    dtype = next((each.name for each in options if isinstance(each, DtypeRecord)), storage[1])
+    return TensorRecord(
+        tuple(storage), parse_sizes((start,))[0], parse_sizes(shape), parse_sizes(strides), dtype
+    )
 
 
-def read_pickle(where: str, data: bytes, kind: type[TensorUnpickler] = _Unpickler) -> object:
-    """Unpickle data to inert records. Errors name the file `where`."""
+def read_pickle(where: str, data: bytes, unpickler_class: type[TensorUnpickler] = _DcpUnpickler) -> object:
+    """Return the content of a pickle as inert records, or raise a `CheckpointError` with the file `where`."""
     try:
-        _check_memo(data)
-        _check_tuples(data)
-        return kind(where, data).load()
+        _check_memo_size(data)
+        _check_tuple_sizes(data)
+        return unpickler_class(where, data).load()
     except CheckpointError:
         raise
     except Exception as error:  # pickle raises undocumented errors for damaged data
-        raise make_dcp_error(
+        raise make_torch_error(
             where, "its pickle cannot be read", f"{type(error).__name__}: {error}"
         ) from error
 
 
-def _check_memo(data: bytes) -> None:
-    """Raise a `ValueError` if a pickle makes Python allocate more memo entries than it has bytes."""
+def _check_memo_size(data: bytes) -> None:
+    """Raise a `ValueError` if a pickle's memo would have more entries than the pickle has bytes."""
     for opcode, number, _ in pickletools.genops(data):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= cast("int", number) <= len(data):
-            raise ValueError(f"object {number} of {len(data)} bytes")
+            raise ValueError(f"memo entry {number} in a pickle of only {len(data)} bytes")
 
 
-def _check_tuples(data: bytes) -> None:
+def _check_tuple_sizes(data: bytes) -> None:
     """Raise a `ValueError` if a tuple is so large that Python would hash it for minutes."""
     stack: list[int] = []  # sizes of the values on the unpickler's stack
     marks: list[int] = []
@@ -242,20 +241,22 @@ def _check_tuples(data: bytes) -> None:
             del stack[kept:]
             size = 1 + sum(parts) if name.startswith("TUPLE") or name == "FROZENSET" else 1
             if size > _MAX_TUPLE_ELEMENTS:
-                raise ValueError(f"a tuple of {shorten_repr(size)} elements")
+                raise ValueError(
+                    f"a tuple has {shorten_repr(size)} elements, more than {_MAX_TUPLE_ELEMENTS}"
+                )
             stack += [size] * len(opcode.stack_after)
 
 
-def as_sizes(values: Sequence[Any]) -> tuple[int, ...]:
-    """Convert non-negative whole numbers to a tuple, or raise a `ValueError` for other values."""
+def parse_sizes(values: Sequence[Any]) -> tuple[int, ...]:
+    """Return non-negative whole numbers as a tuple, or raise a `ValueError` for other values or too many of them."""
     found = tuple(values)
     if len(found) > _MOST_AXES or not all(type(n) is int and n >= 0 for n in found):
         raise ValueError(f"{shorten_repr(found)} are not sizes")
     return found
 
 
-def make_dcp_error(
+def make_torch_error(
     where: str, what: str, why: str, *, fix: str = "restore it from a copy, or save it again with torch"
 ) -> CheckpointError:
-    """Return the error for a damaged DCP directory."""
+    """Return the error for a DCP directory or a file of `torch.save` that cannot be read."""
     return CheckpointError(f"{where}: {what}", why=why, fix=fix)

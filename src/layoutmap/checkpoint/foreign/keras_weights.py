@@ -1,7 +1,7 @@
 """Read weight files of Keras 3: `*.weights.h5`, also in `*.keras`, and `*.weights.json` with its shards.
 
-Variables have Keras's places for names, as in `layers.dense.vars.0`: the file does not have their own. Those below
-`optimizer` are slots. HDF5 has no bfloat16: Keras marks it. Links to other files are not followed.
+Paths of variables are their places in the file, as in `layers.dense.vars.0`, because it lacks their names. Variables
+below `optimizer` are slots. HDF5 has no bfloat16, so Keras marks such values. Links to other files are refused.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, cast
 import numpy as np
 
 from layoutmap.checkpoint.dtypes import get_numpy_dtype
-from layoutmap.checkpoint.foreign.archives import Window, list_stored_files
+from layoutmap.checkpoint.foreign.archives import FileWindow, map_stored_files
 from layoutmap.checkpoint.foreign.ranges import ByteFile
-from layoutmap.checkpoint.source import SavedVariable, Source, import_reader
+from layoutmap.checkpoint.source import SavedVariable, Source, import_package
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind
@@ -30,41 +30,41 @@ class KerasWeights(Source):
     """The weights of a Keras weight file.
 
     Args:
-        path: The file `*.weights.h5`, a `*.keras` that has one, or `*.weights.json` of several.
+        path: A file `*.weights.h5`, a file `*.keras` that contains one, or the index `*.weights.json` of several.
 
     Attributes:
         where: The file.
         variables: The variables by path.
 
     Raises:
-        CheckpointError: It cannot be read, has links, or the package h5py is missing.
+        CheckpointError: The file cannot be read or has links, or the package h5py is missing.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         super().__init__(os.fspath(path), {})
         self._datasets: dict[str, Any] = {}
-        h5py = import_reader("weight files of Keras", "h5py", "they are files of HDF5")
-        for file in _list_files(Path(path)):
+        h5py = import_package("weight files of Keras", "h5py", "they are files of HDF5")
+        for file in _list_weight_files(Path(path)):
             try:
                 window = ByteFile(file)
                 root = h5py.File(_find_weight_file(window) if file.suffix == ".keras" else file, "r")
-                for name, dataset in _list_datasets(h5py, str(file), root, "", set()):
+                for name, dataset in _iterate_datasets(h5py, str(file), root, "", set()):
                     self._add_dataset(str(file), name, dataset, window.num_bytes)
             except (OSError, KeyError, RuntimeError) as error:
                 raise _make_error(str(file), "the file cannot be read", str(error)) from error
 
-    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
         path = variable.path
         try:
             found = np.asarray(self._datasets[path][wanted])
         except (OSError, RuntimeError) as error:
             raise _make_error(self.where, f"{path}: its values cannot be read", str(error)) from error
-        # A view would read big-endian bytes as little-endian, so convert the byte order first.
+        # The view below would read big-endian bytes as little-endian, so convert the byte order first.
         return found.astype(found.dtype.newbyteorder("="), copy=False).view(
             get_numpy_dtype(variable.dtype, path)
         )
 
-    def _add_dataset(self, file: str, name: str, dataset: Any, most: int) -> None:
+    def _add_dataset(self, file: str, name: str, dataset: Any, file_bytes: int) -> None:
         path = name.strip("/").replace("/", ".")
         if path in self.variables:
             raise _make_error(
@@ -76,7 +76,7 @@ class KerasWeights(Source):
                 f"{path}: its values are in another file",
                 "Keras stores all values in the weight file itself",
             )
-        if dataset.id.get_storage_size() < dataset.nbytes or dataset.nbytes > most:
+        if dataset.id.get_storage_size() < dataset.nbytes or dataset.nbytes > file_bytes:
             raise _make_error(
                 file, f"{path}: its values are missing or compressed", "Keras writes values uncompressed"
             )
@@ -92,42 +92,43 @@ class KerasWeights(Source):
         return f"<KerasWeights {self.where}: {len(self.variables)} variables, no checksums>"
 
 
-def _list_datasets(
-    h5py: Any, file: str, group: Any, prefix: str, known: set[Any]
+def _iterate_datasets(
+    h5py: Any, file: str, group: Any, prefix: str, seen_addresses: set[Any]
 ) -> Iterator[tuple[str, Any]]:
+    """Yield the datasets in a group and its subgroups by path. Raise for links and for an object with two paths."""
     for name in group:
         path = f"{prefix}/{name}"
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):
             raise _make_error(file, f"{path}: it is a link", "Keras writes no links")
         found = group[name]
-        place = h5py.h5o.get_info(found.id).addr
+        address = h5py.h5o.get_info(found.id).addr
         # Two hard links to each of 40 nested groups would give 2^40 paths, so each object is read once.
-        if place in known or path.count("/") > _MOST_DEPTH:
+        if address in seen_addresses or path.count("/") > _MOST_DEPTH:
             raise _make_error(
                 file, f"{path[:200]}: it appears twice or is nested too deep", "a Keras weight file is a tree"
             )
-        known.add(place)
+        seen_addresses.add(address)
         if isinstance(found, h5py.Group):
-            yield from _list_datasets(h5py, file, found, path, known)
+            yield from _iterate_datasets(h5py, file, found, path, seen_addresses)
         else:
             yield path, found
 
 
-def _find_weight_file(file: ByteFile) -> Window:
-    """Find the weight file in a `.keras` archive."""
+def _find_weight_file(file: ByteFile) -> FileWindow:
+    """Return the weight file inside a `.keras` archive."""
     path = file.path
-    files = list_stored_files(Window(file, 0, file.num_bytes), path, "save it again with model.save")
+    files = map_stored_files(FileWindow(file, 0, file.num_bytes), path, "save it again with model.save")
     if _WEIGHTS not in files:
         raise _make_error(path, "it has no weights", f"Keras stores the weights of a model in {_WEIGHTS}")
     return files[_WEIGHTS]
 
 
-def _list_files(path: Path) -> list[Path]:
+def _list_weight_files(path: Path) -> list[Path]:
     if path.suffix != ".json":
         return [path]
     try:
-        places = cast("dict[str, Any]", json.loads(ByteFile(path).read_all())["weight_map"]).values()
-        names = [name for place in places for name in ([place] if isinstance(place, str) else place)]
+        files_by_tensor = cast("dict[str, Any]", json.loads(ByteFile(path).read_all())["weight_map"]).values()
+        names = [name for files in files_by_tensor for name in ([files] if isinstance(files, str) else files)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _make_error(
             str(path), "the index cannot be read", f"{type(error).__name__}: {error}"
@@ -136,7 +137,7 @@ def _list_files(path: Path) -> list[Path]:
     for file in files:
         if file.parent != path.parent or not file.is_file():
             raise _make_error(
-                str(file), "the file is missing", f"{path} lists it, but it is not in the same folder"
+                str(file), "the file is missing", f"{path} lists it, but the file is not in the same folder"
             )
     return files
 

@@ -1,8 +1,8 @@
 """Read orbax directories: their metadata, and ranges of their zarr arrays through tensorstore.
 
-What is read is what `StandardCheckpointer`, `PyTreeCheckpointer` and `CheckpointManager` write: arrays and numbers, in
-one database (OCDBT) or in a folder each. Other items of a step, such as JSON, are left out. Of orbax itself nothing is
-needed, and no JAX.
+The module reads the arrays and numbers that `StandardCheckpointer`, `PyTreeCheckpointer` and `CheckpointManager` write,
+either into one database (OCDBT) or into a folder for each array. Other items of a step, such as JSON, are skipped.
+Neither orbax nor JAX is needed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from layoutmap.checkpoint.foreign.ranges import ByteFile
-from layoutmap.checkpoint.gate import check_inside, check_regular, check_small
-from layoutmap.checkpoint.source import SavedVariable, Source, check_variables, import_reader
+from layoutmap.checkpoint.gate import check_name_inside_folder, check_regular_file, check_size_limit
+from layoutmap.checkpoint.source import SavedVariable, Source, check_limits, import_package
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError, join_names
 
@@ -27,14 +27,14 @@ _METADATA_FILES = {".zarray", ".zattrs", "zarr.json"}
 _MAX_COMPRESSION = 1 << 16  # limit for array bytes per file byte; zstd reaches 1 << 15 for zeros
 
 
-class Orbax(Source):
+class OrbaxCheckpoint(Source):
     """The arrays of an orbax directory.
 
-    Paths are the keys of the saved tree, joined by dots: a weight of an `nnx.State` that was saved as
-    `d1.kernel.value` is `d1.kernel`. Of a step with several items, each path begins with the name of its item.
+    Paths are the keys of the saved tree, joined by dots, without a last key `value`: `d1.kernel.value` of an
+    `nnx.State` has the path `d1.kernel`. If a step has several items, each path begins with the name of its item.
 
     Args:
-        path: The directory: of one checkpoint, of one step, or of steps.
+        path: The directory of one checkpoint, of one step, or of several steps.
         step: The step; `None`: the last one.
 
     Attributes:
@@ -42,24 +42,24 @@ class Orbax(Source):
         variables: The arrays by path.
 
     Raises:
-        CheckpointError: There is none, it cannot be read, or the package tensorstore is missing.
+        CheckpointError: There is no such checkpoint, it cannot be read, or the package tensorstore is missing.
     """
 
     def __init__(self, path: str | os.PathLike[str], step: int | None = None):
-        folder = _choose_folder(Path(path), step)
+        folder = _choose_step_folder(Path(path), step)
         super().__init__(str(folder), {})
         self._stores: dict[str, Any] = {}
-        items = [folder] if (folder / METADATA).is_file() else _list_items(folder)
+        items = [folder] if (folder / METADATA).is_file() else _list_item_folders(folder)
         if not items:
             raise CheckpointError(
                 f"{folder}: this orbax checkpoint has no arrays",
-                why=f"there is no file {METADATA} in it or in a folder of it",
+                why=f"there is no file {METADATA} in the directory or in a subfolder",
                 fix="name the directory of the checkpoint, and check that its save was complete",
             )
         for item in items:
             self._add_item(item, "" if len(items) == 1 else f"{item.name}.")
 
-    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
         try:
             found: Any = self._stores[variable.path][wanted].read().result()
         except (ValueError, OSError, RuntimeError) as error:
@@ -68,7 +68,7 @@ class Orbax(Source):
 
     def _add_item(self, item: Path, prefix: str) -> None:
         file = item / METADATA
-        num_bytes = _count_bytes(item)
+        num_bytes = _sum_file_sizes(item)
         try:
             found = json.loads(ByteFile(file).read_all())
             leaves = [
@@ -91,14 +91,14 @@ class Orbax(Source):
                     f"{path}: two arrays have this path",
                     facts={"file": str(file)},
                     why="keys with dots give two arrays the same path",
-                    fix="rename one of the keys",
+                    fix="rename one of the keys, and save again",
                 )
-            check_inside(str(file), name)
+            check_name_inside_folder(str(file), name)
             store = self._open_array(item, path, name, found)
             shape = tuple(map(int, store.shape))
             self.variables[path] = SavedVariable(path, shape, store.dtype.numpy_dtype.name)
             self._stores[path] = store
-        check_variables(str(item), self.variables.values(), num_bytes * _MAX_COMPRESSION)
+        check_limits(str(item), self.variables.values(), num_bytes * _MAX_COMPRESSION)
 
     def _open_array(self, item: Path, path: str, name: str, metadata: Mapping[str, Any]) -> Any:
         base: dict[str, Any] = {"driver": "file", "path": f"{item}/"}
@@ -107,9 +107,9 @@ class Orbax(Source):
         else:
             base["path"] = f"{item / name}/"
         spec: dict[str, Any] = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": base}
-        # tensorstore reads a missing chunk as zeros by default, but orbax writes every chunk.
+        # orbax writes every chunk, so a missing one must raise. By default, tensorstore would read zeros.
         spec["fill_missing_data_reads"] = False
-        tensorstore = import_reader("checkpoints of orbax", "tensorstore", "their arrays are in its formats")
+        tensorstore = import_package("checkpoints of orbax", "tensorstore", "their arrays are in its formats")
         try:
             return tensorstore.open(spec, open=True, read=True).result()
         except (ValueError, OSError, RuntimeError) as error:
@@ -119,11 +119,11 @@ class Orbax(Source):
         return f"<Orbax {self.where}: {len(self.variables)} arrays, no checksums>"
 
 
-def _count_bytes(item: Path) -> int:
+def _sum_file_sizes(item: Path) -> int:
     """Return the total size of a checkpoint's files, and raise if one is not a regular file.
 
     Raises:
-        CheckpointError: One is not a regular file: tensorstore would wait for a pipe without end.
+        CheckpointError: A file is not a regular file. tensorstore would wait forever for a pipe.
     """
     total = 0
     for folder, _, names in os.walk(item):
@@ -132,28 +132,34 @@ def _count_bytes(item: Path) -> int:
                 found = os.stat(path)
             except OSError as error:
                 raise _make_read_error(str(item), path, error) from error
-            check_regular(path, found)
+            check_regular_file(path, found)
             if os.path.basename(path) in _METADATA_FILES:
-                check_small(path, found.st_size)
+                check_size_limit(path, found.st_size)
             total += found.st_size
     return total
 
 
-def is_orbax(folder: Path) -> bool:
-    """Return whether a folder is an orbax checkpoint, one of its steps, or has such steps."""
-    return (folder / METADATA).is_file() or (folder / _STEP_METADATA).is_file() or bool(_list_steps(folder))
+def is_orbax_folder(folder: Path) -> bool:
+    """Return whether a folder is an orbax checkpoint, a step of one, or a folder of such steps."""
+    return (
+        (folder / METADATA).is_file()
+        or (folder / _STEP_METADATA).is_file()
+        or bool(_get_step_folders(folder))
+    )
 
 
-def _list_steps(folder: Path) -> dict[int, Path]:
-    """Return the folder of each step by number. Orbax may write a prefix or zeros before the number."""
+def _get_step_folders(folder: Path) -> dict[int, Path]:
+    """Return the folder of each step by number. The name of a folder may have a prefix and zeros before the number."""
     found = {
         each: each.name.rpartition("_")[2] for each in folder.iterdir() if (each / _STEP_METADATA).is_file()
     }
     return {int(number): each for each, number in found.items() if number.isdecimal()}
 
 
-def _choose_folder(path: Path, step: int | None) -> Path:
-    steps = {} if (path / METADATA).is_file() or (path / _STEP_METADATA).is_file() else _list_steps(path)
+def _choose_step_folder(path: Path, step: int | None) -> Path:
+    steps = (
+        {} if (path / METADATA).is_file() or (path / _STEP_METADATA).is_file() else _get_step_folders(path)
+    )
     if not steps and step is None:
         return path
     if step is not None and step not in steps:
@@ -161,12 +167,12 @@ def _choose_folder(path: Path, step: int | None) -> Path:
             f"{path}: there is no step {step}",
             facts={"steps": join_names([str(each) for each in sorted(steps)]) or "none"},
             why="an orbax step is a folder named by its number",
-            fix="load one of these" if steps else "leave step out",
+            fix="load one of these steps" if steps else "leave step out",
         )
     return steps[max(steps) if step is None else step]
 
 
-def _list_items(folder: Path) -> list[Path]:
+def _list_item_folders(folder: Path) -> list[Path]:
     return sorted(each.parent for each in folder.glob(f"*/{METADATA}"))
 
 

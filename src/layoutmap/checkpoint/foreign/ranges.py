@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from layoutmap.checkpoint.gate import MOST_SMALL_BYTES, check_regular, check_small
+from layoutmap.checkpoint.gate import MOST_SMALL_BYTES, check_regular_file, check_size_limit
 from layoutmap.core.blocks import Index, NumpyArray, compute_block_shape
 from layoutmap.core.errors import CheckpointError
 
-# runs shorter than this are read together with the gaps between them, because a disk reads whole blocks
+# A disk reads whole blocks, so contiguous ranges shorter than this are read together with the gaps between them.
 _SHORT_BYTES = 512
 _SLAB_BYTES = 1 << 20
 
@@ -24,36 +24,35 @@ class ByteFile:
     """Read byte ranges of a file.
 
     Args:
-        path: The path.
+        path: The path of the file.
 
     Attributes:
-        path: The path.
-        num_bytes: Its size when it was opened.
+        path: The path of the file.
+        num_bytes: The size of the file when it was opened.
         bytes_read: Number of bytes read so far.
 
     Raises:
-        CheckpointError: It cannot be opened.
+        CheckpointError: The file cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
         try:
-            self._file = os.open(
-                self.path, os.O_RDONLY | os.O_NONBLOCK
-            )  # O_NONBLOCK: opening a named pipe must not block
+            # O_NONBLOCK, because opening a named pipe would block
+            self._file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             raise _make_read_error(self.path, error) from error
         weakref.finalize(self, os.close, self._file)
-        about = os.fstat(self._file)
-        check_regular(self.path, about)
-        self.num_bytes = about.st_size
+        file_stat = os.fstat(self._file)
+        check_regular_file(self.path, file_stat)
+        self.num_bytes = file_stat.st_size
         self.bytes_read = 0
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill a buffer with the bytes that begin at offset `start`.
 
         Raises:
-            CheckpointError: They cannot be read, or the file ends before.
+            CheckpointError: The bytes cannot be read, or the file ends before the last of them.
         """
         done = 0
         while done < len(buffer):
@@ -66,21 +65,21 @@ class ByteFile:
                     f"{self.path}: the file is truncated",
                     facts={
                         "wanted": f"bytes {start} to {start + len(buffer)}",
-                        "there": f"{start + done} bytes",
+                        "file": f"{start + done} bytes",
                     },
-                    why="its header promises more bytes, or another program changed it meanwhile",
-                    fix="download or copy it again",
+                    why="the header promises more bytes, or another program changed the file meanwhile",
+                    fix="download or copy the file again",
                 )
             done += count
         self.bytes_read += done
 
-    def read_all(self, most: int = MOST_SMALL_BYTES) -> bytes:
+    def read_all(self, max_bytes: int = MOST_SMALL_BYTES) -> bytes:
         """Return all bytes of a small file.
 
         Raises:
-            CheckpointError: It has more than `most` bytes, or cannot be read.
+            CheckpointError: The file has more than `max_bytes` bytes, or cannot be read.
         """
-        check_small(self.path, self.num_bytes, most)
+        check_size_limit(self.path, self.num_bytes, max_bytes)
         return self.read(0, self.num_bytes)
 
     def read(self, start: int, num_bytes: int) -> bytes:
@@ -89,20 +88,20 @@ class ByteFile:
         self.read_into(start, memoryview(data))
         return bytes(data)
 
-    def block(self, start: int, dtype: np.dtype[Any], shape: Sequence[int], index: Index) -> NumpyArray:
-        """Read a block of an array that begins at offset `start`.
+    def read_block(self, start: int, dtype: np.dtype[Any], shape: Sequence[int], index: Index) -> NumpyArray:
+        """Return the values of a block of a row-major array that is stored from offset `start` on.
 
         Args:
-            start: The byte.
-            dtype: The type of its elements.
+            start: The offset of the array in the file in bytes.
+            dtype: The dtype of the array.
             shape: The shape of the array.
-            index: Where the block is in it.
+            index: The position of the block in the array.
         """
         result = np.empty(compute_block_shape(index), dtype)
         if not result.size:
             return result
         parts = [(part.start, part.stop) for part in index]
-        # The block covers all axes after `axis` fully, so its elements are contiguous from `axis` on.
+        # Find the last axis that the block does not cover fully. Its elements are contiguous from this axis on.
         axis = len(shape)
         while axis and (axis == len(shape) or parts[axis] == (0, shape[axis])):
             axis -= 1
@@ -115,8 +114,8 @@ class ByteFile:
             return result
         runs = result.reshape(-1).view(np.uint8).reshape(-1, (end - begin) * inner)
         outer = itertools.product(*(range(*part) for part in parts[:axis]))
-        for run, place in zip(runs, outer, strict=True):
-            offset = sum(i * stride for i, stride in zip(place, strides, strict=True))
+        for run, leading_index in zip(runs, outer, strict=True):
+            offset = sum(i * stride for i, stride in zip(leading_index, strides, strict=True))
             self.read_into(start + offset + begin * inner, run.data)
         return result
 
@@ -126,23 +125,23 @@ class ByteFile:
         start: int,
         parts: Sequence[tuple[int, int]],
         strides: Sequence[int],
-        run: tuple[int, int, int],
+        row_range: tuple[int, int, int],
     ) -> None:
-        """Fill the block by reads of several rows each, because a read per contiguous range is slow."""
-        begin, end, row = run
+        """Fill `result` by reading several rows with the gaps between them at once, since many short reads are slow."""
+        begin, end, row = row_range
         axis = len(strides) - 1
         first, last = parts[axis]
         runs = result.reshape(-1).view(np.uint8).reshape(-1, last - first, end - begin)
         rows = max(1, _SLAB_BYTES // row)
         outer = itertools.product(*(range(*part) for part in parts[:axis]))
-        for filled, place in zip(runs, outer, strict=True):
-            offset = start + sum(i * stride for i, stride in zip(place, strides[:axis], strict=True))
-            for one in range(first, last, rows):
-                count = min(rows, last - one)
+        for filled, leading_index in zip(runs, outer, strict=True):
+            offset = start + sum(i * stride for i, stride in zip(leading_index, strides[:axis], strict=True))
+            for top in range(first, last, rows):
+                count = min(rows, last - top)
                 size = (count - 1) * row + end - begin
                 slab = np.empty(count * row, np.uint8)
-                self.read_into(offset + one * row + begin, slab[:size].data)
-                filled[one - first : one - first + count] = slab.reshape(count, row)[:, : end - begin]
+                self.read_into(offset + top * row + begin, slab[:size].data)
+                filled[top - first : top - first + count] = slab.reshape(count, row)[:, : end - begin]
 
 
 def _make_read_error(path: str, error: OSError) -> CheckpointError:

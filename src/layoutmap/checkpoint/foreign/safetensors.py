@@ -4,7 +4,7 @@ A file begins with the length of its header in 8 bytes, then has the header, whi
 
     {"d1.weight": {"dtype": "BF16", "shape": [4, 8], "data_offsets": [0, 64]}, "__metadata__": {"format": "pt"}}
 
-The format has no checksums: that the header fits the file is checked, and a changed value cannot be seen.
+The format has no checksums. So only the header is checked against the file, and a changed value is not detected.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from layoutmap.core.errors import CheckpointError, join_names, shorten_repr
 INDEX = ".safetensors.index.json"
 _MOST_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 _DTYPE_NAMES = {there: name for name, there in SAFETENSORS.items()}
-_FIX = "download or copy it again, or write it anew with the library safetensors"
+_FIX = "download or copy the file again, or write it again with the library safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class _StoredTensor:
     file: ByteFile
     start: int
     variable: SavedVariable
 
 
 class Safetensors(Source):
-    """The tensors of one or several files.
+    """The tensors of one or several safetensors files.
 
     Args:
-        path: A file `*.safetensors`, an index `*.safetensors.index.json`, or a folder with one of these or with several
-            files, which are then read as one.
+        path: A file `*.safetensors`, an index `*.safetensors.index.json`, or a folder with an index or with files.
+            All files of a folder are read as one checkpoint.
 
     Attributes:
         where: The path.
@@ -49,15 +49,15 @@ class Safetensors(Source):
         metadata: The `__metadata__` of the files.
 
     Raises:
-        CheckpointError: There is none, a header does not fit its file, or an index does not fit its files.
+        CheckpointError: A file is missing, a header does not fit its file, or an index does not fit its files.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         super().__init__(os.fspath(path), {})
         self.metadata: dict[str, str] = {}
         self._files: list[ByteFile] = []
-        self._tensors: dict[str, _Tensor] = {}
-        names, index = _list_files(Path(self.where))
+        self._tensors: dict[str, _StoredTensor] = {}
+        names, index = _find_files_and_index(Path(self.where))
         for name in names:
             self._add_file(ByteFile(name))
         self.variables = {name: tensor.variable for name, tensor in self._tensors.items()}
@@ -69,7 +69,7 @@ class Safetensors(Source):
                     facts={
                         "index": self.where,
                         "file": file,
-                        "there": None if found is None else found.file.path,
+                        "found in": "no file" if found is None else found.file.path,
                     },
                     why="the index and the files belong to different checkpoints",
                     fix="download or copy all files of the folder again",
@@ -80,11 +80,11 @@ class Safetensors(Source):
         """Bytes that have been read so far, headers included."""
         return sum(file.bytes_read for file in self._files)
 
-    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
         tensor, dtype = self._tensors[variable.path], get_numpy_dtype(variable.dtype, variable.path)
-        return tensor.file.block(tensor.start, dtype, variable.shape, wanted)
+        return tensor.file.read_block(tensor.start, dtype, variable.shape, wanted)
 
-    def _check(self, variable: SavedVariable, wanted: Index) -> None:
+    def _verify_block(self, variable: SavedVariable, wanted: Index) -> None:
         tensor = self._tensors[variable.path]
         size = os.stat(tensor.file.path).st_size
         if size != tensor.file.num_bytes:
@@ -97,10 +97,10 @@ class Safetensors(Source):
     def _add_file(self, file: ByteFile) -> None:
         self._files.append(file)
         start, header = _read_header(file)
-        about = header.pop("__metadata__", None)
-        self.metadata |= about if isinstance(about, dict) else {}
+        metadata = header.pop("__metadata__", None)
+        self.metadata |= metadata if isinstance(metadata, dict) else {}
         last, last_name = 0, ""
-        entries = [(*_read_entry(file, name, entry), name) for name, entry in header.items()]
+        entries = [(*_parse_tensor_entry(file, name, entry), name) for name, entry in header.items()]
         for begin, end, variable, name in sorted(entries, key=lambda each: each[:2]):
             if begin != last:
                 after = f" after {last_name!r}" if last_name else ""
@@ -113,7 +113,7 @@ class Safetensors(Source):
                     file, f"tensor {name!r} appears twice", f"{other} has a tensor of that name, too"
                 )
             last, last_name = end, name
-            self._tensors[name] = _Tensor(file, start + begin, variable)
+            self._tensors[name] = _StoredTensor(file, start + begin, variable)
         if start + last != file.num_bytes:
             raise _make_error(
                 file,
@@ -127,7 +127,7 @@ class Safetensors(Source):
         return f"<Safetensors {self.where}: {len(self._tensors)} tensors in {len(self._files)} files, no checksums>"
 
 
-def _list_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
+def _find_files_and_index(path: Path) -> tuple[list[Path], dict[str, str] | None]:
     """Return the files to read, and the weight map of the index if there is one."""
     if path.is_dir():
         indexes = sorted(path.glob("*" + INDEX))
@@ -137,9 +137,9 @@ def _list_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
         if len(indexes) > 1:
             raise CheckpointError(
                 f"{path}: the folder has several indexes",
-                facts={"there": join_names([each.name for each in indexes])},
+                facts={"indexes": join_names([each.name for each in indexes])},
                 why="each index belongs to another checkpoint",
-                fix="name one of them, as in .../" + indexes[0].name,
+                fix="name one of these indexes, as in .../" + indexes[0].name,
             )
         if not indexes:
             return [one] if one.is_file() else sorted(path.glob("*.safetensors")), None
@@ -147,7 +147,7 @@ def _list_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
     if not path.name.endswith(INDEX):
         return [path], None
     file = ByteFile(path)
-    found = _parse_json(file, file.read_all(), "the index")
+    found = _parse_json_object(file, file.read_all(), "the index")
     names = found.get("weight_map")
     if not isinstance(names, dict) or not all(
         isinstance(name, str) for name in cast("dict[str, Any]", names).values()
@@ -167,32 +167,34 @@ def _list_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
             raise CheckpointError(
                 f"{each}: the file is missing",
                 facts={"index": str(path), "tensors": count},
-                why="the index names it",
+                why="the index says that the file has tensors",
                 fix="download or copy the file again",
             )
     return files, index
 
 
 def _read_header(file: ByteFile) -> tuple[int, dict[str, object]]:
-    """Read the header. Return the offset of the values and the header's entries."""
+    """Return the offset of the values in a file, and the entries of its header by name."""
     length = int.from_bytes(file.read(0, 8), "little") if file.num_bytes >= 8 else -1
     if not 2 <= length <= min(_MOST_HEADER_BYTES, file.num_bytes - 8):
         raise _make_error(
             file,
-            "this is not a file of safetensors, or a truncated one",
+            "this is not a safetensors file, or it is truncated",
             f"by its first 8 bytes the header has {length} bytes, but the file has {file.num_bytes}"
             if length >= 0
             else f"it has {file.num_bytes} bytes, and its first 8 must give the size of the header",
         )
-    return 8 + length, _parse_json(file, file.read(8, length), "its header")
+    return 8 + length, _parse_json_object(file, file.read(8, length), "its header")
 
 
-def _parse_json(file: ByteFile, data: bytes, what: str) -> dict[str, object]:
+def _parse_json_object(file: ByteFile, data: bytes, subject: str) -> dict[str, object]:
+    """Return the JSON object in some bytes of a file. Raise for other data, and for names that appear twice."""
+
     def refuse_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in pairs:
             if name in found:
-                raise _make_error(file, f"{what} has {name!r} twice", "a duplicate name is ambiguous")
+                raise _make_error(file, f"{subject} has {name!r} twice", "a duplicate name is ambiguous")
             found[name] = value
         return found
 
@@ -201,14 +203,14 @@ def _parse_json(file: ByteFile, data: bytes, what: str) -> dict[str, object]:
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
-        raise _make_error(file, f"{what} is not JSON", str(error)) from error
+        raise _make_error(file, f"{subject} is not JSON", str(error)) from error
     if not isinstance(found, dict):
-        raise _make_error(file, f"{what} is not a JSON object", f"it is {shorten_repr(found)}")
+        raise _make_error(file, f"{subject} is not a JSON object", f"it is {shorten_repr(found)}")
     return cast("dict[str, Any]", found)
 
 
-def _read_entry(file: ByteFile, name: str, entry: Any) -> tuple[int, int, SavedVariable]:
-    """Return a tensor's byte range in the data and its variable."""
+def _parse_tensor_entry(file: ByteFile, name: str, entry: Any) -> tuple[int, int, SavedVariable]:
+    """Return the begin and the end of a tensor in the file's data in bytes, and its variable."""
     try:
         shape: tuple[int, ...] = tuple(entry["shape"])
         (begin, end), code = entry["data_offsets"], entry["dtype"]
@@ -216,12 +218,12 @@ def _read_entry(file: ByteFile, name: str, entry: Any) -> tuple[int, int, SavedV
     except (TypeError, KeyError, ValueError):
         shape, begin, end, code, sound = tuple[int, ...](), 0, 0, "", False
     if not sound:
-        why = "each has a dtype, a shape and data_offsets, of whole numbers from 0 on"
-        raise _make_error(file, f"tensor {name!r}: its entry cannot be read", why, there=shorten_repr(entry))
+        why = "it needs a dtype, and a shape and two data_offsets of whole numbers from 0 on"
+        raise _make_error(file, f"tensor {name!r}: its entry is invalid", why, entry=shorten_repr(entry))
     if code not in _DTYPE_NAMES:
-        known = f"the known ones are {', '.join(_DTYPE_NAMES)}"
+        known = f"the known types are {', '.join(_DTYPE_NAMES)}"
         raise _make_error(
-            file, f"tensor {name!r} has elements of type {code!r}", known, fix="convert it to one of these"
+            file, f"tensor {name!r} has the unknown dtype {code!r}", known, fix="convert it to a known type"
         )
     dtype = _DTYPE_NAMES[code]
     needed = math.prod(shape) * get_numpy_dtype(dtype, name).itemsize

@@ -10,7 +10,7 @@ import numpy as np
 from layoutmap.checkpoint.dtypes import SAFETENSORS, get_numpy_dtype
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.checkpoint.storage import FileMaker
-from layoutmap.checkpoint.writer import encode_header
+from layoutmap.checkpoint.writer import encode_safetensors_header
 from layoutmap.core.blocks import Index, make_full_index
 from layoutmap.core.errors import CheckpointError
 
@@ -35,23 +35,24 @@ def write_variables(
         folder: The folder, which is empty.
         source: The source of the values.
         variables: The variables to write.
-        max_shard_bytes: The size of a file in bytes, unless one tensor is larger.
+        max_shard_bytes: The maximum size of a file in bytes. A file with one larger tensor may exceed it.
         progress: Called with the path of each variable that is written.
 
     Raises:
-        CheckpointError: safetensors has no such element type, or a file cannot be written.
+        CheckpointError: safetensors lacks the element type of a variable, or a file cannot be written.
     """
-    files = list(_split_files(variables, max_shard_bytes))
+    files = list(_group_variables_by_file(variables, max_shard_bytes))
     weight_map: dict[str, str] = {}
     for number, content in enumerate(files, 1):
         name = "model.safetensors"
         if len(files) > 1:
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        with storage.create(folder, name) as sink:
+        with storage.create_file(folder, name) as sink:
             rows = [(v.path, SAFETENSORS[v.dtype], v.shape, v.global_bytes) for v in content]
-            sink.write(encode_header("pt", rows))  # transformers reads only files with this format entry
+            # transformers reads only files with the format entry "pt"
+            sink.write(encode_safetensors_header("pt", rows))
             for variable in content:
-                for index in _split_rows(variable):
+                for index in _iterate_row_blocks(variable):
                     values = np.ascontiguousarray(source.read(variable.path, index))
                     sink.write(values.reshape(-1).view(np.uint8).data)
                     del values  # free the block before the next variable is read
@@ -60,22 +61,24 @@ def write_variables(
     if len(files) > 1:
         total = sum(each.global_bytes for each in variables)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        with storage.create(folder, "model.safetensors.index.json") as sink:
+        with storage.create_file(folder, "model.safetensors.index.json") as sink:
             sink.write(json.dumps(index, indent=2).encode())
 
 
-def _split_files(variables: Sequence[SavedVariable], most: int) -> Iterator[list[SavedVariable]]:
-    """Yield the variables of each file, sorted by element size, so that every offset is aligned for numpy."""
+def _group_variables_by_file(
+    variables: Sequence[SavedVariable], max_bytes: int
+) -> Iterator[list[SavedVariable]]:
+    """Yield the variables of each file, those with the largest elements first, so that all values are aligned."""
     found: list[SavedVariable] = []
     size = 0
     for variable in variables:
         if variable.dtype not in SAFETENSORS:
             raise CheckpointError(
                 f"{variable.path}: dtype {variable.dtype} cannot be written",
-                why=f"safetensors has {', '.join(SAFETENSORS)}",
-                fix="cast it to one of these, or store it with layoutmap.save",
+                why=f"safetensors supports {', '.join(SAFETENSORS)}",
+                fix="cast the variable to one of these dtypes, or store it with layoutmap.save",
             )
-        if found and size + variable.global_bytes > most:
+        if found and size + variable.global_bytes > max_bytes:
             yield _sort_by_alignment(found)
             found, size = [], 0
         found.append(variable)
@@ -87,8 +90,8 @@ def _sort_by_alignment(variables: list[SavedVariable]) -> list[SavedVariable]:
     return sorted(variables, key=lambda each: -get_numpy_dtype(each.dtype).itemsize)
 
 
-def _split_rows(variable: SavedVariable) -> Iterator[Index]:
-    """Yield contiguous blocks of a variable: ranges of rows of its first axis."""
+def _iterate_row_blocks(variable: SavedVariable) -> Iterator[Index]:
+    """Yield the indices of contiguous blocks of a variable, which are ranges of its first axis."""
     everything = make_full_index(variable.shape)
     if not variable.shape:
         yield everything

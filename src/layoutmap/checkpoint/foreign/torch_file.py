@@ -1,7 +1,7 @@
 """Read files of `torch.save` without torch and without running code, for `layoutmap checkpoint convert`.
 
-Such a file is an archive with a pickle, of which `TensorUnpickler` makes inert records, as `torch.load` does with
-`weights_only=True`, and with the bytes of each storage. No more is read or written of it than it has bytes.
+Such a file is an archive with a pickle, which `TensorUnpickler` converts to inert records, and with the bytes of each
+storage. The tensors may not have more bytes than the file, so that a small file cannot become a large checkpoint.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from layoutmap.checkpoint.dtypes import get_numpy_dtype
-from layoutmap.checkpoint.foreign.archives import Window, list_stored_files
-from layoutmap.checkpoint.foreign.dcp import is_dense, read_tensor
-from layoutmap.checkpoint.foreign.dcp_pickle import TensorRecord, TensorUnpickler, make_dcp_error, read_pickle
+from layoutmap.checkpoint.foreign.archives import FileWindow, map_stored_files
+from layoutmap.checkpoint.foreign.dcp import is_dense, read_tensor_block
+from layoutmap.checkpoint.foreign.dcp_pickle import (
+    TensorRecord,
+    TensorUnpickler,
+    make_torch_error,
+    read_pickle,
+)
 from layoutmap.checkpoint.foreign.ranges import ByteFile
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray
@@ -38,19 +43,19 @@ class TorchFile(Source):
 
     Attributes:
         where: The file.
-        variables: The tensors by path; one under several paths is an alias.
+        variables: The tensors by path. Further paths of one tensor are its aliases.
 
     Raises:
-        CheckpointError: It cannot be read, names anything but tensors, or would have more bytes than the file.
+        CheckpointError: The file cannot be read, has other classes than tensors, or has fewer bytes than its tensors.
     """
 
     def __init__(self, path: str | os.PathLike[str], part: str | None = None):
         super().__init__(os.fspath(path), {})
         self._file = ByteFile(path)
-        self._tensors: dict[str, tuple[TensorRecord, Window]] = {}
-        whole = Window(self._file, 0, self._file.num_bytes)
+        self._tensors: dict[str, tuple[TensorRecord, FileWindow]] = {}
+        whole = FileWindow(self._file, 0, self._file.num_bytes)
         files = {
-            name.partition("/")[2]: file for name, file in list_stored_files(whole, self.where, _FIX).items()
+            name.partition("/")[2]: file for name, file in map_stored_files(whole, self.where, _FIX).items()
         }
         head = files.get("data.pkl")
         if head is None or head.num_bytes > _MOST_PICKLE_BYTES:
@@ -60,7 +65,7 @@ class TorchFile(Source):
         order = files.get("byteorder")
         if order is not None and order.read(9) != b"little":
             raise self._make_error(
-                "it has the byte order of another machine type", "it was saved on such a machine"
+                "its values are not little-endian", "they were saved on a big-endian machine"
             )
         found = read_pickle(self.where, head.read(head.num_bytes) or b"", TensorUnpickler)
         known: dict[TensorRecord, str] = {}
@@ -86,29 +91,29 @@ class TorchFile(Source):
             raise self._make_error(
                 f"it has no tensors{' in ' * bool(part)}{part or ''}", "only tensors can be read"
             )
-        if (total := sum(map(_count_bytes, self._tensors.values()))) > self._file.num_bytes:
-            raise make_dcp_error(
+        if (total := sum(map(_count_tensor_bytes, self._tensors.values()))) > self._file.num_bytes:
+            raise make_torch_error(
                 self.where,
                 f"its tensors have {total} bytes",
                 f"the file has {self._file.num_bytes}, so several tensors are views of the same bytes",
                 fix="save tensor.clone() of each",
             )
 
-    def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
         tensor, data = self._tensors[variable.path]
-        return read_tensor(
+        return read_tensor_block(
             self._file, data.start, tensor, get_numpy_dtype(variable.dtype, variable.path), wanted
         )
 
-    def _find_storage(self, name: str, tensor: TensorRecord, files: Mapping[str, Window]) -> Window:
-        """Return the storage of a tensor, after a check that it contains all values."""
+    def _find_storage(self, name: str, tensor: TensorRecord, files: Mapping[str, FileWindow]) -> FileWindow:
+        """Return the bytes of a tensor's storage. Raise if they lack values, or if the values are not contiguous."""
         data = files.get(f"data/{tensor.storage[2]}")
         if data is None or not tensor.dtype or not is_dense(tensor):
-            raise make_dcp_error(
+            raise make_torch_error(
                 self.where,
                 f"{name}: its values are missing or not contiguous",
                 f"its storage is {tensor.storage[2]}, its strides {tensor.strides}",
-                fix="save tensor.detach().contiguous() in its place",
+                fix="save tensor.detach().contiguous() instead of the tensor",
             )
         end = (tensor.start + math.prod(tensor.shape)) * get_numpy_dtype(tensor.dtype, name).itemsize
         if end > data.num_bytes:
@@ -118,35 +123,35 @@ class TorchFile(Source):
         return data
 
     def _make_error(self, what: str, why: str) -> CheckpointError:
-        return make_dcp_error(self.where, what, why)
+        return make_torch_error(self.where, what, why)
 
     def __repr__(self) -> str:
         return f"<TorchFile {self.where}: {len(self.variables)} tensors, no checksums>"
 
 
-def _count_bytes(found: tuple[TensorRecord, Window]) -> int:
-    tensor, _ = found
+def _count_tensor_bytes(stored: tuple[TensorRecord, FileWindow]) -> int:
+    tensor, _ = stored
     return math.prod(tensor.shape) * get_numpy_dtype(tensor.dtype or "").itemsize
 
 
-def _iterate_tensors(where: str, found: object, most: int) -> Iterator[tuple[str, TensorRecord]]:
-    """Yield the tensors in nested mappings and lists by path, and raise after `most` entries."""
-    left: list[tuple[tuple[str, ...], object]] = [((), found)]
+def _iterate_tensors(where: str, root: object, max_entries: int) -> Iterator[tuple[str, TensorRecord]]:
+    """Yield the tensors in nested mappings and lists with their paths. Raise if there are more than `max_entries`."""
+    pending: list[tuple[tuple[str, ...], object]] = [((), root)]
     count = 0
-    while left:
-        path, value = left.pop()
+    while pending:
+        path, value = pending.pop()
         count += 1
-        if count > most or len(path) > _MOST_DEPTH or sum(map(len, path)) > _MOST_NAME:
-            raise make_dcp_error(
+        if count > max_entries or len(path) > _MOST_DEPTH or sum(map(len, path)) > _MOST_NAME:
+            raise make_torch_error(
                 where,
-                "its mappings contain each other",
+                "its mappings contain each other, or have too many entries",
                 "they expand to more entries than the pickle has bytes, or to names that are too long",
             )
         if isinstance(value, TensorRecord):
             yield ".".join(path) or "tensor", value
         elif isinstance(value, Mapping):
             parts = cast("Mapping[Any, Any]", value).items()
-            left += [((*path, str(key)), each) for key, each in parts if isinstance(key, (str, int))][::-1]
+            pending += [((*path, str(key)), each) for key, each in parts if isinstance(key, (str, int))][::-1]
         elif isinstance(value, (list, tuple)):
             parts = enumerate(cast("list[Any]", value))
-            left += [((*path, str(number)), each) for number, each in parts][::-1]
+            pending += [((*path, str(number)), each) for number, each in parts][::-1]

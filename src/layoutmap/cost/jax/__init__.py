@@ -1,11 +1,11 @@
-"""Count a training step on JAX from shapes: XLA partitions the lowered step, and its operations count.
+"""Count a training step on JAX from shapes: XLA partitions the lowered step, and its operations are counted.
 
-lowered     a step as a module of StableHLO, without layouts: made once
-..shardy    the same module with layouts
-partitioner a process in which XLA's partitioner prints what it makes of that; processes starts it
-partitioned that text, read as the operations and values of graph, of the shapes of one device
-rewrites    what XLA does to collectives after that
-memory      the peak of what a device holds
-counting    all of them in turn
-compiled    what XLA's compiler makes of it for devices: read by partitioned for the count, by hlo to verify it
+lowered     lowers a step once to a module of StableHLO without layouts, and counts it in any layouts
+..shardy    adds layouts to the module
+partitioner runs XLA's partitioner in a process of compiler_process, which answers with the partitioned module
+partitioned reads this text as the operations and values of graph, with the shapes on one device
+rewrites    rewrites collectives as XLA does after partitioning
+memory      computes the peak memory of a device
+counting    counts operations, collectives, and memory
+compiled    compiles the step for devices; partitioned reads its text for the count, and hlo for verifying
 """

@@ -23,7 +23,7 @@ _MOST_SIGNS = 500  # characters of XLA's message to show
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """Figures of a step from XLA's compiler, in bytes per device."""
+    """Step that XLA has compiled: its module, and its memory in bytes per device."""
 
     text: str  # the compiled module
     argument_bytes: int
@@ -46,19 +46,19 @@ class CompiledStep:
 def compile_modules(
     modules: Sequence[bytes], num_devices: int, target: str, on_wait: Callable[[], object] = lambda: None
 ) -> list[CompiledStep]:
-    """Have XLA compile modules, each in a separate process that ends with this call."""
+    """Return the steps that XLA compiles from modules for `target`, in separate processes that end with this call."""
     chosen = find_target(target)
-    answers = _run_processes(
+    answers = _run_compiler_processes(
         f"{__package__}.compiler",
         [(module, (target, str(num_devices))) for module in modules],
         make_environment(chosen, num_devices),
         (target, chosen),
         on_wait,
     )
-    return [_read_answer(**json.loads(each)) for each in answers]
+    return [_make_compiled_step(**json.loads(each)) for each in answers]
 
 
-def _read_answer(
+def _make_compiled_step(
     text: str, argument_bytes: int, output_bytes: int, alias_bytes: int, temp_bytes: int
 ) -> CompiledStep:
     return CompiledStep(text, argument_bytes, argument_bytes + output_bytes - alias_bytes + temp_bytes)
@@ -67,25 +67,25 @@ def _read_answer(
 def partition_modules(
     modules: Sequence[bytes], num_devices: int, on_wait: Callable[[], object] = lambda: None
 ) -> list[str]:
-    """Return each module's text after XLA's partitioner, which runs in one process per module."""
-    asked = [(module, (str(num_devices),)) for module in modules]
-    return _run_processes(
-        f"{__package__}.partitioner", asked, ENVIRONMENT, ("cpu", find_target("cpu")), on_wait
+    """Return each module's text after XLA's partitioner, which runs in processes that end with this call."""
+    requests = [(module, (str(num_devices),)) for module in modules]
+    return _run_compiler_processes(
+        f"{__package__}.partitioner", requests, ENVIRONMENT, ("cpu", find_target("cpu")), on_wait
     )
 
 
-def _run_processes(
+def _run_compiler_processes(
     name: str,
-    asked: Sequence[tuple[bytes, tuple[str, ...]]],
+    requests: Sequence[tuple[bytes, tuple[str, ...]]],
     environment: Mapping[str, str],
     target: tuple[str, Target],
     on_wait: Callable[[], object],
 ) -> list[str]:
-    """Run compiler processes in parallel, and return their answers."""
+    """Run `main` of the Python module `name` in a process for each request, and return the answers. All run at once."""
     with ExitStack() as stack:
         running = [
             stack.enter_context(closing(CompilerProcess(name, arguments, module, environment)))
-            for module, arguments in asked
+            for module, arguments in requests
         ]
         found: list[str] = []
         for each in running:
@@ -101,7 +101,7 @@ _ERROR = re.compile(r"^[\w.]+(?:Error|Exception): (.*)$", re.MULTILINE)
 
 def _make_compile_error(name: str, target: Target, code: int, text: str) -> EngineError:
     errors = _ERROR.findall(text) or text.splitlines() or ["nothing"]
-    installed = {package: _get_version(package) for package in ("jaxlib", *target.packages)}
+    installed = {package: _get_package_version(package) for package in ("jaxlib", *target.packages)}
     facts = {
         "XLA said": errors[-1].strip()[:_MOST_SIGNS],
         "versions": ", ".join(f"{package} {found}" for package, found in installed.items()),
@@ -137,13 +137,13 @@ def _make_compile_error(name: str, target: Target, code: int, text: str) -> Engi
     )
 
 
-def _parse_needed_bytes(said: str) -> int:
-    """Return the first size in XLA's message, such as 20.45G in "Used 20.45G of 15.75G hbm"."""
-    found = re.search(r"\b([\d.]+)([KMGT])\b", said)
+def _parse_needed_bytes(message: str) -> int:
+    """Return the bytes of the first size in XLA's message, such as 20.45G in "Used 20.45G of 15.75G hbm", or 0."""
+    found = re.search(r"\b([\d.]+)([KMGT])\b", message)
     return int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2]))) if found else 0
 
 
-def _get_version(package: str) -> str:
+def _get_package_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:

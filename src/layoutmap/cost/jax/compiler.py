@@ -1,7 +1,7 @@
 """Compile a module with XLA in a separate process, for devices that need not exist.
 
-It is given the name of a target and the number of devices, and answers with what XLA made, as JSON. It is started by
-`processes.Asked`.
+`compiled.compile_modules` starts the process with the name of a target and the number of devices. The process answers
+with the compiled module's text and its buffer sizes as JSON.
 
 Private names, tested on jax 0.10, all but those of `shardy` in this file: `get_compile_options` and
 `backend_compile_and_load` of `jax._src.compiler`, for modules that no `jax.jit` has made, and `jaxlib.xla_client`.
@@ -15,40 +15,40 @@ import re
 from pathlib import Path
 from typing import Any
 
-from layoutmap.cost.jax.compiler_process import MODULE, NoDevicesError, answer_and_exit, answer_from_dump
+from layoutmap.cost.jax.compiler_process import MODULE, NoDevicesError, answer_and_exit, answer_from_dump_file
 from layoutmap.cost.jax.targets import TARGETS, Target
 
 
 def make_environment(target: Target, num_devices: int) -> dict[str, str]:
-    """Return the environment variables that the compiling process needs."""
+    """Return the environment variables that the compiling process needs besides those of this process."""
     # Start only CPU devices, so that accelerators of this machine stay free.
     needed = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     needed |= dict.fromkeys(("JAX_ENABLE_COMPILATION_CACHE", "JAX_DISABLE_MOST_OPTIMIZATIONS"), "false")
     if target.platform == "cpu":
         return needed | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}"}
     if target.platform == "cuda":
-        # Autotuning of Triton tiles needs a GPU. Without one, XLA fails for some shapes, such as those of a ViT.
+        # Autotuning of Triton tiles needs a GPU, and XLA fails for some shapes without it, so disable Triton.
         return needed | {
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
             "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false --xla_dump_to=. --xla_dump_hlo_as_text",
         }
-    # Skip the cloud's metadata server, the lock on local TPUs, and logs in /tmp.
+    # libtpu would query the cloud's metadata server, lock local TPUs, and write logs to /tmp, so prevent that.
     return needed | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"}
 
 
-def _make_devices(target: Target, num_devices: int) -> list[object]:
+def _describe_devices(target: Target, num_devices: int) -> list[object]:
     import jax
     from jax.experimental import topologies
 
     if target.platform == "cpu":
         return jax.devices("cpu")
     if target.platform == "cuda":
-        of_host = num_devices if num_devices < 8 else math.gcd(num_devices, 8)
-        topology = f"1x{num_devices // of_host}x{of_host}"
+        chips_per_host = num_devices if num_devices < 8 else math.gcd(num_devices, 8)
+        topology = f"1x{num_devices // chips_per_host}x{chips_per_host}"
         options = {"platform": "cuda", "topology": topology, "target_config": target.config}
         return topologies.get_topology_desc(topology_name="", **options).devices
     sides = target.choose_sides(num_devices)
-    # A host has 2 x 2 chips, or fewer along an odd side.
+    # A host has 2 x 2 chips, but along an odd side only one.
     hosts = [2 - each % 2 for each in sides[:2]]
     return topologies.get_topology_desc(
         platform="tpu",
@@ -58,11 +58,11 @@ def _make_devices(target: Target, num_devices: int) -> list[object]:
 
 
 _LAST = "_gpu_after_optimizations-memory-usage-report.txt"
-"""The end of the name of the file that XLA for GPUs prints last, before it makes code of the module."""
+"""End of the name of the file that XLA for GPUs writes last before code generation."""
 
 
-def _read_dump(file: Path) -> str:
-    """Return the module and its buffer sizes as XLA printed them before code generation."""
+def _read_dumped_module(file: Path) -> str:
+    """Return the module and its buffer sizes as JSON, from the files that XLA wrote before code generation."""
     name = file.name.removesuffix("-memory-usage-report.txt")
     sizes = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes"), 0)
     with open(f"{name}-buffer-assignment.txt") as lines:
@@ -85,14 +85,14 @@ def _compile_module(devices: list[Any], module: bytes) -> dict[str, Any]:
 
     assignment = np.array([device.id for device in devices]).reshape(1, len(devices))
     options = compiler.get_compile_options(1, len(devices), assignment)
-    with shardy.make_context():
+    with shardy.make_mlir_context():
         parsed = shardy.parse_module(module)
-        made = compiler.backend_compile_and_load(
+        compiled_module = compiler.backend_compile_and_load(
             devices[0].client, parsed, xla_client.DeviceList(tuple(devices)), options, []
         )
-    memory = made.get_compiled_memory_stats()
+    memory = compiled_module.get_compiled_memory_stats()
     return {
-        "text": made.hlo_modules()[0].to_string(),
+        "text": compiled_module.hlo_modules()[0].to_string(),
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
@@ -100,13 +100,13 @@ def _compile_module(devices: list[Any], module: bytes) -> dict[str, Any]:
     }
 
 
-# XLA cannot stop before code generation, so it compiles in a process that ends there (decisions/0156).
+# XLA cannot stop before code generation, so it runs in a process that exits at that point (decisions/0156).
 def main(name: str, num_devices: str) -> None:
-    """Compile the module in this folder, answer with the result, and end this process."""
+    """Compile the module in the current folder, write the answer to stdout, and end this process."""
     with answer_and_exit() as answer:
         try:
-            devices = _make_devices(TARGETS[name], int(num_devices))[: int(num_devices)]
+            devices = _describe_devices(TARGETS[name], int(num_devices))[: int(num_devices)]
         except Exception as error:
             raise NoDevicesError from error
-        answer_from_dump(answer, _LAST, _read_dump)
+        answer_from_dump_file(answer, _LAST, _read_dumped_module)
         answer(json.dumps(_compile_module(devices, Path(MODULE).read_bytes())))

@@ -1,8 +1,8 @@
-"""Run a separate process for one module, which ends at the latest when its parent ends.
+"""Run a separate process that compiles one module, and ends at the latest when its parent ends.
 
-Of its own, since the number of simulated CPU devices and the plugins of JAX are fixed when JAX starts, and a compiler
-may crash. The module is a file in the process's folder; its stdin stays open, and is closed when who asked ends. What
-it finds is written to its stdout.
+The process is separate because the number of simulated CPU devices and JAX's plugins are fixed when JAX starts, and
+because a compiler may crash. The module is a file in the process's folder. Its stdin is a pipe that closes when the
+parent ends, and it writes its answer to stdout.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _FIRST_SECONDS = 0.01
 _BETWEEN_PRINTS = 0.005
 _START = """
 import importlib, json, sys
-sys.path[:] = json.loads(sys.argv[1])  # modules, and plugins, are found where they are found here
+sys.path[:] = json.loads(sys.argv[1])  # find the same modules and plugins as the parent
 importlib.import_module(sys.argv[2]).main(*sys.argv[3:])
 """
 
 
 class CompilerProcess:
-    """Process that compiles or partitions one module, to be closed after use."""
+    """Process that compiles or partitions one module. Its owner must close it."""
 
     def __init__(self, name: str, arguments: tuple[str, ...], module: bytes, environment: Mapping[str, str]):
         self._folder = tempfile.TemporaryDirectory(prefix="layoutmap-")
@@ -52,16 +52,16 @@ class CompilerProcess:
             )
 
     def wait_for_result(self, on_wait: Callable[[], object] = lambda: None) -> tuple[int, str, str]:
-        """Return the exit status, the answer, and the output. `on_wait` is called several times a second."""
+        """Return the exit status, the answer, and the stderr output. Waiting calls `on_wait` several times a second."""
         seconds = _FIRST_SECONDS
         while True:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
-                return self._process.returncode, self._read(_ANSWER), self._read(_SAID)
+                return self._process.returncode, self._read_file(_ANSWER), self._read_file(_SAID)
             seconds = min(2 * seconds, _BETWEEN_SECONDS)
             on_wait()
 
-    def _read(self, name: str) -> str:
+    def _read_file(self, name: str) -> str:
         return Path(self._folder.name, name).read_text(errors="replace").strip()
 
     def close(self) -> None:
@@ -75,8 +75,8 @@ class CompilerProcess:
 
 @contextmanager
 def answer_and_exit() -> Generator[Callable[[str], object]]:
-    """Yield the function that sends the answer. The process ends with the block or with its parent."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    """Yield a function that sends the answer to the parent. The process exits with the block or with its parent."""
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)  # redirect prints of plugins away from the answer
         once = threading.Lock()
@@ -99,13 +99,13 @@ def answer_and_exit() -> Generator[Callable[[str], object]]:
     os._exit(status)  # skip Python's shutdown, in which plugins may hang or crash
 
 
-def answer_from_dump(
+def answer_from_dump_file(
     answer: Callable[[str], object],
     name: str,
     read: Callable[[Path], str],
-    # XLA cannot stop after a pass, so the process ends once the file is printed (decisions/0156).
+    # XLA cannot stop after a pass, so the process exits as soon as XLA has written the file (decisions/0156).
 ) -> None:
-    """Answer from a file that XLA prints while it compiles, and end the process."""
+    """Start a thread that answers once `read` returns the text of the file that XLA writes, and ends the process."""
 
     def wait_for_dump() -> None:
         while True:
@@ -122,7 +122,8 @@ class NoDevicesError(Exception):
     """Raised when the devices to compile for cannot be described."""
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
+    """Wait until stdin closes, because the parent has ended, and then end this process."""
     while os.read(0, 1):
         pass
     os._exit(1)

@@ -8,71 +8,71 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layoutmap.core.paths import replace_numbers
-from layoutmap.cost.jax.graph import Block, Op, Value, get_operand, get_results
-from layoutmap.cost.jax.memory import COLLECTIVE_NAMES, compute_memory, is_remat_barrier
+from layoutmap.cost.jax.graph import Block, Op, Value, get_derived_results, get_source_operand
+from layoutmap.cost.jax.memory import COLLECTIVE_NAMES, compute_both_memories, is_remat_barrier
 from layoutmap.cost.jax.rewrites import MOVES
 from layoutmap.cost.table import Collective, PeakTensorKind, Phase
 
 
 @dataclass(frozen=True)
-class Counts:
-    """Counted numbers of one step on one device."""
+class StepCounts:
+    """Counted collectives, FLOPs, and bytes of one step on one device."""
 
-    # number of calls; the keys' own `calls` is 1
+    # number of calls of each collective; the field `calls` of the keys is 1
     collectives: Mapping[Collective, int] = field(default_factory=dict[Collective, int])
     flops: Mapping[str, int] = field(default_factory=dict[str, int])  # by element type
     traffic: int = 0
-    # bytes beside the arguments, by the order of `compute_memory`, layer, and phase
+    # peak bytes besides the arguments, by the order of `compute_both_memories`, layer, and phase
     peaks: Mapping[Any, int] = field(default_factory=dict[Any, int])
-    # contents of the peaks: the same keys, and a description; empty unless requested
+    # bytes at each peak, by the peak's key and a description of tensors; empty unless requested
     held: Mapping[Any, int] = field(default_factory=dict[Any, int])
-    compiled_bytes: int = 0  # peak beside the arguments by XLA's compiler; 0: unknown
+    compiled_bytes: int = 0  # peak besides the arguments by XLA's compiler; 0: unknown
     recomputes: bool = False  # whether activations are recomputed outside of loops
 
-    def __sub__(self, other: Counts) -> Counts:
-        return self.add_counts(other, -1)
+    def __sub__(self, other: StepCounts) -> StepCounts:
+        return self.add_scaled(other, -1)
 
-    def add_counts(self, other: Counts, times: int) -> Counts:
-        """Return the sum of these counts and `times` times the other ones."""
-        return Counts(
-            _add_scaled(self.collectives, other.collectives, times),
-            _add_scaled(self.flops, other.flops, times),
+    def add_scaled(self, other: StepCounts, times: int) -> StepCounts:
+        """Return these counts plus `times` times the `other` ones."""
+        return StepCounts(
+            _add_scaled_values(self.collectives, other.collectives, times),
+            _add_scaled_values(self.flops, other.flops, times),
             self.traffic + other.traffic * times,
-            _add_scaled(self.peaks, other.peaks, times),
-            _add_scaled(self.held, other.held, times),
+            _add_scaled_values(self.peaks, other.peaks, times),
+            _add_scaled_values(self.held, other.held, times),
             self.compiled_bytes + other.compiled_bytes * times,
             self.recomputes,
         )
 
 
-def _add_scaled(first: Mapping[Any, int], second: Mapping[Any, int], times: int) -> dict[Any, int]:
+def _add_scaled_values(first: Mapping[Any, int], second: Mapping[Any, int], times: int) -> dict[Any, int]:
     return {key: first.get(key, 0) + second.get(key, 0) * times for key in {**first, **second}}
 
 
 def count_step(
-    block: Block, names: Sequence[str], donated: Mapping[int, int], *, with_held: bool = False
-) -> Counts:
+    block: Block, names: Sequence[str], donated: Mapping[int, int], *, with_peak_tensors: bool = False
+) -> StepCounts:
     """Count the collectives, operations, and memory of a partitioned step.
 
-    `names` are the paths of its arguments. `donated` maps a result to the argument whose memory it reuses.
+    `names` has the arguments' paths. `donated` maps a result's index to that of the argument whose memory it reuses.
     """
     causes = CauseFinder(block, names, batches={*names[len(donated) :]})
-    memories = compute_memory(block, donated, causes.describe if with_held else None)
+    memories = compute_both_memories(block, donated, causes.describe_value if with_peak_tensors else None)
     peaks = {(n, *key): peak for n, memory in enumerate(memories) for key, peak in memory.peaks.items()}
     held = {
         (n, *key, what): num_bytes
         for n, memory in enumerate(memories)
-        for key, found in memory.held.items()
+        for key, found in memory.held_bytes.items()
         for what, num_bytes in found.items()
     }
     counts = _count_collectives(block, causes), count_flops(block), memories[0].traffic, peaks, held
-    return Counts(*counts, recomputes=any(map(is_remat_barrier, block.ops)))
+    return StepCounts(*counts, recomputes=any(map(is_remat_barrier, block.ops)))
 
 
 def count_flops(block: Block) -> Mapping[str, int]:
     """Return the FLOPs of matrix products and convolutions in a step, by the operands' element type."""
     flops = Counter[str]()
-    for op, times in iterate_executed(block):
+    for op, times in iterate_ops_with_run_counts(block):
         if op.flops:
             flops[op.operands[0].dtype] += op.flops * times
     return flops
@@ -85,7 +85,7 @@ def count_collectives(block: Block, names: Sequence[str], num_weights: int) -> M
 
 def _count_collectives(block: Block, causes: CauseFinder) -> Mapping[Collective, int]:
     found = Counter[Collective]()
-    for op, times in iterate_executed(block):
+    for op, times in iterate_ops_with_run_counts(block):
         if op.name in COLLECTIVE_NAMES and op.dims:
             kind: Any = op.name
             phase: Phase = "optimizer" if op.is_update else "backward" if op.is_backward else "forward"
@@ -94,16 +94,16 @@ def _count_collectives(block: Block, causes: CauseFinder) -> Mapping[Collective,
     return found
 
 
-def iterate_executed(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
-    """Yield all operations, each with the number of times that a step runs it."""
+def iterate_ops_with_run_counts(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
+    """Yield all operations, also of loops and branches, each with the number of times that a step runs it."""
     for op in block.ops:
         yield op, times
         for inner in op.blocks:
-            yield from iterate_executed(inner, times * op.trips)
+            yield from iterate_ops_with_run_counts(inner, times * op.trips)
 
 
-_STEPS = 64
-_PASSED = MOVES | {
+_MOST_OPS_PASSED = 64
+_PASSED_BACKWARD = MOVES | {
     "slice",
     "dynamic_slice",
     "all_gather",
@@ -112,7 +112,7 @@ _PASSED = MOVES | {
     "all_reduce",
     "reduce_scatter",
 }
-_PASSED_FORWARD = _PASSED | {"multiply", "divide", "dynamic_update_slice", "negate"}
+_PASSED_FORWARD = _PASSED_BACKWARD | {"multiply", "divide", "dynamic_update_slice", "negate"}
 
 
 class CauseFinder:
@@ -121,80 +121,81 @@ class CauseFinder:
     Args:
         block: Operations of the step.
         names: Paths of all arguments.
-        batches: Those that are batches.
-        is_marked: Whether operations of the optimizer's update are marked. In a step of the user's own they are not, so
-            the first sum or product with an argument counts as one.
+        batches: Paths of the arguments that are batches.
+        is_marked: Whether operations of the optimizer's update are marked. They are not in a step that the user wrote,
+            so the first sum or product with an argument counts as the update.
     """
 
     def __init__(self, block: Block, names: Sequence[str], *, batches: Set[str], is_marked: bool = True):
         self._is_marked, self._batch = is_marked, batches
         self._described: dict[int, tuple[PeakTensorKind, str, tuple[int, ...], str]] = {}
         self._names = {id(value): name for value, name in zip(block.arguments, names, strict=True)}
-        self._given: dict[int, Value] = {}
-        self._returned: dict[tuple[int, int], Value] = {}
-        for op in block.walk():
+        self._loop_operands: dict[int, Value] = {}
+        self._loop_results: dict[tuple[int, int], Value] = {}
+        for op in block.iterate_all_ops():
             if op.name == "while":
                 body = op.blocks[1]
                 for inner, outer in zip(body.arguments, op.operands, strict=True):
-                    self._given[id(inner)] = outer
+                    self._loop_operands[id(inner)] = outer
                 for number, result in enumerate(op.results):
-                    self._returned[id(body.ops[-1]), number] = result
+                    self._loop_results[id(body.ops[-1]), number] = result
 
     def find_cause(self, op: Op) -> str:
-        """Return the path of a weight that is gathered or has its gradient reduced, or else of the layer."""
+        """Return the path of the weight that a collective gathers or reduces the gradient of, or else of its layer."""
         if op.name in ("all_reduce", "reduce_scatter"):
-            return self._find_gradient_weight(op.results[0]) or op.where
-        return self._find_argument(op.operands[0]) or op.where
+            return self._find_updated_weight_path(op.results[0]) or op.layer_path
+        return self._find_argument_path(op.operands[0]) or op.layer_path
 
-    def describe(self, value: Value) -> tuple[PeakTensorKind, str, tuple[int, ...], str]:
-        """Return a value's kind, its weight or layer, its shape, and its element type."""
+    def describe_value(self, value: Value) -> tuple[PeakTensorKind, str, tuple[int, ...], str]:
+        """Return the kind of a value, the path of its weight or layer, its shape, and its element type."""
         if id(value) not in self._described:
             self._described[id(value)] = (*self._classify_value(value), value.shape, value.dtype)
         return self._described[id(value)]
 
     def _classify_value(self, value: Value) -> tuple[PeakTensorKind, str]:
-        if name := self._find_argument(value):
+        if name := self._find_argument_path(value):
             return "batch" if name in self._batch else "gathered weights", replace_numbers(name)
-        maker = value.maker
-        if maker is None:
+        producer = value.producer
+        if producer is None:
             return "activations", ""
-        if maker.is_backward and (name := self._find_gradient_weight(value)):
+        if producer.is_backward and (name := self._find_updated_weight_path(value)):
             return "gradients", replace_numbers(name)
-        return "optimizer's update" if maker.is_update else "activations", replace_numbers(maker.where)
+        kind = "optimizer's update" if producer.is_update else "activations"
+        return kind, replace_numbers(producer.layer_path)
 
-    def _find_argument(self, value: Value) -> str:
-        """Return the path of the step's argument that a value is made of, or "" without one."""
-        for _ in range(_STEPS):
+    def _find_argument_path(self, value: Value) -> str:
+        """Return the path of the argument that a value is a copy, cast, slice, or gathering of, or "" without one."""
+        for _ in range(_MOST_OPS_PASSED):
             if id(value) in self._names:
                 return self._names[id(value)]
-            if id(value) in self._given:
-                value = self._given[id(value)]
-            elif value.maker is not None and value.maker.name in _PASSED:
-                value = get_operand(value)
+            if id(value) in self._loop_operands:
+                value = self._loop_operands[id(value)]
+            elif value.producer is not None and value.producer.name in _PASSED_BACKWARD:
+                value = get_source_operand(value)
             else:
                 return ""
         return ""
 
-    def _find_gradient_weight(self, value: Value) -> str:
-        """Return the path of the weight that a gradient updates, or "" if it is not found."""
+    def _find_updated_weight_path(self, value: Value) -> str:
+        """Return the path of the weight that is updated with a gradient, or "" if the value reaches no update."""
         todo, seen = [value], {id(value)}
-        for _ in range(_STEPS):
+        for _ in range(_MOST_OPS_PASSED):
             if not todo:
                 return ""
             value = todo.pop(0)
             for op in value.uses:
-                # A sum over axes of size 1, as in the gradient of a bias.
+                # A sum over axes of size 1, as in the gradient of a bias, changes only the shape, so pass through it.
                 is_sum_of_one = op.name == "reduce" and op.operands[0].size == op.results[0].size
                 if op.name == "return":
                     results = [
-                        self._returned[id(op), number]
+                        self._loop_results[id(op), number]
                         for number, each in enumerate(op.operands)
-                        if each is value and (id(op), number) in self._returned
+                        if each is value and (id(op), number) in self._loop_results
                     ]
-                elif self._is_update(op) and (name := self._find_updated_variable(op, value)):
+                elif self._is_update(op) and (name := self._find_combined_variable_path(op, value)):
                     return name
                 elif op.name in _PASSED_FORWARD or op.is_update or is_sum_of_one:
-                    results = get_results(op, value)
+                    results = get_derived_results(op, value)
                 else:
                     continue
                 for result in results:
@@ -206,15 +207,15 @@ class CauseFinder:
     def _is_update(self, op: Op) -> bool:
         return op.is_update if self._is_marked else op.name in ("add", "subtract", "multiply")
 
-    def _find_updated_variable(self, op: Op, gradient: Value) -> str:
+    def _find_combined_variable_path(self, op: Op, gradient: Value) -> str:
         """Return the path of the variable that an update combines with a gradient, or ""."""
         for other in op.operands:
-            is_number = other.maker is not None and other.maker.name == "broadcast_in_dim"
+            is_number = other.producer is not None and other.producer.name == "broadcast_in_dim"
             if other is gradient or other.size != gradient.size or is_number:
                 continue
-            scaled = other.maker is not None and other.maker.name == "multiply" and not self._is_marked
-            for value in (other, *(other.maker.operands if other.maker is not None and scaled else ())):
-                name = self._find_argument(value)
+            scaled = other.producer is not None and other.producer.name == "multiply" and not self._is_marked
+            for value in (other, *(other.producer.operands if other.producer is not None and scaled else ())):
+                name = self._find_argument_path(value)
                 if name and (self._is_marked or name not in self._batch):
                     return name
         return ""

@@ -14,9 +14,11 @@ _ABSENT = object()
 
 
 def find_equal_blocks(
-    variables: Sequence[VariableSpec], layers: Sequence[tuple[str, Any]], settings: Callable[[Any], Any]
+    variables: Sequence[VariableSpec],
+    layers: Sequence[tuple[str, Any]],
+    describe_settings: Callable[[Any], Any],
 ) -> list[list[str]]:
-    """Return the paths of the outermost layers with equal weights and `settings`, one list per stack."""
+    """Return each stack of over three equal blocks: paths of the outermost layers with equal weights and settings."""
     weights: dict[str, list[object]] = {}
     for spec in variables:
         if spec.parent is None:
@@ -34,50 +36,51 @@ def find_equal_blocks(
     for paths in groups.values():
         inside = any(p.startswith(f"{outer}.") for stack in found for outer in stack for p in paths)
         if len(paths) > _FEWEST and not inside:
-            found += [stack for stack in _group_by_settings(paths, by_path, settings) if len(stack) > _FEWEST]
+            stacks = _group_by_settings(paths, by_path, describe_settings)
+            found += [stack for stack in stacks if len(stack) > _FEWEST]
     return found
 
 
 def _group_by_settings(
-    paths: Sequence[str], layers: Mapping[str, object], settings: Callable[[object], object]
+    paths: Sequence[str], layers: Mapping[str, object], describe_settings: Callable[[object], object]
 ) -> Iterator[list[str]]:
-    """Yield lists of paths with equal settings of the layers and of their inner layers."""
-    below: dict[str, list[Any]] = {path: [] for path in paths}
+    """Yield lists of those `paths` where the layers and their inner layers have equal settings."""
+    contents: dict[str, list[Any]] = {path: [] for path in paths}
     for path, layer in layers.items():
         parts = path.split(".")
         for n in range(1, len(parts) + 1):
             block = ".".join(parts[:n])
-            if block in below:
-                below[block].append((".".join(parts[n:]), type(layer), settings(layer)))
+            if block in contents:
+                contents[block].append((".".join(parts[n:]), type(layer), describe_settings(layer)))
     groups: dict[object, list[str]] = {}
     for path in paths:
-        groups.setdefault(tuple(below[path]), []).append(path)
+        groups.setdefault(tuple(contents[path]), []).append(path)
     yield from groups.values()
 
 
-def describe_attributes(layer: object, without: Collection[str] = ()) -> tuple[tuple[str, Any], ...]:
-    """Return a layer's attributes, except `without`, as constants, code of functions, and names of classes."""
+def describe_attributes(layer: object, excluded: Collection[str] = ()) -> tuple[tuple[str, Any], ...]:
+    """Return a layer's attributes, except `excluded`, as values that compare: constants, code, names of classes."""
     attributes = cast("Mapping[str, Any]", vars(layer))
-    found = [(name, _describe_value(value)) for name, value in attributes.items() if name not in without]
+    found = [(name, _describe_value(value)) for name, value in attributes.items() if name not in excluded]
     return tuple(each for each in found if each[1] is not _ABSENT)
 
 
-def _describe_value(value: object, within: tuple[object, ...] = ()) -> object:
+def _describe_value(value: object, enclosing: tuple[object, ...] = ()) -> object:
     if isinstance(value, tuple | list):
-        inner = tuple(_describe_value(each, within) for each in cast("Sequence[Any]", value))
+        inner = tuple(_describe_value(each, enclosing) for each in cast("Sequence[Any]", value))
         return _ABSENT if _ABSENT in inner else inner
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, types.FunctionType):  # lambdas share one name
-        if value in within:  # a recursive function
-            return within.index(value)
+        if value in enclosing:  # a recursive function, whose code would contain itself
+            return enclosing.index(value)
         by_name = sorted((value.__kwdefaults__ or {}).items())
-        held = (
+        captured = (
             *map(_read_cell, value.__closure__ or ()),
             *(value.__defaults__ or ()),
             *(e for _, e in by_name),
         )
-        return value.__code__, *(_describe_value(each, (*within, value)) for each in held)
+        return value.__code__, *(_describe_value(each, (*enclosing, value)) for each in captured)
     return getattr(value, "__qualname__", _ABSENT)
 
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from jax.extend.core import Jaxpr
 import layoutmap
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.text_table import format_bytes, format_pre, format_table
-from layoutmap.cost.jax.counting import CauseFinder, iterate_executed
+from layoutmap.core.text_table import format_bytes, format_html_pre, format_table
+from layoutmap.cost.jax.counting import CauseFinder, iterate_ops_with_run_counts
 from layoutmap.cost.jax.graph import Op
 from layoutmap.cost.jax.memory import COLLECTIVE_NAMES
 from layoutmap.cost.jax.partitioned import parse_step
@@ -153,7 +153,7 @@ class StepExplanation:
         return "\n".join(lines).rstrip()
 
     def _list_problems(self) -> list[str]:
-        """Return one line for each place where devices repeat the work of others."""
+        """Return a text for each line of the program with products that several devices repeat."""
         why = "so devices repeat each other's work"
         return [
             f"{escape_text(each.line) or 'products'}: each device computes {each.ratio:.1f} times its share, {why}"
@@ -162,7 +162,7 @@ class StepExplanation:
         ]
 
     def _repr_html_(self) -> str:
-        return format_pre(str(self))
+        return format_html_pre(str(self))
 
 
 def explain_step(
@@ -175,7 +175,7 @@ def explain_step(
     mesh: Mesh,
     recompilations: Sequence[str],
 ) -> StepExplanation:
-    """Compile a step and explain it.
+    """Compile a step, and return the work and the collectives of each device, by line of the program.
 
     Args:
         name: Name of the step.
@@ -183,19 +183,19 @@ def explain_step(
         names: Name of each argument.
         paths: Path of each argument in those of the traced function, as `[0]['kernel']`.
         shapes: Global shape of each argument.
-        batches: Names of the arguments without a layout of their own, which cause no reduction.
+        batches: Names of the arguments without a layout of their own. They count as no cause of reductions.
         mesh: Mesh of the arguments.
         recompilations: Reason of each compilation after the first.
     """
     compiled = traced.lower().compile()
     text: str = compiled.as_text()
     block, find_line = parse_step(text, mesh), _LineFinder(text)
-    kept = _list_kept_arguments(text, paths)
+    kept = _list_argument_positions(text, paths)
     found = [names[n] if n is not None else "" for n in kept]
     full = {names[n]: shapes[n] for n in kept if n is not None}
     causes = CauseFinder(block, found, batches=batches, is_marked=False)
     collectives, flops = Counter[ExplainedCollective](), Counter[str]()
-    for op, times in iterate_executed(block):
+    for op, times in iterate_ops_with_run_counts(block):
         if op.flops:
             flops[find_line(op)] += op.flops * times
         if op.name in COLLECTIVE_NAMES and op.dims:
@@ -230,27 +230,25 @@ def _explain_collective(
     return ExplainedCollective(kind, op.dims, 1, shape, sent, line, cause, is_full)
 
 
-def _multiply_calls(one: ExplainedCollective, calls: int) -> ExplainedCollective:
-    return ExplainedCollective(
-        one.kind, one.dims, calls, one.shape, one.sent_bytes * calls, one.line, one.cause, one.is_full_gather
-    )
+def _multiply_calls(collective: ExplainedCollective, calls: int) -> ExplainedCollective:
+    return replace(collective, calls=calls, sent_bytes=collective.sent_bytes * calls)
 
 
-def _list_kept_arguments(text: str, paths: Sequence[str]) -> list[int | None]:
-    """Return the number of each parameter among the step's arguments, because JAX drops unused ones."""
+def _list_argument_positions(text: str, paths: Sequence[str]) -> list[int | None]:
+    """Return the position among the step's arguments for each parameter of the module. JAX drops unused arguments."""
     entry, numbers = text[text.index("\nENTRY ") :], {path: n for n, path in enumerate(paths)}
     found: dict[int, int | None] = {}
     for line in entry.splitlines():
         if parameter := re.search(r" parameter\((\d+)\)", line):
             name = re.search(r'op_name="\w+(\[(?:[^"\\]|\\.)*)"', line)
-            # The text has quotes and bytes of other letters behind a backslash.
+            # XLA escapes quotes and the bytes of non-ASCII letters by backslashes, so decode them.
             path = name and name[1].encode().decode("unicode_escape").encode("latin-1").decode()
             found[int(parameter[1])] = numbers.get(path or "")
     return [found[number] for number in sorted(found)]
 
 
 class _LineFinder:
-    """Lines of the program from the tables of stack frames at the top of a module's text."""
+    """Function that finds an operation's line of the program, in the tables of stack frames of a module's text."""
 
     def __init__(self, text: str) -> None:
         self._tables: dict[str, dict[int, str]] = {}
@@ -260,7 +258,7 @@ class _LineFinder:
             self._tables[name] = {int(number): row for number, row in rows}
 
     def __call__(self, op: Op) -> str:
-        """Return the innermost line of an operation that is not in a library, or ""."""
+        """Return the innermost line of the user's code that made an operation, as "train.py:31", or ""."""
         file, line = (re.search(rf'{key}="?([^"\s]+)', op.metadata) for key in ("source_file", "source_line"))
         if file and line:
             return _format_line(file[1], int(line[1]))
@@ -268,20 +266,22 @@ class _LineFinder:
         number, seen = int(frame[1]) if frame else 0, set[int]()
         while number and number not in seen:
             seen.add(number)
-            row = _read_numbers(self._tables["StackFrames"].get(number, ""))
-            location = _read_numbers(self._tables["FileLocations"].get(row.get("file_location_id", 0), ""))
+            row = _parse_number_fields(self._tables["StackFrames"].get(number, ""))
+            location = _parse_number_fields(
+                self._tables["FileLocations"].get(row.get("file_location_id", 0), "")
+            )
             file_name = self._tables["FileNames"].get(location.get("file_name_id", 0), "").strip('"')
-            if file_name and _is_users_file(file_name):
+            if file_name and _is_user_file(file_name):
                 return _format_line(file_name, location.get("line", 0))
             number = row.get("parent_frame_id", 0)
         return ""
 
 
-def _read_numbers(row: str) -> dict[str, int]:
+def _parse_number_fields(row: str) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", row)}
 
 
-def _is_users_file(name: str) -> bool:
+def _is_user_file(name: str) -> bool:
     return "site-packages" not in name and not name.startswith(_OWN_FOLDER)
 
 
@@ -290,23 +290,23 @@ def _format_line(file: str, line: int) -> str:
 
 
 def _add_product_flops(jaxpr: Jaxpr, times: int, flops: Counter[str]) -> None:
-    """Add the operations of all matrix products of a program to `flops`, by line."""
+    """Add the FLOPs of all matrix products of a program, which runs `times` times, to `flops` by line."""
     for eqn in jaxpr.eqns:
         params: Any = eqn.params
         if eqn.primitive.name == "dot_general":
             (contracting, _), _ = params["dimension_numbers"]
             left, out = eqn.invars[0].aval, eqn.outvars[0].aval
             size = math.prod(left.shape[axis] for axis in contracting)  # type: ignore[attr-defined]
-            flops[_find_users_line(eqn)] += 2 * math.prod(out.shape) * size * times  # type: ignore[attr-defined]
+            flops[_find_equation_line(eqn)] += 2 * math.prod(out.shape) * size * times  # type: ignore[attr-defined]
         trips = params.get("length", 1) if eqn.primitive.name == "scan" else 1
         for inner in iterate_inner_jaxprs(params.values()):
             _add_product_flops(inner, times * trips, flops)
 
 
-def _find_users_line(eqn: Any) -> str:
-    """Return the innermost line of an equation that is not in a library, or ""."""
+def _find_equation_line(eqn: Any) -> str:
+    """Return the innermost line of the user's code that made an equation, as "train.py:31", or ""."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
-        if _is_users_file(frame.file_name):
+        if _is_user_file(frame.file_name):
             return _format_line(frame.file_name, frame.line_num)
     return ""

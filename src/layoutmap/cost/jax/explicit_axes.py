@@ -29,8 +29,8 @@ _EXPLICIT_WORDS = re.compile(
 """Words that JAX's messages contain only under explicit axes."""
 
 
-def is_refused_sharding(error: Exception) -> bool:
-    """Return whether JAX has refused an operation for the shardings of its operands.
+def is_sharding_refusal(error: Exception) -> bool:
+    """Return whether an exception of JAX means that it refuses an operation because of its operands' shardings.
 
     Loops and branches raise a `TypeError` for carries and results, gradients of gathers, constraints, and `vmap` a
     `ValueError`, and constraints of arrays on explicit axes alone an `AssertionError`.
@@ -45,20 +45,20 @@ def is_refused_sharding(error: Exception) -> bool:
 def explain_refused_sharding(name: str) -> Generator[None]:
     """Raise a `ShardingRefusedError` for the first operation that JAX refuses under explicit axes while open."""
     before = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]
-    jax.config.update("jax_traceback_filtering", "off")  # so that the operands of JAX's rules can be read
+    jax.config.update("jax_traceback_filtering", "off")  # so that operands can be read in JAX's frames
     try:
         yield
     except Exception as error:
-        if not is_refused_sharding(error):
+        if not is_sharding_refusal(error):
             raise
-        raise _make_error(name, error) from error
+        raise _make_refusal_error(name, error) from error
     finally:
         jax.config.update("jax_traceback_filtering", before)
 
 
-def _make_error(name: str, error: Exception) -> ShardingRefusedError:
+def _make_refusal_error(name: str, error: Exception) -> ShardingRefusedError:
     line = _find_user_line(error)
-    operands, spec = _read_operands(error)
+    operands, spec = _read_rule_operands(error)
     facts = {"line": line} | ({"operands": operands} if operands else {})
     return ShardingRefusedError(
         f"{name}: JAX cannot tell the sharding of an operation's result",
@@ -69,7 +69,7 @@ def _make_error(name: str, error: Exception) -> ShardingRefusedError:
 
 
 def _write_fix(error: Exception, spec: PartitionSpec | None) -> str:
-    """Return the call to write. A constraint becomes a reshard, and `vmap` takes no `out_sharding`."""
+    """Return the text of a fix: a reshard for a constraint or a `vmap`, and otherwise also an `out_sharding`."""
     if constrained := _find_constrained_spec(error):
         return f"write jax.sharding.reshard(x, jax.{constrained}) instead of the constraint, then plan again"
     reshard = "jax.sharding.reshard(x, jax.P(..)); then plan again"
@@ -80,7 +80,7 @@ def _write_fix(error: Exception, spec: PartitionSpec | None) -> str:
 
 
 def _find_constrained_spec(error: Exception) -> PartitionSpec | None:
-    """Return the explicit dims of the spec that `with_sharding_constraint` has refused, or `None`."""
+    """Return the spec that `with_sharding_constraint` has refused, with its explicit dims only, or None without one."""
     if "with_sharding_constraint" not in str(error):
         return None
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -93,16 +93,16 @@ def _find_constrained_spec(error: Exception) -> PartitionSpec | None:
 
 
 def _shorten_reason(text: str) -> str:
-    """Return the first line of JAX's message, and the first with types if it has none."""
+    """Return the first line of JAX's message. If it has no types of arrays, append the first line that has."""
     first, *rest = (" ".join(line.split()) for line in text.splitlines() if line.strip())
     more = [] if _SHARDED_TYPE.search(first) else [line for line in rest if _SHARDED_TYPE.search(line)]
     return " ".join([first, *more[:1]])
 
 
 def _find_user_line(error: BaseException) -> str:
-    """Return the innermost line outside of installed packages: the file, the line number, and the code.
+    """Return the innermost line of the user's code as text: the file, the line number, and the code.
 
-    A gradient of a function that JAX itself compiles has none, so the function is named.
+    Gradients of functions that JAX itself compiles have no such line, so the text names the function.
     """
     frames = [frame for each in _iterate_causes(error) for frame in traceback.extract_tb(each.__traceback__)]
     of_user = [each for each in frames if not each.filename.startswith((*_INSTALLED, _PACKAGE, "<"))]
@@ -119,8 +119,8 @@ def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _read_operands(error: BaseException) -> tuple[str, PartitionSpec | None]:
-    """Return the operands that JAX's innermost sharding rule was given, and the sharding of the result, if known."""
+def _read_rule_operands(error: BaseException) -> tuple[str, PartitionSpec | None]:
+    """Return the operands of JAX's innermost sharding rule as text, and its result's spec, or None if it is unknown."""
     found: tuple[str, Mapping[str, Any]] | None = None
     for each in _iterate_causes(error):
         for frame, _ in traceback.walk_tb(each.__traceback__):
@@ -146,7 +146,7 @@ def _has_spec(value: Any) -> bool:
 
 
 def _find_product_spec(lhs: Any, rhs: Any, dimension_numbers: Any) -> PartitionSpec:
-    """Return the sharding of a product: that of its operands, without the mesh dims that are summed over."""
+    """Return the spec of a product's result: those of its operands, without the axes that are summed."""
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
     specs = [lhs.sharding.spec[axis] for axis in lhs_batch]
     for operand, others in ((lhs, (*lhs_summed, *lhs_batch)), (rhs, (*rhs_summed, *rhs_batch))):
@@ -154,9 +154,9 @@ def _find_product_spec(lhs: Any, rhs: Any, dimension_numbers: Any) -> PartitionS
     return _make_spec(specs)
 
 
-def _make_spec(specs: Iterable[Any], left_out: Iterable[str] = ()) -> PartitionSpec:
-    """Return a spec of entries, each without the mesh dims of those before it and without those left out."""
-    used = set(left_out)
+def _make_spec(specs: Iterable[Any], excluded_dims: Iterable[str] = ()) -> PartitionSpec:
+    """Return a spec with these entries, each without the mesh dims of earlier entries and the excluded dims."""
+    used = set(excluded_dims)
     out: list[Any] = []
     for spec in specs:
         dims = () if spec is None else (spec,) if isinstance(spec, str) else tuple(spec)

@@ -10,13 +10,13 @@ from typing import Any
 
 from layoutmap.core.variables import get_itemsize
 
-LAYER = "layer="  # the text before the path of a layer in the names of operations
-UPDATE = "layoutmap_update"  # text in the names of the operations of an optimizer
-FUSED = "layoutmap_fused"
-"""Text in the names of the operations that one kernel computes, as attention without its scores in memory."""
+LAYER = "layer="  # text before the path of a layer in the names of operations
+UPDATE = "layoutmap_update"  # scope in the names of the operations of an optimizer's update
+FUSED_SCOPE = "layoutmap_fused"
+"""Scope in the names of operations that one fused kernel computes, such as attention without scores in memory."""
 
-Place = tuple[str, bool, bool, bool]
-"""Of an operation: its layer's path, and whether it is backward, an update, fused."""
+Origin = tuple[str, bool, bool, bool]
+"""Origin of an operation: the path of its layer, and whether it is of the backward pass, of an update, and fused."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,8 +25,8 @@ class Value:
 
     shape: tuple[int, ...]  # on one device
     dtype: str  # for example "bfloat16"
-    maker: Op | None = None  # None: an argument of its block
-    number: int = 0  # index among the results of its maker or the arguments of its block
+    producer: Op | None = None  # None: an argument of its block
+    index: int = 0  # among the results of its maker or the arguments of its block
     uses: list[Op] = field(default_factory=list["Op"])  # operations that read it
 
     @property
@@ -42,79 +42,79 @@ class Value:
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """Operation of a partitioned step."""
+    """Operation of a partitioned step on one device."""
 
-    name: str  # of a collective, its kind
+    name: str  # such as "dot_general"; of a collective, its kind
     operands: list[Value]
     results: list[Value]
-    where: str = ""  # path of its layer
+    layer_path: str = ""  # empty: unknown
     is_backward: bool = False
     is_update: bool = False
     is_fused: bool = False  # part of fused attention, so that its inner results need no memory
-    # of a collective: its mesh dims; of a slice: the dims whose devices take different parts
+    # of a collective: its mesh dims; of a slice: the dims along which devices take different slices
     dims: tuple[str, ...] = ()
-    group: int = 0  # devices of a collective that exchange; 0: all along its dims
+    group: int = 0  # number of devices that exchange in a collective; 0: all devices along its dims
     blocks: list[Block] = field(default_factory=list["Block"])  # bodies of a loop or branch
     trips: int = 1  # iterations of a loop
     flops: int = 0  # of a matrix product or a convolution
-    key: Any = None  # equal for operations that are one if their operands are equal
+    key: Any = None  # operations with equal keys and operands have equal results; None: never merged
     metadata: str = ""
-    """XLA's metadata: its name in the program, and where the source line is."""
-    function: str = ""  # composite function, such as "erfc", that it is a part of
+    """XLA's metadata: the operation's name in the program, and its source line."""
+    function: str = ""  # composite function, such as "erfc", whose part the operation is
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Operations in order, the last of which returns."""
+    """Arguments and operations of a step, a loop's body, or a branch. The last operation returns."""
 
     arguments: list[Value]
-    ops: list[Op]  # the last one returns
+    ops: list[Op]
 
     @property
     def return_values(self) -> Sequence[Value]:
         """Values that the block returns."""
         return self.ops[-1].operands
 
-    def walk(self) -> Iterator[Op]:
-        """Yield all operations, including those of inner blocks."""
+    def iterate_all_ops(self) -> Iterator[Op]:
+        """Yield all operations, each before those of its inner blocks."""
         for op in self.ops:
             yield op
             for block in op.blocks:
-                yield from block.walk()
+                yield from block.iterate_all_ops()
 
 
-BARRIER = "optimization_barrier"  # the operation that returns each of several operands as it is
+BARRIER = "optimization_barrier"  # operation that returns all its operands unchanged
 
 
-def get_operand(result: Value) -> Value:
-    """Return the operand that becomes a result of a one-operand operation or of a barrier."""
-    assert result.maker is not None
-    return result.maker.operands[result.number if result.maker.name == BARRIER else 0]
+def get_source_operand(result: Value) -> Value:
+    """Return the operand that a result is made of: of a barrier, the unchanged one, and otherwise the first."""
+    assert result.producer is not None
+    return result.producer.operands[result.index if result.producer.name == BARRIER else 0]
 
 
-def get_results(op: Op, operand: Value) -> Sequence[Value]:
-    """Return the results made of an operand: one for a barrier, all for other operations."""
+def get_derived_results(op: Op, operand: Value) -> Sequence[Value]:
+    """Return the results that are made of an operand: of a barrier, the unchanged one, and otherwise all."""
     if op.name != BARRIER:
         return op.results
     return [result for result, each in zip(op.results, op.operands, strict=True) if each is operand]
 
 
-def replace_value(old: Value, new: Value) -> None:
-    """Let all operations that use a value use another one."""
+def replace_uses(old: Value, new: Value) -> None:
+    """Replace `old` by `new` in the operands of all operations that use it."""
     for op in dict.fromkeys(old.uses):
         op.operands = [new if each is old else each for each in op.operands]
     new.uses += old.uses
     old.uses = []
 
 
-def detach_operation(op: Op) -> None:
+def detach_from_operands(op: Op) -> None:
     """Remove an operation from the users of its operands."""
     for operand in op.operands:
         operand.uses.remove(op)
 
 
 def remove_unused_operations(block: Block) -> None:
-    """Remove operations without used results."""
+    """Remove the operations of a block without used results, except returns and custom calls."""
     kept: list[Op] = []
     for op in reversed(block.ops):
         if op.name in ("return", "custom_call"):
@@ -125,11 +125,11 @@ def remove_unused_operations(block: Block) -> None:
                 kept.append(op)
                 break
         else:
-            detach_operation(op)
+            detach_from_operands(op)
     block.ops = kept[::-1]
 
 
-def parse_place(name: str) -> Place:
-    """Return the layer in an operation's name, and whether it is backward, an update, or fused."""
-    where = re.findall(LAYER + r"([^/()]*)", name)
-    return (where[-1] if where else ""), "transpose(" in name, UPDATE in name, FUSED in name
+def parse_op_origin(name: str) -> Origin:
+    """Return the origin of an operation from its name, in which JAX lists scopes and transformations."""
+    layer_path = re.findall(LAYER + r"([^/()]*)", name)
+    return (layer_path[-1] if layer_path else ""), "transpose(" in name, UPDATE in name, FUSED_SCOPE in name

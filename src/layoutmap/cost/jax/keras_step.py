@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import keras
 from keras.src.backend.jax import nn as keras_nn
 
-from layoutmap.adapters.keras.describing import Entry, describe_variables, list_layer_paths
+from layoutmap.adapters.keras.describing import DescribedVariable, describe_variables, list_layer_paths
 from layoutmap.adapters.keras.private import get_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.adapters.keras.training import has_own_step
-from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
+from layoutmap.adapters.keras.training import has_custom_train_step
+from layoutmap.core.steps import BatchArray, Key, StepTracer, TrainingStep
 from layoutmap.core.variables import Kind
 from layoutmap.cost.jax.equal_blocks import describe_attributes, find_equal_blocks
-from layoutmap.engines.patches import Attribute, Patches
+from layoutmap.engines.patches import AttributePatch, Patches
 
 Loss = Callable[..., Any]
 Call = Callable[..., object]
@@ -42,12 +42,12 @@ _RECOMPUTE = (
 def describe_step(
     session: KerasSession, model: Any, inputs: object, optimizer: object, loss: Loss | None
 ) -> TrainingStep:
-    """Return the training step of a model from a dry run, with the model's own optimizer."""
+    """Return the training step of a Keras model from a dry run, which has set `optimizer` on the model."""
     entries = [entry for entry in describe_variables(session.registry) if entry.spec.kind is not Kind.METRIC]
     layers = _list_layers(session)
     x, tree = jax.tree.flatten(inputs)
     batch = [
-        Shape(_format_path(path), tuple(leaf.shape), str(leaf.dtype))
+        BatchArray(_format_path(path), tuple(leaf.shape), str(leaf.dtype))
         for path, leaf in _flatten_with_paths(inputs)
     ]
     step = _CountedStep(model, entries, layers, loss, tree, len(x))
@@ -56,22 +56,22 @@ def describe_step(
     if compiled:
         targets = step.make_targets(batch)
         batch += [
-            Shape(f"targets{_format_path(p)}", tuple(t.shape), str(t.dtype))
+            BatchArray(f"targets{_format_path(p)}", tuple(t.shape), str(t.dtype))
             for p, t in _flatten_with_paths(targets)
         ]
         step.target_tree = jax.tree.structure(targets)
         notes.append(_NO_METRICS)
-    notes += [_NO_OPTIMIZER] * (step.optimizer is None) + [_OWN_STEP] * has_own_step(model)
+    notes += [_NO_OPTIMIZER] * (step.optimizer is None) + [_OWN_STEP] * has_custom_train_step(model)
     variables = [entry.spec for entry in entries]
     blocks = find_equal_blocks(variables, layers, _describe_settings)
-    return TrainingStep(model.name, variables, batch, blocks, step.run, notes, _RECOMPUTE)
+    return TrainingStep(model.name, variables, batch, blocks, step.compute_new_values, notes, _RECOMPUTE)
 
 
 class _CountedStep:
     def __init__(
         self,
         model: keras.Model,
-        entries: Sequence[Entry],
+        entries: Sequence[DescribedVariable],
         layers: Layers,
         loss: Loss | None,
         tree: object,
@@ -87,8 +87,8 @@ class _CountedStep:
         self.optimizer = getattr(model, "optimizer", None)
         self._trained = {id(variable) for variable in model.trainable_variables}
 
-    def make_targets(self, batch: Sequence[Shape]) -> object:
-        """Return targets for the loss of `compile`."""
+    def make_targets(self, batch: Sequence[BatchArray]) -> object:
+        """Return shapes and types of targets for the loss of `compile`, in the structure of the model's outputs."""
 
         def compute_outputs(values: Sequence[object], inputs: Sequence[object]) -> object:
             with keras.StatelessScope(
@@ -100,15 +100,16 @@ class _CountedStep:
         inputs = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in batch]
         found = jax.eval_shape(compute_outputs, values, inputs)
         leaves, tree = jax.tree.flatten(found)
-        return tree.unflatten(map(self._make_target, leaves, self._list_losses(found, len(leaves))))
+        return tree.unflatten(map(self._make_target, leaves, self._list_output_losses(found, len(leaves))))
 
-    def _list_losses(self, found: object, number: int) -> Sequence[object]:
-        """Return the loss of each output."""
+    def _list_output_losses(self, outputs: object, num_outputs: int) -> Sequence[object]:
+        """Return the loss of each of `num_outputs` outputs, or None for outputs without one."""
         loss: object = self._model.loss
         if isinstance(loss, Mapping):
-            names: Sequence[str] = sorted(found) if isinstance(found, Mapping) else self._model.output_names
+            is_named = isinstance(outputs, Mapping)
+            names: Sequence[str] = sorted(outputs) if is_named else self._model.output_names
             return [cast("Mapping[str, object]", loss).get(name) for name in names]
-        return cast("Sequence[object]", loss) if isinstance(loss, list | tuple) else [loss] * number
+        return cast("Sequence[object]", loss) if isinstance(loss, list | tuple) else [loss] * num_outputs
 
     def _make_target(self, output: jax.ShapeDtypeStruct, loss: object) -> object:
         name = loss if isinstance(loss, str) else getattr(loss, "name", type(loss).__name__)
@@ -117,43 +118,45 @@ class _CountedStep:
         return jax.ShapeDtypeStruct(output.shape, output.dtype)
 
     def _call_model(self, inputs: Sequence[object]) -> Any:
-        more = {"training": True} if self._model._call_has_training_arg else {}
-        return self._model(jax.tree.unflatten(self._tree, inputs), **more)
+        options = {"training": True} if self._model._call_has_training_arg else {}
+        return self._model(jax.tree.unflatten(self._tree, inputs), **options)
 
-    def run(self, tracer: Tracer, values: Mapping[Key, object], batch: Sequence[object]) -> Mapping[Key, Any]:
-        """Return the new values of the variables."""
-        given = {e.spec.key: e.variable for e in self._entries if e.spec.key in values}
-        trained = [key for key, variable in given.items() if id(variable) in self._trained]
-        frozen = [key for key in given if key not in set(trained)]
+    def compute_new_values(
+        self, tracer: StepTracer, values: Mapping[Key, object], batch: Sequence[object]
+    ) -> Mapping[Key, Any]:
+        """Return the values of the variables after a step, and the loss under the key `("", "loss")`."""
+        variables = {e.spec.key: e.variable for e in self._entries if e.spec.key in values}
+        trained = [key for key, variable in variables.items() if id(variable) in self._trained]
+        frozen = [key for key in variables if key not in set(trained)]
         unread = [
             (e.variable, tracer.unread[e.spec.key]) for e in self._entries if e.spec.key in tracer.unread
         ]
 
         def compute_loss(weights: Sequence[object]) -> tuple[jax.Array, list[object]]:
             state = dict(zip(trained, weights, strict=True)) | {key: values[key] for key in frozen}
-            mapping = [(given[key], value) for key, value in state.items()]
+            mapping = [(variables[key], value) for key, value in state.items()]
             with keras.StatelessScope(state_mapping=mapping + unread, collect_losses=True) as scope:
                 found = self._compute_loss(self._call_model(batch[: self._num_inputs]), batch)
                 if self.optimizer is not None:
                     found = self.optimizer.scale_loss(found)
-            return found, [scope.get_current_value(given[key]) for key in frozen]
+            return found, [scope.get_current_value(variables[key]) for key in frozen]
 
-        kept = [given[key] for key in frozen]
-        with _PATCHES.activate(), _trace_layers(tracer, self._layers, kept):
+        kept = [variables[key] for key in frozen]
+        with _PATCHES.activate(), _report_layer_calls(tracer, self._layers, kept):
             (value, others), gradients = jax.value_and_grad(compute_loss, has_aux=True)(
                 [values[k] for k in trained]
             )
         after = dict(values) | dict(zip(frozen, others, strict=True)) | {("", "loss"): value}
         if self.optimizer is None:
-            with tracer.open_update():
+            with tracer.open_optimizer_update():
                 new = (values[key] - gradient for key, gradient in zip(trained, gradients, strict=True))
                 return after | dict(zip(trained, new, strict=True))
         with (
-            tracer.open_update(),
-            keras.StatelessScope(state_mapping=[(given[k], after[k]) for k in given]) as scope,
+            tracer.open_optimizer_update(),
+            keras.StatelessScope(state_mapping=[(variables[k], after[k]) for k in variables]) as scope,
         ):
-            self.optimizer.apply(gradients, [given[key] for key in trained])
-        return after | {key: scope.get_current_value(variable) for key, variable in given.items()}
+            self.optimizer.apply(gradients, [variables[key] for key in trained])
+        return after | {key: scope.get_current_value(variable) for key, variable in variables.items()}
 
     def _compute_loss(self, outputs: object, batch: Sequence[object]) -> Any:
         if self._loss is not None:
@@ -175,14 +178,14 @@ def _format_path(path: tuple[object, ...]) -> str:
 
 
 @contextmanager
-def _trace_layers(tracer: Tracer, layers: Layers, state: Sequence[object]) -> Generator[None]:
-    """Report each call of a layer to a tracer until the block ends, under the layer's first path."""
+def _report_layer_calls(tracer: StepTracer, layers: Layers, state: Sequence[object]) -> Generator[None]:
+    """Report each call of a layer to a tracer until the block ends, under its path in `layers`."""
     before: list[tuple[keras.Layer, object]] = []
     try:
         for path, layer in layers:
             own = layer.__dict__
             before.append((layer, own.get("call")))
-            own["call"] = _report_calls(tracer, path, layer.call, state)
+            own["call"] = _make_reporting_call(tracer, path, layer.call, state)
         yield
     finally:
         for layer, call in before:
@@ -192,23 +195,23 @@ def _trace_layers(tracer: Tracer, layers: Layers, state: Sequence[object]) -> Ge
                 layer.__dict__["call"] = call
 
 
-def _report_calls(tracer: Tracer, path: str, plain: Call, state: Sequence[object]) -> Call:
-    first = next(iter(inspect.signature(plain).parameters), "")
+def _make_reporting_call(tracer: StepTracer, path: str, original: Call, state: Sequence[object]) -> Call:
+    first = next(iter(inspect.signature(original).parameters), "")
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def call(*args: object, **kwargs: object) -> object:
-        if not args and first in kwargs:  # for example, Whisper decoders are called with keywords
+        if not args and first in kwargs:  # the tracer needs a positional input
             args = (kwargs.pop(first),)
-        function = _make_recomputing_call(plain, state) if tracer.should_recompute(path) else plain
-        return tracer.call(path, function, args, kwargs)
+        function = _make_recomputing_call(original, state) if tracer.should_recompute(path) else original
+        return tracer.call_layer(path, function, args, kwargs)
 
     return call
 
 
-def _make_recomputing_call(plain: Call, state: Sequence[object]) -> Call:
+def _make_recomputing_call(original: Call, state: Sequence[object]) -> Call:
     """Return a layer's call that stores only its input for the backward pass, and recomputes the rest.
 
-    Not Keras's own: that traces all arguments, `training` too, of which layers need the value.
+    Keras's own remat is not used: it traces all arguments, but layers need the value of `training`.
     """
 
     def call(*args: object, **kwargs: object) -> object:
@@ -217,7 +220,7 @@ def _make_recomputing_call(plain: Call, state: Sequence[object]) -> Call:
 
         def compute_outputs() -> object:
             before, num_losses = [scope.get_current_value(v) for v in state], len(scope.losses)
-            found = plain(*args, **kwargs)
+            found = original(*args, **kwargs)
             pairs = [
                 (v, old)
                 for v, old in zip(state, before, strict=True)
@@ -226,7 +229,7 @@ def _make_recomputing_call(plain: Call, state: Sequence[object]) -> Call:
             changed[:] = [variable for variable, _ in pairs]
             after, losses = [scope.get_current_value(v) for v in changed], scope.losses[num_losses:]
             del scope.losses[num_losses:]
-            for pair in pairs:  # leave no tracers behind
+            for pair in pairs:  # restore the old values, because the new ones are tracers of `jax.checkpoint`
                 scope.add_update(pair)
             return found, after, losses
 
@@ -239,48 +242,51 @@ def _make_recomputing_call(plain: Call, state: Sequence[object]) -> Call:
     return call
 
 
-def _allow_required_kernels(plain: Call) -> Call:
-    """Return a check that ignores local devices and allows a fused kernel only if a layer requires it."""
+def _allow_required_kernels(original: Call) -> Call:
+    """Return a replacement of Keras's check for a fused kernel: it allows one only if a layer requires it."""
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def can_use(*args: object, raise_error: bool = False, **kwargs: object) -> bool:
         return raise_error
 
     return can_use
 
 
-class _WithoutDevices:
-    """JAX for Keras's attention, which asks for the first device: that would start a backend, to count a step."""
+class _JaxWithoutDevices:
+    """Module `jax` for Keras's attention without real devices, because asking for them would start a backend."""
 
-    def __init__(self, plain: object):
-        self._plain = plain
+    def __init__(self, original: object):
+        self._original = original
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._plain, name)
+        return getattr(self._original, name)
 
     def devices(self) -> list[SimpleNamespace]:
         return [SimpleNamespace(platform="cpu")]
 
 
-# Keras 3.15 refuses a fused kernel that a layer requires if there is no GPU.
+# Without a GPU, Keras 3.15 refuses a fused kernel even if a layer requires it, so its check is replaced.
 _CAN_USE = "_can_use_flash_attention"
 _PATCHES = Patches(
-    [Attribute(keras_nn, _CAN_USE, _allow_required_kernels), Attribute(keras_nn, "jax", _WithoutDevices)]
+    [
+        AttributePatch(keras_nn, _CAN_USE, _allow_required_kernels),
+        AttributePatch(keras_nn, "jax", _JaxWithoutDevices),
+    ]
     if hasattr(keras_nn, _CAN_USE)
     else []
 )
 
 
 def _list_layers(session: KerasSession) -> list[tuple[str, keras.Layer]]:
-    """Return each layer with its path for rules, the first one that a rule for activations matches."""
+    """Return each layer with the path by which rules for activations match it: the first of its paths."""
     found: dict[int, tuple[str, keras.Layer]] = {}
-    for path, layer in list_layer_paths(session.registry.layers()):
+    for path, layer in list_layer_paths(session.registry.list_layers()):
         found.setdefault(id(layer), (path, layer))
     return list(found.values())
 
 
 def _describe_settings(layer: keras.Layer) -> object:
-    """Return the settings that equal layers share. `get_config` would fail for layers of KerasHub."""
+    """Return a layer's dtypes and attributes, which equal layers share. `get_config` fails for layers of KerasHub."""
     policy = layer.dtype_policy
     return policy.compute_dtype, policy.variable_dtype, describe_attributes(layer, _NAMES)
 

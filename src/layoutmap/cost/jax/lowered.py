@@ -1,6 +1,6 @@
 """Lower a JAX training step once without layouts, and count it in any layouts.
 
-The file is longer than others since tracing, counting and compiling go through the same few private classes.
+The file is longer than others because tracing, counting, and compiling share a few private classes.
 """
 
 from __future__ import annotations
@@ -23,59 +23,59 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import find_repeated_layers, replace_numbers
 from layoutmap.core.policy import LayoutPolicy
-from layoutmap.core.steps import Key, Shape, TrainingStep
+from layoutmap.core.steps import BatchArray, Key, TrainingStep
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
-from layoutmap.cost.jax.attention import name_attention_calls
+from layoutmap.cost.jax.attention import mark_attention_calls
 from layoutmap.cost.jax.compiled import CompiledStep, compile_modules, partition_modules
-from layoutmap.cost.jax.counting import Counts, count_collectives, count_flops, count_step
+from layoutmap.cost.jax.counting import StepCounts, count_collectives, count_flops, count_step
 from layoutmap.cost.jax.explicit_axes import explain_refused_sharding
-from layoutmap.cost.jax.graph import LAYER, UPDATE, parse_place
+from layoutmap.cost.jax.graph import LAYER, UPDATE, parse_op_origin
 from layoutmap.cost.jax.memory import estimate_upper_bound
 from layoutmap.cost.jax.partitioned import parse_step
-from layoutmap.cost.jax.rewrites import rewrite_block, split_all_reduces
+from layoutmap.cost.jax.rewrites import rewrite_collectives, split_combined_all_reduces
 from layoutmap.cost.jax.targets import find_target
 from layoutmap.cost.table import COMPILED, PARTITIONED, Collective, PeakTensors, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.engines.jax import shardy
 from layoutmap.engines.jax.ambient import make_abstract_mesh, use_mesh
-from layoutmap.engines.jax.arrays import constrain
-from layoutmap.engines.jax.corrections import lowered_without_devices
+from layoutmap.engines.jax.arrays import constrain_traced
+from layoutmap.engines.jax.corrections import correct_lowering_without_devices
 from layoutmap.engines.jax.devices import make_partition_spec
 from layoutmap.engines.jax.programs import leave_program_context
 
 _KEPT = 2  # always count the first and the last of equal blocks
 
 
-# Tracing all equal blocks is slow, so two and three are counted and the rest extrapolated (decisions/0156).
-class LoweredStep:
+# Tracing equal blocks is slow, so steps with two and three are counted, and others extrapolated (decisions/0156).
+class StepCounter:
     """Training step on JAX that is traced once without layouts, and then counted quickly in any layouts.
 
-    Of equal blocks two and three are traced. The third block's cost counts for each further block. Where layouts differ
-    within a stack, all of its blocks are traced. `remat` selects layers that recompute activations: `"blocks"` or a
-    regex.
+    Of each stack of equal blocks, two and three are traced, and the third one's cost is added for each further block.
+    If layouts differ within a stack, all of its blocks are traced. `remat` selects layers that recompute activations:
+    `"blocks"` or a regex.
     """
 
     def __init__(self, step: TrainingStep, remat: str | None = None, fuse_attention: bool = False):
         self._step = step
         self._fuses = fuse_attention
-        self._recomputes = _make_remat_check(step, remat)
+        self._recomputes = _make_remat_predicate(step, remat)
         self._notes = (*step.notes, *([f"{_NOTE} (remat={remat!r})"] if remat else []))
-        # Key: skipped blocks, and layouts if the program depends on them.
+        # The key has the skipped blocks, and the layouts if the program depends on them.
         self._modules: dict[tuple[frozenset[str], Hashable], _LoweredModule] = {}
         self._needs_mesh = False  # whether the step's own code names mesh dims
-        self._made: dict[tuple[bytes, int, str], CompiledStep] = {}  # key: hash of a module with its layouts
-        self._loose: set[int] = set()  # stacks whose blocks cannot be skipped
+        self._compiled: dict[tuple[bytes, int, str], CompiledStep] = {}  # by module hash, devices, target
+        self._unequal_stacks: set[int] = set()  # indices of stacks whose blocks cannot be skipped
 
     def count(
         self,
         assignments: Sequence[Assignment],
         policy: LayoutPolicy,
         *,
-        with_held: bool = False,
+        with_peak_tensors: bool = False,
         target: str | None = None,
         on_wait: Callable[[], object] = lambda: None,
     ) -> StepCost:
-        """Count a step in given layouts, in the module of the partitioner or of a target's compiler."""
+        """Return the cost of a step, counted from XLA's partitioner, or with `target` from XLA's compiler for it."""
         if target and find_target(target).chip:
             raise EngineError(
                 f"the cost of a step cannot be taken from XLA's compiler for {target!r}",
@@ -83,7 +83,7 @@ class LoweredStep:
                 fix=f"leave target out, or print verify(.., target={target!r})",
             )
         layouts = {a.variable.key: a.layout for a in assignments}
-        counts = self._count_blocks(layouts, policy, with_held, target, on_wait)
+        counts = self._extrapolate_counts(layouts, policy, with_peak_tensors, target, on_wait)
         batch = [
             Assignment(
                 VariableSpec(each.name, each.shape, _canonicalize_dtype(each.dtype)),
@@ -91,11 +91,12 @@ class LoweredStep:
             )
             for each in self._step.batch
         ]
-        # A step uses a weight from its beginning to its end, and a slot only in the update of its weight.
+        # Weights are in use during the whole step, so they count in device memory; a slot is used only by its update.
         arguments = sum(
             a.device_bytes if a.variable.kind is Kind.SLOT else a.shard_bytes for a in (*assignments, *batch)
         )
-        collectives = [replace(each, calls=number) for each, number in _balance_counts(counts.collectives)]
+        balanced = _cancel_negative_counts(counts.collectives)
+        collectives = [replace(each, calls=number) for each, number in balanced]
         peaks = [0, 0]
         for (order, *_), peak in counts.peaks.items():
             peaks[order] = max(peaks[order], peak)
@@ -103,12 +104,12 @@ class LoweredStep:
         held = _find_peak_tensors(counts)
         if target:
             peaks = [counts.compiled_bytes]
-            # Replace the estimates by compiled peaks.
+            # The compiled peak replaces the estimate, so list only the largest tensors that fit into it.
             sums = itertools.accumulate(each.num_bytes for each in held)
             held = tuple(each for each, num in zip(held, sums, strict=True) if num <= counts.compiled_bytes)
         return StepCost(
             policy.mesh,
-            tuple(_merge_repeated(collectives)),
+            tuple(_merge_repeated_layers(collectives)),
             {dtype: number for dtype, number in counts.flops.items() if number},
             counts.traffic,
             arguments,
@@ -131,93 +132,93 @@ class LoweredStep:
 
     @property
     def fingerprint(self) -> str:
-        """Text that is equal for equal steps, as far as they have been counted."""
+        """Hash that is equal for equal steps of which equal parts were counted."""
         parts = [*map(repr, (self._step.variables, self._step.batch, self._step.blocks))]
         parts += sorted(str(module.module) for module in self._modules.values())
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
-    def _count_blocks(
+    def _extrapolate_counts(
         self,
         layouts: Mapping[Key, Layout],
         policy: LayoutPolicy,
-        with_held: bool,
+        with_peak_tensors: bool,
         target: str | None,
         on_wait: Callable[[], object],
-    ) -> Counts:
-        """Count the step with two and three blocks per stack, and extrapolate to all blocks."""
-        tied = self._find_equal_stacks(layouts, policy)
-        sizes = sorted({len(self._step.blocks[number]) for number in tied})
-        kept = [dict.fromkeys(tied, _KEPT)]
-        kept += [{n: _KEPT + (len(self._step.blocks[n]) == size) for n in tied} for size in sizes]
+    ) -> StepCounts:
+        """Return the counts of a step, extrapolated from steps with two and three blocks of each equal stack."""
+        equal = self._find_equal_stack_indices(layouts, policy)
+        sizes = sorted({len(self._step.blocks[number]) for number in equal})
+        kept = [dict.fromkeys(equal, _KEPT)]
+        kept += [{n: _KEPT + (len(self._step.blocks[n]) == size) for n in equal} for size in sizes]
         try:
-            modules = [self._lower_cached(self._choose_skipped(each), layouts, policy) for each in kept]
+            modules = [self._lower_cached(self._map_skipped_to_first(each), layouts, policy) for each in kept]
         except _UnequalBlockError as error:
-            self._loose.add(next(n for n, stack in enumerate(self._step.blocks) if error.path in stack))
-            return self._count_blocks(layouts, policy, with_held, target, on_wait)
-        # Inner layers of blocks are known only after tracing.
-        if self._find_equal_stacks(layouts, policy) != tied:
-            return self._count_blocks(layouts, policy, with_held, target, on_wait)
-        given = [shardy.serialize_module(self._place_module(each, layouts, policy)) for each in modules]
+            index = next(n for n, stack in enumerate(self._step.blocks) if error.path in stack)
+            self._unequal_stacks.add(index)
+            return self._extrapolate_counts(layouts, policy, with_peak_tensors, target, on_wait)
+        # Tracing reveals inner layers of blocks. If their rules make a stack unequal, count again without it.
+        if self._find_equal_stack_indices(layouts, policy) != equal:
+            return self._extrapolate_counts(layouts, policy, with_peak_tensors, target, on_wait)
+        given = [shardy.serialize_module(self._add_layouts(each, layouts, policy)) for each in modules]
         texts = partition_modules(given, policy.mesh.size, on_wait)
-        made = (
-            self._compile_modules(given, policy.mesh.size, target, on_wait) if target else [None] * len(given)
-        )
+        size = policy.mesh.size
+        compiled = self._compile_new_modules(given, size, target, on_wait) if target else [None] * len(given)
         low, *high = (
-            self._count_module(text, each, policy, with_held, of)
-            for text, each, of in zip(texts, modules, made, strict=True)
+            self._count_partitioned(text, each, policy, with_peak_tensors, of)
+            for text, each, of in zip(texts, modules, compiled, strict=True)
         )
         total = low
         for size, more in zip(sizes, high, strict=True):
-            total = total.add_counts(more - low, size - _KEPT)
+            total = total.add_scaled(more - low, size - _KEPT)
         peaks = {key: total.peaks[key] for key in low.peaks}
         return replace(total, peaks=peaks)
 
-    def _choose_skipped(self, kept: Mapping[int, int]) -> dict[str, str]:
-        """Return the path of each skipped block and of its equal. `kept` is how many remain per stack."""
+    def _map_skipped_to_first(self, num_kept: Mapping[int, int]) -> dict[str, str]:
+        """Map each skipped block's path to the first one of its stack. `num_kept` counts the others by stack index."""
         blocks = self._step.blocks
-        return {path: blocks[n][0] for n, number in kept.items() for path in blocks[n][number - 1 : -1]}
+        return {path: blocks[n][0] for n, number in num_kept.items() for path in blocks[n][number - 1 : -1]}
 
-    def _count_module(
+    def _count_partitioned(
         self,
         text: str,
         lowered: _LoweredModule,
         policy: LayoutPolicy,
-        with_held: bool,
-        made: CompiledStep | None,
-    ) -> Counts:
+        with_peak_tensors: bool,
+        compiled: CompiledStep | None,
+    ) -> StepCounts:
         block = parse_step(text, policy.mesh)
-        rewrite_block(block)
+        rewrite_collectives(block)
         names = [v.parent or v.path for v in lowered.variables] + [each.name for each in self._step.batch]
-        names += [""] * lowered.num_unread
+        names += [""] * lowered.num_skipped
         donated = {number: number for number in range(len(lowered.variables))}
-        found = count_step(block, names, donated, with_held=with_held)
-        if made is None:
+        found = count_step(block, names, donated, with_peak_tensors=with_peak_tensors)
+        if compiled is None:
             return found
-        block = parse_step(made.text, policy.mesh)
-        split_all_reduces(block)
+        block = parse_step(compiled.text, policy.mesh)
+        split_combined_all_reduces(block)
         return replace(
             found,
             collectives=count_collectives(block, names, len(donated)),
             flops=count_flops(block),
-            compiled_bytes=made.peak_bytes - made.argument_bytes,
+            compiled_bytes=compiled.peak_bytes - compiled.argument_bytes,
         )
 
-    def _find_equal_stacks(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> list[int]:
-        """Return the stacks of blocks with equal layouts, and so with equal costs."""
-        below: dict[str, list[object]] = {path: [] for stack in self._step.blocks for path in stack}
+    def _find_equal_stack_indices(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> list[int]:
+        """Return the indices of the stacks where all blocks have equal layouts, and therefore equal costs."""
+        contents: dict[str, list[object]] = {path: [] for stack in self._step.blocks for path in stack}
         for variable in self._step.variables:
-            if (block := _find_block(variable, below)) is not None:
+            if (block := _find_block_path(variable, contents)) is not None:
                 inner = (variable.parent or variable.path)[len(block) :]
-                below[block].append((inner, variable.kind, layouts[variable.key].sharding_specs))
+                contents[block].append((inner, variable.kind, layouts[variable.key].sharding_specs))
         return [
-            number
-            for number, stack in enumerate(self._step.blocks)
-            if number not in self._loose
-            and all(below[path] == below[stack[0]] for path in stack)
-            and all(self._has_same_outputs(stack[0], path, policy) for path in stack)
+            index
+            for index, stack in enumerate(self._step.blocks)
+            if index not in self._unequal_stacks
+            and all(contents[path] == contents[stack[0]] for path in stack)
+            and all(self._has_same_output_layouts(stack[0], path, policy) for path in stack)
         ]
 
-    def _has_same_outputs(self, first: str, path: str, policy: LayoutPolicy) -> bool:
+    def _has_same_output_layouts(self, first: str, path: str, policy: LayoutPolicy) -> bool:
         if policy.activations is None:
             return True
         paths = {first, *(p for lowered in self._modules.values() for p in lowered.outputs)}
@@ -225,18 +226,18 @@ class LoweredStep:
         layout_of = policy.find_activation_layout
         return all(layout_of(f"{first}{p}") == layout_of(f"{path}{p}") for p in below)
 
-    def _place_module(
+    def _add_layouts(
         self, lowered: _LoweredModule, layouts: Mapping[Key, Layout], policy: LayoutPolicy
     ) -> Any:
-        given = [layouts[variable.key] for variable in lowered.variables]
+        placed = [layouts[variable.key] for variable in lowered.variables]
         batch = [policy.derive_batch_layout(each.shape) for each in self._step.batch]
-        outputs = lowered.make_output_lookup(policy)
-        return shardy.place(
+        outputs = lowered.make_layout_lookup(policy)
+        return shardy.copy_with_layouts(
             lowered.module,
             policy.mesh,
-            [*given, *batch, *[None] * lowered.num_unread],
-            [*given, *[None] * lowered.num_others],
-            lambda name, shape: outputs(parse_place(name)[0], shape),
+            [*placed, *batch, *[None] * lowered.num_skipped],
+            [*placed, *[None] * lowered.num_other_results],
+            lambda name, shape: outputs(parse_op_origin(name)[0], shape),
         )
 
     def compile(
@@ -246,22 +247,23 @@ class LoweredStep:
         target: str,
         on_wait: Callable[[], object] = lambda: None,
     ) -> CompiledStep:
-        """Have XLA compile the step with all blocks, for devices that need not exist. See `count`."""
+        """Compile the step with all blocks with XLA, for devices that need not exist, and return the compiled step."""
         layouts = {a.variable.key: a.layout for a in assignments}
-        placed = self._place_module(self._lower_cached({}, layouts, policy), layouts, policy)
-        return self._compile_modules([shardy.serialize_module(placed)], policy.mesh.size, target, on_wait)[0]
+        placed = self._add_layouts(self._lower_cached({}, layouts, policy), layouts, policy)
+        modules = [shardy.serialize_module(placed)]
+        return self._compile_new_modules(modules, policy.mesh.size, target, on_wait)[0]
 
-    # A GPU compile takes seconds to minutes, so each module is compiled only once (decisions/0156).
-    def _compile_modules(
+    # Compiling for a GPU takes seconds to minutes, so compiled modules are kept (decisions/0156).
+    def _compile_new_modules(
         self, modules: Sequence[bytes], num_devices: int, target: str, on_wait: Callable[[], object]
     ) -> list[CompiledStep]:
-        """Return the compiled steps of modules. A module is compiled only once."""
+        """Return the compiled steps of modules, and compile those that were not compiled before."""
         keys = [(hashlib.sha256(each).digest(), num_devices, target) for each in modules]
-        new = {key: each for key, each in zip(keys, modules, strict=True) if key not in self._made}
-        self._made.update(
+        new = {key: each for key, each in zip(keys, modules, strict=True) if key not in self._compiled}
+        self._compiled.update(
             zip(new, compile_modules([*new.values()], num_devices, target, on_wait), strict=True)
         )
-        return [self._made[key] for key in keys]
+        return [self._compiled[key] for key in keys]
 
     def verify(
         self,
@@ -271,41 +273,41 @@ class LoweredStep:
         counted: StepCost,
         on_wait: Callable[[], object] = lambda: None,
     ) -> Verified:
-        """Return the counted figures next to XLA's figures of the same step. See `compile`."""
-        made = self.compile(assignments, policy, target, on_wait)
-        return Verified(counted, target, made.sent_by_kind, made.argument_bytes, made.peak_bytes)
+        """Compile the step, and return XLA's figures for comparison with the cost `counted`. See `compile`."""
+        compiled = self.compile(assignments, policy, target, on_wait)
+        return Verified(counted, target, compiled.sent_by_kind, compiled.argument_bytes, compiled.peak_bytes)
 
     def _lower_cached(
         self, skipped: Mapping[str, str], layouts: Mapping[Key, Layout], policy: LayoutPolicy
     ) -> _LoweredModule:
         needs_mesh = self._needs_mesh or "explicit" in policy.mesh.axis_types
-        place = _describe_place(layouts, policy) if needs_mesh else None
-        key = frozenset(skipped), place
+        layout_key = _make_layout_key(layouts, policy) if needs_mesh else None
+        key = frozenset(skipped), layout_key
         if key not in self._modules:
-            placed = layouts if needs_mesh else None
+            needed = layouts if needs_mesh else None
             try:
                 self._modules[key] = _lower_without_blocks(
-                    self._step, skipped, placed, policy, self._recomputes, self._fuses
+                    self._step, skipped, needed, policy, self._recomputes, self._fuses
                 )
             except ScopeError:
                 if needs_mesh:
                     self._needs_mesh = False
                     raise
-                # Code that names mesh dims fails without a mesh, so the step is traced once more, in its layouts.
+                # The step's code may name mesh dims, which fails without a mesh, so trace once more in the layouts.
                 self._needs_mesh = True
                 return self._lower_cached(skipped, layouts, policy)
         return self._modules[key]
 
 
-def _describe_place(layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Hashable:
-    """Return a key of everything that a step in its layouts depends on."""
+def _make_layout_key(layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Hashable:
+    """Return a key that is equal if a step is traced equally: the mesh, the layouts, and the policy."""
     mesh, activations = policy.mesh, getattr(policy.activations, "__self__", None)
     specs = tuple(layout.sharding_specs for layout in layouts.values())
     return Mesh(None, mesh.mesh_dims), mesh.axis_types, specs, policy.batch_dim, str(activations)
 
 
-def _find_peak_tensors(counts: Counts) -> tuple[PeakTensors, ...]:
-    """Return the tensors on a device at the peak, if memory is short."""
+def _find_peak_tensors(counts: StepCounts) -> tuple[PeakTensors, ...]:
+    """Return the tensors on a device at the peak, the largest first, in the order of operations that needs least."""
     of_orders: dict[int, Any] = {}
     for key, peak in counts.peaks.items():
         if peak > counts.peaks.get(of_orders.get(key[0]), -1):
@@ -318,11 +320,11 @@ def _find_peak_tensors(counts: Counts) -> tuple[PeakTensors, ...]:
     return tuple(sorted((each for each in found if each.num_bytes > 0), key=lambda each: -each.num_bytes))
 
 
-_NOTE = "activations inside of layers are computed again in the backward pass, whatever the model's code says"
+_NOTE = "activations inside of layers are recomputed in the backward pass, whatever the model's code does"
 
 
-def _make_remat_check(step: TrainingStep, remat: str | None) -> Callable[[str], bool] | None:
-    """Return a check whether the layer at a path is recomputed, or None without `remat`."""
+def _make_remat_predicate(step: TrainingStep, remat: str | None) -> Callable[[str], bool] | None:
+    """Return a predicate of layer paths that tells which layers are recomputed, or None without `remat`."""
     if remat is None:
         return None
     if remat == "blocks":
@@ -332,13 +334,13 @@ def _make_remat_check(step: TrainingStep, remat: str | None) -> Callable[[str], 
 
 
 class _UnequalBlockError(Exception):
-    """Raised when a block cannot be skipped because it behaves differently from its equal."""
+    """Raised when a block cannot be skipped because it behaves differently from the first block of its stack."""
 
     def __init__(self, path: str):
         self.path = path
 
 
-def _find_block(variable: VariableSpec, blocks: Mapping[str, object]) -> str | None:
+def _find_block_path(variable: VariableSpec, blocks: Mapping[str, object]) -> str | None:
     path = variable.parent or variable.path
     parts = path.split(".")
     return next((p for n in range(len(parts), 0, -1) if (p := ".".join(parts[:n])) in blocks), None)
@@ -346,15 +348,15 @@ def _find_block(variable: VariableSpec, blocks: Mapping[str, object]) -> str | N
 
 @dataclass(frozen=True)
 class _LoweredModule:
-    module: Any
-    variables: Sequence[VariableSpec]
-    num_unread: int
-    num_others: int
+    module: Any  # of a step without its skipped blocks
+    variables: Sequence[VariableSpec]  # its first arguments and results
+    num_skipped: int  # number of variables of skipped blocks, its last arguments
+    num_other_results: int
     outputs: Mapping[str, Sequence[tuple[int, ...]]]
     attention_notes: Sequence[str]
 
-    def make_output_lookup(self, policy: LayoutPolicy) -> Callable[[str, tuple[int, ...]], Layout | None]:
-        """Return a lookup of an output's layout by the layer's path and the output's shape."""
+    def make_layout_lookup(self, policy: LayoutPolicy) -> Callable[[str, tuple[int, ...]], Layout | None]:
+        """Return a function from a layer's path and the shape of an output to the output's layout, or None."""
         known: dict[tuple[str, tuple[int, ...]], Layout | None] = {}
         for path, shapes in self.outputs.items():
             rule = policy.find_activation_layout(path)
@@ -374,66 +376,66 @@ def _lower_without_blocks(
     recomputes: Callable[[str], bool] | None,
     fuses: bool,
 ) -> _LoweredModule:
-    """Trace and lower a step without its `skipped` blocks, each given with the path of an equal block.
+    """Trace and lower a step without its skipped blocks, and return the module.
 
-    `layouts` is None unless the code names mesh dims or axes are explicit. Without layouts, the outputs of layers are
-    marked.
+    `skipped` maps the path of each to that of an equal block. `layouts` is None unless the code names mesh dims or axes
+    are explicit. Without layouts, the outputs of layers are marked, so that layouts can be added later.
     """
-    variables = [v for v in step.variables if _find_block(v, skipped) is None]
-    unread = [v for v in step.variables if _find_block(v, skipped) is not None]
+    variables = [v for v in step.variables if _find_block_path(v, skipped) is None]
+    unread = [v for v in step.variables if _find_block_path(v, skipped) is not None]
     keys = [variable.key for variable in variables]
-    tracer = _Tracer(skipped, recomputes, policy=None if layouts is None else policy)
+    tracer = _LayerTracer(skipped, recomputes, policy=None if layouts is None else policy)
     mesh = make_abstract_mesh(policy.mesh)
 
-    def describe(each: VariableSpec | Shape, layout: Layout) -> jax.ShapeDtypeStruct:
+    def describe_array(each: VariableSpec | BatchArray, layout: Layout) -> jax.ShapeDtypeStruct:
         sharding = None if layouts is None else NamedSharding(mesh, make_partition_spec(layout))
-        return jax.ShapeDtypeStruct(each.shape, _convert_dtype(each.dtype), sharding=sharding)
+        return jax.ShapeDtypeStruct(each.shape, _convert_to_jax_dtype(each.dtype), sharding=sharding)
 
     def run_step(values: Sequence[object], batch: Sequence[object], others: Sequence[object]) -> object:
         tracer.unread = dict(zip((variable.key for variable in unread), others, strict=True))
         after = dict(step.run(tracer, dict(zip(keys, values, strict=True)), batch))
         return [after.pop(key) for key in keys], list(after.values())
 
-    known = layouts or {each.key: policy.replicated(len(each.shape)) for each in step.variables}
-    values, others = ([describe(each, known[each.key]) for each in arrays] for arrays in (variables, unread))
-    batch = [describe(each, policy.derive_batch_layout(each.shape)) for each in step.batch]
+    known = layouts or {each.key: policy.make_replicated_layout(len(each.shape)) for each in step.variables}
+    values, others = ([describe_array(v, known[v.key]) for v in arrays] for arrays in (variables, unread))
+    batch = [describe_array(each, policy.derive_batch_layout(each.shape)) for each in step.batch]
     with (
         leave_program_context(),
         use_mesh(mesh) if layouts is not None else nullcontext(),
-        lowered_without_devices(),
-        name_attention_calls(fuses) as calls,
-        _explain_failures(step, tracer),
+        correct_lowering_without_devices(),
+        mark_attention_calls(fuses) as calls,
+        _explain_trace_failures(step, tracer),
         explain_refused_sharding(step.name) if layouts is not None else nullcontext(),
     ):
         options: dict[str, Any] = {} if layouts is not None else {"in_shardings": _ABSTRACT}
         traced = jax.jit(run_step, keep_unused=True, **options).trace(values, batch, others)
-        _check_unread(traced.jaxpr.jaxpr, unread, skipped)
-        tracer.check_calls()
+        _check_skipped_are_unread(traced.jaxpr.jaxpr, unread, skipped)
+        tracer.check_call_counts()
         with jax.default_device(_StandInDevice()):
             module = traced.lower(lowering_platforms=(_StandInDevice.platform,)).compiler_ir("stablehlo")
     if recomputes and not tracer.recomputed:
         raise _make_remat_error(step, tracer)
-    if fuses and not calls.fused:
+    if fuses and not calls.num_fused:
         raise _make_fusion_error(step)
-    num_others = len(jax.tree.leaves(traced.out_info)) - len(keys)
-    return _LoweredModule(module, variables, len(unread), num_others, tracer.outputs, calls.notes)
+    num_other_results = len(jax.tree.leaves(traced.out_info)) - len(keys)
+    return _LoweredModule(module, variables, len(unread), num_other_results, tracer.outputs, calls.notes)
 
 
-def _check_unread(jaxpr: Any, unread: Sequence[VariableSpec], skipped: Mapping[str, str]) -> None:
-    """Refuse to skip a block if outer layers read its variables, since gradients would be missing."""
+def _check_skipped_are_unread(jaxpr: Any, unread: Sequence[VariableSpec], skipped: Mapping[str, str]) -> None:
+    """Raise if other layers read variables of a skipped block, because the count would lack their gradients."""
     _, is_used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     for variable, is_read in zip(unread, is_used[len(is_used) - len(unread) :], strict=True):
-        if is_read and (block := _find_block(variable, skipped)) is not None:
+        if is_read and (block := _find_block_path(variable, skipped)) is not None:
             raise _UnequalBlockError(block)
 
 
-def _convert_dtype(name: str) -> jax.typing.DTypeLike:
+def _convert_to_jax_dtype(name: str) -> jax.typing.DTypeLike:
     impl = _KEYS.get(name)
     return name if impl is None else jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
 def _canonicalize_dtype(name: str) -> str:
-    """Return the element type that JAX arrays get. JAX has no int64 without `jax_enable_x64`."""
+    """Return the type of a JAX array that is made with the type `name`: int32 for int64, without `jax_enable_x64`."""
     return name if name in _KEYS else str(jax.dtypes.canonicalize_dtype(name))
 
 
@@ -441,11 +443,11 @@ _KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg
 
 
 @contextmanager
-def _explain_failures(step: TrainingStep, tracer: _Tracer) -> Generator[None]:
+def _explain_trace_failures(step: TrainingStep, tracer: _LayerTracer) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        if tracer.unequal:  # Keras replaces the exception, so raise the original
+        if tracer.unequal:  # Keras replaces the tracer's exception by its own, so raise it again
             raise _UnequalBlockError(tracer.unequal) from None
         if isinstance(error, LayoutMapError | _UnequalBlockError):
             raise
@@ -459,11 +461,11 @@ def _explain_failures(step: TrainingStep, tracer: _Tracer) -> Generator[None]:
         ) from error
 
 
-def _make_remat_error(step: TrainingStep, tracer: _Tracer) -> ScopeError:
+def _make_remat_error(step: TrainingStep, tracer: _LayerTracer) -> ScopeError:
     return ScopeError(
         f"{step.name}: remat matches none of its layers",
         facts={"layers": join_names(list(tracer.outputs)) or "none are known"},
-        why='"blocks" stands for layers with paths that differ only in a number; any other text is a regex for paths',
+        why='"blocks" selects layers whose paths differ only in a number; any other text is a regex for paths',
         fix="pass a regex that matches layers, as in remat=r'blocks\\.\\d+$'"
         if tracer.outputs
         else "leave remat out, and use jax.checkpoint in the function that calls the model",
@@ -473,39 +475,39 @@ def _make_remat_error(step: TrainingStep, tracer: _Tracer) -> ScopeError:
 def _make_fusion_error(step: TrainingStep) -> ScopeError:
     return ScopeError(
         f"{step.name}: fuse_attention finds no call of attention",
-        why="it finds calls of jax.nn.dot_product_attention, which keras.ops.dot_product_attention and "
+        why="only calls of jax.nn.dot_product_attention are known, which keras.ops.dot_product_attention and "
         "flax.nnx layers make; layers with dropout of attention scores do not call it",
         fix="leave fuse_attention out, or call jax.nn.dot_product_attention in the model",
     )
 
 
 @dataclass(eq=False)
-class _Tracer:
-    """Tracer that marks the outputs of layers, and skips blocks that are called like their equals."""
+class _LayerTracer:
+    """Tracer that marks the outputs of layers, and skips blocks that are called like the first one of their stack."""
 
     skipped: Mapping[str, str]
-    chosen: Callable[[str], bool] | None = None
+    is_recomputed_path: Callable[[str], bool] | None = None
     recomputed: bool = False
     outputs: dict[str, list[tuple[int, ...]]] = field(default_factory=dict[str, list[tuple[int, ...]]])
     unread: Mapping[Key, object] = field(default_factory=dict[Key, object])
     unequal: str = ""
-    policy: LayoutPolicy | None = None  # outputs under explicit axes have a layout during tracing
+    policy: LayoutPolicy | None = None  # lays out outputs during tracing, if the step is traced in layouts
     _calls: dict[str, list[object]] = field(default_factory=dict[str, list[object]])
     # Layers whose outputs differ in shape from their inputs.
     _changing: set[str] = field(default_factory=set[str])
     _is_inside: bool = False
 
     def should_recompute(self, path: str) -> bool:
-        return self.chosen is not None and not self._is_inside and self.chosen(path)
+        return self.is_recomputed_path is not None and not self._is_inside and self.is_recomputed_path(path)
 
-    def call(
+    def call_layer(
         self, path: str, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
         calls = self._calls.setdefault(path, [])
         calls.append(_describe_structure((args, kwargs)))
         if path in self.skipped:
-            like = self.skipped[path]
-            if like in self._changing or calls != self._calls.get(like, [])[: len(calls)]:
+            first_path = self.skipped[path]
+            if first_path in self._changing or calls != self._calls.get(first_path, [])[: len(calls)]:
                 self.unequal = path
                 raise _UnequalBlockError(path)
             return args[0]
@@ -517,13 +519,13 @@ class _Tracer:
             arrays = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
             self.outputs[path] = [tuple(each.shape) for each in arrays]
             if self.policy is None:
-                return jax.tree.unflatten(tree, [_mark_array(each) for each in leaves])
-            return jax.tree.unflatten(tree, _constrain_output(leaves, self.policy, path))
+                return jax.tree.unflatten(tree, [_mark_unconstrained(each) for each in leaves])
+            return jax.tree.unflatten(tree, _constrain_output_leaves(leaves, self.policy, path))
 
-    def check_calls(self) -> None:
-        """Refuse to leave out a block that is called less often than its equal."""
-        for path, like in self.skipped.items():
-            if len(self._calls.get(path, [])) != len(self._calls.get(like, [])):
+    def check_call_counts(self) -> None:
+        """Raise if a skipped block is not called as often as the first block of its stack."""
+        for path, first_path in self.skipped.items():
+            if len(self._calls.get(path, [])) != len(self._calls.get(first_path, [])):
                 raise _UnequalBlockError(path)
 
     def _call_layer(
@@ -538,13 +540,13 @@ class _Tracer:
             self._is_inside = False
 
     @contextmanager
-    def open_update(self) -> Generator[None]:
+    def open_optimizer_update(self) -> Generator[None]:
         with jax.named_scope(UPDATE):
             yield
 
 
 def _describe_structure(values: object) -> object:
-    """Return the properties that two calls share if their results are equal, such as shapes and types."""
+    """Return the tree structure, shapes, and types of values, which are equal for calls of equal blocks."""
     leaves, tree = jax.tree.flatten(values)
     return tree, [
         (leaf.shape, leaf.dtype) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else leaf
@@ -557,18 +559,18 @@ _ABSTRACT = NamedSharding(_MARKED, PartitionSpec())
 
 
 class _StandInDevice:
-    """Stand-in for JAX's default device, since a search for a real one would start a backend."""
+    """Stand-in for JAX's default device, because looking for a real one would start a backend."""
 
     platform = "tpu"
 
     @property
     def client(self) -> _StandInDevice:
-        """The client that JAX asks for the platform."""
+        """Object that JAX asks for the platform of the device."""
         return self
 
 
-def _constrain_output(leaves: Sequence[Any], policy: LayoutPolicy, path: str) -> list[Any]:
-    """Return a layer's output with its arrays in the layouts of a rule for activations."""
+def _constrain_output_leaves(leaves: Sequence[Any], policy: LayoutPolicy, path: str) -> list[Any]:
+    """Return the leaves of a layer's output, with its arrays in the layouts of the rule that matches the layer."""
     rule = policy.find_activation_layout(path)
     arrays = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
     placed = [*leaves]
@@ -577,25 +579,25 @@ def _constrain_output(leaves: Sequence[Any], policy: LayoutPolicy, path: str) ->
         for n, layout in zip(arrays, layouts, strict=True):
             if layout is not None:
                 sharding = NamedSharding(make_abstract_mesh(layout.mesh), make_partition_spec(layout))
-                placed[n] = constrain(leaves[n], sharding)
+                placed[n] = constrain_traced(leaves[n], sharding)
     return placed
 
 
-def _mark_array(array: object) -> object:
+def _mark_unconstrained(array: object) -> object:
     if not isinstance(array, jax.core.Tracer) or not array.ndim:
         return array
     open_axes = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * array.ndim)
     return jax.lax.with_sharding_constraint(array, NamedSharding(_MARKED, open_axes))
 
 
-def _balance_counts(numbers: Mapping[Collective, int]) -> Iterator[tuple[Collective, int]]:
-    """Yield the calls of each collective. Equal collectives make up for negative counts.
+def _cancel_negative_counts(num_calls: Mapping[Collective, int]) -> Iterator[tuple[Collective, int]]:
+    """Yield each collective with its number of calls. Negative numbers are subtracted from equal collectives.
 
-    The count that two and three blocks give for many may be negative for one cause, where a collective has another
-    cause in three blocks than in two. Then it is too high for the others, and is taken off these.
+    The extrapolated number of calls is negative if a collective has another cause in three blocks than in two. Then the
+    number for the other cause is too high by as many calls.
     """
     same: dict[Any, list[tuple[Collective, int]]] = {}
-    for each, number in numbers.items():
+    for each, number in num_calls.items():
         same.setdefault((each.kind, each.dims, each.group, each.tensor_bytes), []).append((each, number))
     for group in same.values():
         short = -sum(number for _, number in group if number < 0)
@@ -606,11 +608,12 @@ def _balance_counts(numbers: Mapping[Collective, int]) -> Iterator[tuple[Collect
                 yield each, number - taken
 
 
-def _merge_repeated(collectives: Sequence[Collective]) -> list[Collective]:
-    """Return collectives with one row for repeated layers, which has `*` for the layer's number."""
+def _merge_repeated_layers(collectives: Sequence[Collective]) -> list[Collective]:
+    """Return collectives where those of repeated layers are merged into one, with `*` for the layer's number."""
     groups: dict[Any, list[Collective]] = {}
     for each in collectives:
-        key = each.kind, each.dims, each.tensor_bytes, replace_numbers(each.cause), each.phase, each.group
+        cause = replace_numbers(each.cause)
+        key = each.kind, each.dims, each.tensor_bytes, cause, each.phase, each.group
         groups.setdefault(key, []).append(each)
     return [
         same[0]

@@ -8,40 +8,40 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from layoutmap.cost.jax.graph import BARRIER, Block, Op, Value
 from layoutmap.cost.table import Collective
 
-_FUSED = """
+_FUSIBLE = """
     abs add and atan2 broadcast_in_dim cbrt ceil clamp compare complex concatenate constant convert
     cosine divide erf exponential exponential_minus_one floor imag iota is_finite log log_plus_one
     logistic maximum minimum multiply negate not or pad popcnt power real reduce_precision remainder
     reverse round_nearest_afz round_nearest_even rsqrt select shift_left shift_right_arithmetic
     shift_right_logical sign sine slice sqrt subtract tan tanh transpose xor
 """
-FUSED = frozenset(_FUSED.split())
-"""Operations that are computed inside of what takes their results, and so hold nothing."""
+FUSIBLE = frozenset(_FUSIBLE.split())
+"""Operations that XLA fuses into the users of their results, so that their results need no memory."""
 
-DEAR = frozenset(("tanh", "erf"))
-"""Operations whose results XLA keeps for the backward pass, as it does those of `Op.function`: to compute is dear."""
+EXPENSIVE = frozenset(("tanh", "erf"))
+"""Operations that are slow to compute, so XLA stores their results for the backward pass, as those of `Op.function`."""
 
 ALIASES = frozenset(("reshape", "optimization_barrier", "bitcast_convert", "tuple", "get_tuple_element"))
-"""Operations whose results are their operands."""
+"""Operations whose results share the memory of their operands."""
 
 IN_PLACE = frozenset(("all_reduce", "dynamic_update_slice", "scatter", "while"))
-"""Operations whose results take the place of operands."""
+"""Operations that overwrite an operand with their result."""
 
-READ = frozenset(
+MATERIALIZING = frozenset(
     ("dot_general", "convolution", "custom_call", "while", "case", "sort", "return", "concatenate")
 )
-"""Operations that take what is in memory."""
+"""Operations that read their operands from memory, so that XLA does not fuse the operands into them."""
 
-_SMALL = 4096  # limit in bytes for tables with one number per device
+_SMALL = 4096  # bytes; smaller constants may be tables with one number per device
 
 _MULTIPLE = 8  # tensor cores multiply 16-bit elements in multiples of 8
 _PRODUCTS = frozenset(("dot_general", "convolution", "reduce", "scatter", "while", "custom_call"))
-"""Operations that a gradient of a weight is made by."""
+"""Operations that compute a weight's gradient."""
 
 
 _MORE, _RECOMPUTED, _WORKSPACE, _COMBINED = 1.1, 1.5, 4 << 20, 30 << 20
-"""The factors of what was counted, plain or with activations that are computed again; bytes of a workspace; bytes of
-one kind of collectives that XLA combines at most.
+"""Factors of the counted bytes without and with recomputed activations; bytes of a workspace; most bytes of collectives
+of one kind that XLA combines.
 """
 
 
@@ -49,7 +49,7 @@ def estimate_upper_bound(
     num_bytes: int,
     collectives: Iterable[Collective] = (),
     recomputes: bool = False,
-    # XLA adds copies and gaps that no rule predicts, so a margin makes the count an upper bound (decisions/0165).
+    # XLA adds copies and gaps that no rule predicts, so a margin turns the count into an upper bound (decisions/0165).
 ) -> int:
     """Return an upper bound of the bytes that XLA for GPUs needs besides a step's arguments.
 
@@ -65,17 +65,17 @@ def estimate_upper_bound(
 
 # XLA's latency-hiding scheduler puts weight gradients last, so their operands stay longer (decisions/0165).
 def order_gradients_last(ops: Sequence[Op]) -> list[Op]:
-    """Return operations as XLA prefers them: weight gradients after the backward pass, updates last.
+    """Return operations in the order that XLA prefers: weight gradients after the backward pass, and updates last.
 
-    XLA's scheduler begins with the last operations, the all-reduces of these gradients, since nothing but the update
-    waits for them. So the products that make them come last, and what these read is held until then. Where activations
-    are computed again, which a barrier says, that would hold all of them at once; there they come first.
+    XLA schedules from the last operation backward. It begins with the all-reduces of gradients, because only the update
+    waits for them. So the products that compute gradients come last, and their operands stay in memory until then. If
+    activations are recomputed, as a barrier shows, all of them would be in memory at once, so gradients come first.
     """
     if any(map(is_remat_barrier, ops)):
         return order_gradients_first(ops)
-    late, backward = _find_weight_gradients(ops), _find_backward(ops)
+    late, backward = _find_gradient_op_ids(ops), _find_backward_op_ids(ops)
     first = [op for op in ops if id(op) not in late]
-    updates = _add_dependents({id(op) for op in ops if op.is_update}, ops)
+    updates = _add_dependent_ids({id(op) for op in ops if op.is_update}, ops)
     return [
         *_order_forward_first(first, backward),
         *sorted((op for op in ops if id(op) in late), key=lambda op: id(op) in updates),
@@ -88,94 +88,95 @@ def is_remat_barrier(op: Op) -> bool:
 
 
 def order_gradients_first(ops: Sequence[Op]) -> list[Op]:
-    """Return operations with weight gradients and updates as early as possible."""
-    return _order_forward_first(ops, _find_backward(ops), _find_weight_gradients(ops))
+    """Return operations in an order with weight gradients and updates as early as possible."""
+    return _order_forward_first(ops, _find_backward_op_ids(ops), _find_gradient_op_ids(ops))
 
 
 def _order_forward_first(ops: Sequence[Op], backward: Set[int], late: Set[int] = frozenset()) -> list[Op]:
-    """Return the forward pass first, then each operation as soon as its operands exist.
+    """Return operations with the forward pass first, then each operation as soon as its operands exist.
 
-    A module's text has them one result of the step after another, each after all that it alone needs.
+    Operations with ids in `late` precede others. A module's text has the results of a step one after another, each
+    after the operations that only it needs.
     """
-    missing = {id(op): {id(v.maker) for v in op.operands if v.maker is not None} for op in ops}
-    eager = (backward | late) - _find_constant_numbers(ops)
+    missing = {id(op): {id(v.producer) for v in op.operands if v.producer is not None} for op in ops}
+    eager = (backward | late) - _find_scalar_constant_ids(ops)
     waiting = {id(op): op for op in ops if id(op) in eager and missing[id(op)] & eager}
-    made: list[Op] = []
+    ordered: list[Op] = []
     for first in [op for op in sorted(ops, key=lambda op: id(op) in eager) if id(op) not in waiting]:
         todo = [first]
         while todo:
             op = todo.pop(0)
-            made.append(op)
+            ordered.append(op)
             for use in dict.fromkeys(
                 use for result in op.results for use in result.uses if id(use) in waiting
             ):
                 missing[id(use)].discard(id(op))
                 if not missing[id(use)]:
                     todo.insert(0 if id(use) in late else len(todo), waiting.pop(id(use)))
-    return made
+    return ordered
 
 
-def _find_constant_numbers(ops: Sequence[Op]) -> Set[int]:
-    """Return operations that compute a number from constants and the device's own index."""
+def _find_scalar_constant_ids(ops: Sequence[Op]) -> Set[int]:
+    """Return the ids of operations that compute a single number from constants and the device's own index."""
     found: set[int] = set()
     for op in ops:
-        is_number = all(id(v.maker) in found for v in op.operands) and all(v.size <= 1 for v in op.results)
+        is_number = all(id(v.producer) in found for v in op.operands) and all(v.size <= 1 for v in op.results)
         if is_number or (op.name == "constant" and op.results[0].num_bytes <= _SMALL):
             found.add(id(op))
     return found
 
 
-def _find_backward(ops: Sequence[Op]) -> Set[int]:
-    """Return the operations of the backward pass and those that use them. A barrier begins remat."""
-    return _add_dependents({id(op) for op in ops if op.is_backward or op.name == BARRIER}, ops)
+def _find_backward_op_ids(ops: Sequence[Op]) -> Set[int]:
+    """Return the ids of backward operations, barriers (which begin remat), and all operations that depend on these."""
+    return _add_dependent_ids({id(op) for op in ops if op.is_backward or op.name == BARRIER}, ops)
 
 
-def _add_dependents(some: Set[int], ops: Sequence[Op]) -> Set[int]:
-    """Return some operations, and all that depend on their results."""
-    found = set(some)
+def _add_dependent_ids(op_ids: Set[int], ops: Sequence[Op]) -> Set[int]:
+    """Return the ids of some operations, and of all operations that depend on their results."""
+    found = set(op_ids)
     for op in ops:
-        if any(id(value.maker) in found for value in op.operands):
+        if any(id(value.producer) in found for value in op.operands):
             found.add(id(op))
     return found
 
 
-def _find_weight_gradients(ops: Sequence[Op]) -> Set[int]:
-    """Return the operations of weight gradients and of the update."""
+def _find_gradient_op_ids(ops: Sequence[Op]) -> Set[int]:
+    """Return the ids of operations that compute weight gradients, of the update, and of all that depend on these."""
     late: set[int] = set()
     for op in reversed(ops):
         uses = [use for result in op.results for use in result.uses]
         ends = all(use.is_update or (id(use) in late and use.name not in _PRODUCTS) for use in uses)
         if op.is_update or (uses and ends and op.is_backward):
             late.add(id(op))
-    return _add_dependents(late, ops)
+    return _add_dependent_ids(late, ops)
 
 
 class BlockMemory:
-    """Compute the memory that the operations of a block use, without the values in `kept`."""
+    """Memory that a block's operations use in an order, without its arguments and the values with `kept_ids`."""
 
     def __init__(
         self,
         block: Block,
-        kept: frozenset[int] = frozenset(),
+        kept_ids: frozenset[int] = frozenset(),
         ops: Sequence[Op] = (),
-        describe: Callable[[Value], object] | None = None,
+        describe_value: Callable[[Value], object] | None = None,
     ):
         self._ops = ops or block.ops
-        self._describe = describe
-        self._kept = kept | {id(each) for each in block.arguments}
+        self._describe_value = describe_value
+        self._kept = kept_ids | {id(each) for each in block.arguments}
         self._roots: dict[int, tuple[Value, ...]] = {}
-        self.inner: dict[int, int] = {}
+        self.inner_peaks: dict[int, int] = {}
         self.traffic = 0
         self.peaks: dict[tuple[str, str], int] = {}
-        self.held: dict[tuple[str, str], Counter[object]] = {}
+        self.held_bytes: dict[tuple[str, str], Counter[object]] = {}
         self._held_inside: dict[int, Counter[object]] = {}
-        self.peak = self._run()
+        self.peak = self._compute_peak()
 
     def find_buffers(self, value: Value) -> tuple[Value, ...]:
-        """Return the values in memory that a value is read from."""
+        """Return the stored values from which a value is read: itself, or those that it is a view or fusion of."""
         return self._roots.get(id(value), (value,))
 
-    def _run(self) -> int:
+    def _compute_peak(self) -> int:
         ops = self._ops
         last: dict[int, int] = {}
         made: dict[int, list[Value]] = {}
@@ -184,7 +185,7 @@ class BlockMemory:
             roots = (root for value in op.operands for root in self.find_buffers(value))
             sources = list({id(root): root for root in roots}.values())
             for result in op.results:
-                self._roots[id(result)] = self._find_storage(op, result, sources)
+                self._roots[id(result)] = self._find_result_buffers(op, result, sources)
             for value in sources:
                 last[id(value)] = number
             new = [r for r in op.results if self._roots[id(r)] == (r,) and id(r) not in self._kept]
@@ -193,7 +194,7 @@ class BlockMemory:
                 last.setdefault(id(value), number)
             for operand in _find_padded_operands(op):
                 if id(operand) not in copies:  # created for the forward product and stored for the gradient
-                    copies[id(operand)] = Value(operand.shape, operand.dtype, operand.maker, operand.number)
+                    copies[id(operand)] = Value(operand.shape, operand.dtype, operand.producer, operand.index)
                     made[number] = [*made[number], copies[id(operand)]]
                 last[id(copies[id(operand)])] = number
             self._count_traffic(op, sources, op.results if op.name == "all_reduce" else new)
@@ -210,69 +211,71 @@ class BlockMemory:
                 now += value.num_bytes
             here = now + self._compute_inner_peak(op)
             peak = max(peak, here)
-            key = (op.where, "update" if op.is_update else "backward" if op.is_backward else "forward")
-            if self._describe is not None and here > self.peaks.get(key, -1):
-                self.held[key] = self._describe_memory((values[each] for each in sizes), op)
+            key = (op.layer_path, "update" if op.is_update else "backward" if op.is_backward else "forward")
+            if self._describe_value is not None and here > self.peaks.get(key, -1):
+                self.held_bytes[key] = self._describe_memory((values[each] for each in sizes), op)
             self.peaks[key] = max(self.peaks.get(key, 0), here)
             for value_id in ends.get(number, ()):
                 now -= sizes.pop(value_id, 0)
         return peak
 
     def _describe_memory(self, values: Iterable[Value], op: Op) -> Counter[object]:
-        """Return the bytes in memory by description, including a loop's or branch's own peak."""
-        assert self._describe is not None
+        """Return the bytes in memory by description, with those at the peak inside of a loop or branch."""
+        assert self._describe_value is not None
         found = Counter[object]()
         for value in values:
-            found[self._describe(value)] += value.num_bytes
-        inside = max(op.blocks, key=lambda each: self.inner.get(id(each), 0), default=None)
+            found[self._describe_value(value)] += value.num_bytes
+        inside = max(op.blocks, key=lambda each: self.inner_peaks.get(id(each), 0), default=None)
         return found + self._held_inside[id(inside)] if inside is not None else found
 
-    def _find_storage(self, op: Op, result: Value, sources: list[Value]) -> tuple[Value, ...]:
+    def _find_result_buffers(self, op: Op, result: Value, sources: list[Value]) -> tuple[Value, ...]:
         if op.is_fused and op.name not in COLLECTIVE_NAMES:
             return tuple(sources) if all(use.is_fused for use in result.uses) else (result,)
         if op.name in ALIASES or (op.name == "copy" and all(use.name == "while" for use in result.uses)):
-            return self.find_buffers(op.operands[result.number if len(op.operands) > 1 else 0])
+            return self.find_buffers(op.operands[result.index if len(op.operands) > 1 else 0])
         if op.name == "while":
-            return self._find_loop_storage(op, result)
+            return self._find_loop_result_buffers(op, result)
         if op.name in IN_PLACE:
-            return self._reuse_storage(op.operands[0], result)
-        if op.name in FUSED and not self._is_read(result) and not _is_stored_for_backward(op):
+            return self._reuse_buffer(op.operands[0], result)
+        if op.name in FUSIBLE and not self._is_materialized(result) and not _is_stored_for_backward(op):
             return tuple(sources)
         return (result,)
 
-    def _find_loop_storage(self, op: Op, result: Value) -> tuple[Value, ...]:
-        operand, body = op.operands[result.number], op.blocks[-1]
-        if body.return_values[result.number] is body.arguments[result.number]:
+    def _find_loop_result_buffers(self, op: Op, result: Value) -> tuple[Value, ...]:
+        operand, body = op.operands[result.index], op.blocks[-1]
+        if body.return_values[result.index] is body.arguments[result.index]:
             return self.find_buffers(operand)
-        taken = self._reuse_storage(operand, result)
-        # If several results start from one operand, such as zeros, only the first reuses its memory.
-        is_first = all(each is not operand for each in op.operands[: result.number])
+        taken = self._reuse_buffer(operand, result)
+        # Several results may start from one operand, such as zeros. Only the first can reuse its memory.
+        is_first = all(each is not operand for each in op.operands[: result.index])
         return taken if is_first and not any(id(root) in self._kept for root in taken) else (result,)
 
-    def _reuse_storage(self, operand: Value, result: Value) -> tuple[Value, ...]:
-        """Return the operand's buffer if the result has the same size, or else the result itself."""
+    def _reuse_buffer(self, operand: Value, result: Value) -> tuple[Value, ...]:
+        """Return the operand's buffer, which the result overwrites, or the result itself if the sizes differ."""
         roots = self.find_buffers(operand)
         return roots if len(roots) == 1 and roots[0].num_bytes == result.num_bytes else (result,)
 
-    def _is_read(self, value: Value) -> bool:
-        made = value.maker
-        # A broadcast scalar is part of the kernel and needs no buffer.
+    def _is_materialized(self, value: Value) -> bool:
+        made = value.producer
+        # A broadcast scalar is computed inside of each kernel that reads it, so it needs no buffer.
         is_number = made is not None and made.name == "broadcast_in_dim" and made.operands[0].size == 1
         return any(
-            (use.is_fused and not is_number) or use.name in READ or use.name in COLLECTIVE_NAMES
+            (use.is_fused and not is_number) or use.name in MATERIALIZING or use.name in COLLECTIVE_NAMES
             for use in value.uses
         )
 
     def _compute_inner_peak(self, op: Op) -> int:
         found = 0
         for inner in op.blocks:
-            if id(inner) not in self.inner:
-                memory = BlockMemory(inner, ops=order_gradients_first(inner.ops), describe=self._describe)
-                self.inner[id(inner)] = memory.peak
+            if id(inner) not in self.inner_peaks:
+                ops = order_gradients_first(inner.ops)
+                memory = BlockMemory(inner, ops=ops, describe_value=self._describe_value)
+                self.inner_peaks[id(inner)] = memory.peak
                 highest = max(memory.peaks, key=lambda key: memory.peaks[key], default=None)
-                self._held_inside[id(inner)] = memory.held.get(highest, Counter()) if highest else Counter()
+                held = memory.held_bytes.get(highest, Counter()) if highest else Counter()
+                self._held_inside[id(inner)] = held
                 self.traffic += memory.traffic * op.trips
-            found = max(found, self.inner[id(inner)])
+            found = max(found, self.inner_peaks[id(inner)])
         return found
 
     def _count_traffic(self, op: Op, sources: list[Value], new: list[Value]) -> None:
@@ -281,14 +284,14 @@ class BlockMemory:
         if op.name in ("gather", "dynamic_slice"):
             self.traffic += 2 * sum(value.num_bytes for value in new)
         else:
-            # A sum over many layers is stored, because recomputing it from all parts at each use costs more.
+            # XLA stores a sum over many layers, because recomputing it at each use reads more. So take the smaller sum.
             operands = {id(value): value for value in op.operands}.values()
             read = min(sum(value.num_bytes for value in values) for values in (sources, operands))
             self.traffic += read + sum(value.num_bytes for value in new)
 
 
 def _find_padded_operands(op: Op) -> Sequence[Value]:
-    """Return operands that XLA for GPUs copies and pads, since tensor cores take multiples of 8."""
+    """Return the operands that XLA for GPUs pads in a copy, because tensor cores multiply in multiples of 8."""
     if op.name != "dot_general" or op.operands[0].dtype not in ("bfloat16", "float16") or not op.flops:
         return ()
     left, right = op.operands
@@ -301,20 +304,21 @@ def _find_padded_operands(op: Op) -> Sequence[Value]:
 
 def _is_stored_for_backward(op: Op) -> bool:
     uses = [use for result in op.results for use in result.uses]
-    is_dear = op.name in DEAR or (op.function and any(use.function != op.function for use in uses))
-    return bool(is_dear) and any(use.is_backward for use in uses) and not op.is_backward and not op.is_update
+    is_last = bool(op.function) and any(use.function != op.function for use in uses)
+    is_forward = not op.is_backward and not op.is_update
+    return (op.name in EXPENSIVE or is_last) and any(use.is_backward for use in uses) and is_forward
 
 
 COLLECTIVE_NAMES = frozenset(("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute"))
 
 
-def compute_memory(
-    block: Block, donated: Mapping[int, int], describe: Callable[[Value], object] | None = None
+def compute_both_memories(
+    block: Block, donated: Mapping[int, int], describe_value: Callable[[Value], object] | None = None
 ) -> tuple[BlockMemory, BlockMemory]:
-    """Return the memory of a step besides its arguments, with weight gradients last, and first."""
-    kept = frozenset(id(block.return_values[number]) for number in donated)
+    """Return the memory of a step besides its arguments in two orders: with weight gradients last, and first."""
+    kept_ids = frozenset(id(block.return_values[number]) for number in donated)
     last, first = (
-        BlockMemory(block, kept, order(block.ops), describe)
+        BlockMemory(block, kept_ids, order(block.ops), describe_value)
         for order in (order_gradients_last, order_gradients_first)
     )
     return last, first

@@ -1,7 +1,7 @@
 """Run XLA's partitioner in a separate process, and answer with the partitioned module.
 
-It needs jaxlib alone, and takes a fifth of what compiling does: the process ends with the print. It is started by
-`processes.Asked`.
+`compiled.partition_modules` starts the process. It needs only jaxlib, and takes a fifth of the time of compiling,
+because it exits as soon as the partitioned module is written.
 
 Private names, tested on jaxlib 0.10.2: all of `jaxlib.xla_client`.
 """
@@ -11,23 +11,23 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from layoutmap.cost.jax.compiler_process import MODULE, answer_and_exit, answer_from_dump
+from layoutmap.cost.jax.compiler_process import MODULE, answer_and_exit, answer_from_dump_file
 
 _MOST_SECONDS = 10  # time to wait for the dump after compilation
 _MOST_DEVICES = 2048
 _PRINTS = ("dump_to=.", "dump_hlo_pass_re=spmd-partitioning", "dump_hlo_as_text", "dump_large_constants")
 ENVIRONMENT = {"XLA_FLAGS": " ".join(f"--xla_{each}" for each in _PRINTS), "TF_CPP_MIN_LOG_LEVEL": "2"}
-"""The variables of the environment that the process needs."""
+"""Environment variables that the process needs."""
 
 
-# Only XLA's partitioner decides the collectives, so its module is counted, not a formula (decisions/0156).
+# XLA's partitioner decides the collectives, so they are counted in its module and not computed (decisions/0156).
 def main(num_devices: str) -> None:
-    """Partition the module in this folder, answer with the result, and end this process."""
+    """Partition the module in the current folder, write it to stdout as the answer, and end this process."""
     with answer_and_exit() as answer:
-        # With one device, XLA does not partition.
-        wanted = "after_spmd-partitioning" if int(num_devices) > 1 else "before_optimizations.txt"
+        # With one device, XLA does not partition, so the answer is the module before optimization.
+        dump_name = "after_spmd-partitioning" if int(num_devices) > 1 else "before_optimizations.txt"
 
-        answer_from_dump(answer, wanted, _read_complete_file)
+        answer_from_dump_file(answer, dump_name, _read_complete_file)
         _compile_module(Path(MODULE).read_bytes(), int(num_devices))
         time.sleep(_MOST_SECONDS)
 
@@ -42,7 +42,7 @@ def _compile_module(module: bytes, num_devices: int) -> None:
     import numpy as np
     from jaxlib import xla_client
 
-    # The client supports 2,048 devices. Nothing runs, so one device may represent several of a larger mesh.
+    # The client supports 2,048 devices. The module does not run, so one device may stand for several of a larger mesh.
     client = xla_client.make_cpu_client(num_devices=min(num_devices, _MOST_DEVICES))
     options = xla_client.CompileOptions()
     options.num_partitions = num_devices

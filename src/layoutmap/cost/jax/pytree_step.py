@@ -9,14 +9,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from layoutmap.adapters.jax.models import is_nnx
+from layoutmap.adapters.jax.nnx_types import is_nnx_module
 from layoutmap.adapters.jax.pytrees import format_key
 from layoutmap.adapters.jax.session import JaxSession
 from layoutmap.adapters.jax.slots import StateLeaf, describe_slots
-from layoutmap.adapters.jax.training import TrainState, call_model, split_batch, split_model, unwrap_model
+from layoutmap.adapters.jax.training import (
+    TrainState,
+    call_model,
+    split_batch,
+    unwrap_and_split,
+    unwrap_model,
+)
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError, join_names, shorten_repr
-from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
+from layoutmap.core.steps import BatchArray, Key, StepTracer, TrainingStep
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.cost.jax.equal_blocks import describe_attributes, find_equal_blocks
 
@@ -28,7 +34,7 @@ _NO_OPTIMIZER = "no optimizer is known: gradients are subtracted from the weight
 def describe_step(
     session: JaxSession, model: object, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
 ) -> TrainingStep:
-    """Return the training step of a model that has shapes in place of arrays, as `train_with` set it up or as given.
+    """Return the training step of a model with shapes for arrays. `optimizer` and `loss` override `train_with`'s.
 
     With the loss of `train_with`, `inputs` is a batch as for `check_parity`.
     """
@@ -37,16 +43,16 @@ def describe_step(
     step = _CountedStep(state, specs, inputs, optimizer or state.optimizer, loss)
     notes = [_NO_LOSS] * (loss is None and state.loss is None) + [_NO_OPTIMIZER] * (step.optimizer is None)
     module, blocks, how_to_recompute = unwrap_model(model), list[list[str]](), ""
-    if is_nnx(module):
+    if is_nnx_module(module):
         from layoutmap.adapters.jax import nnx
 
         blocks = find_equal_blocks(specs, nnx.list_layers(module), describe_attributes)
         how_to_recompute = _RECOMPUTE
-    name = type(module).__name__
-    return TrainingStep(name, [*specs, *step.slots], step.batch, blocks, step.run, notes, how_to_recompute)
+    name, run = type(module).__name__, step.compute_new_values
+    return TrainingStep(name, [*specs, *step.slots], step.batch, blocks, run, notes, how_to_recompute)
 
 
-def _check_array(inputs: object, leaf: object) -> None:
+def _check_is_array(inputs: object, leaf: object) -> None:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise ScopeError(
             f"inputs={shorten_repr(inputs)}: {shorten_repr(leaf)} is not an array",
@@ -55,14 +61,14 @@ def _check_array(inputs: object, leaf: object) -> None:
         )
 
 
-def _check_all_found(specs: Sequence[VariableSpec], paths: Set[str]) -> None:
-    """Refuse arrays in lists of nnx modules, where flax takes shapes for constants."""
+def _check_arrays_are_variables(specs: Sequence[VariableSpec], paths: Set[str]) -> None:
+    """Raise if a variable is an array in a list or dict of an nnx module, since flax treats its shape as a constant."""
     lost = [spec.path for spec in specs if spec.path not in paths]
     if lost:
         raise ScopeError(
             f"the cost of the step cannot be counted: {join_names(lost)} would be a constant in it",
-            why="a list or dict of the module holds the array outside of a Variable, and flax takes only arrays there "
-            "for data, not the shapes with which a step is counted",
+            why="the array is in a list or dict of the module and in no Variable; a step is counted with shapes "
+            "instead of arrays, and flax treats a shape there as a constant",
             fix="store it in an nnx.Variable, or in its own attribute: self.table = nnx.data(array)",
         )
 
@@ -78,20 +84,20 @@ class _CountedStep:
     ):
         self._state = state
         self._specs = specs
-        self._parts = split_model(state)
+        self._parts = unwrap_and_split(state)
         self._loss = loss
         self.optimizer = optimizer
         has_targets = loss is None and state.loss is not None
-        plain = inputs if isinstance(inputs, Mapping | tuple | list) else (inputs,)
-        given = split_batch(inputs, state) if has_targets else (plain, ())
-        leaves, self._tree = jax.tree_util.tree_flatten_with_path(given)
+        input_tree = inputs if isinstance(inputs, Mapping | tuple | list) else (inputs,)
+        batch_trees = split_batch(inputs, state) if has_targets else (input_tree, ())
+        leaves, self._tree = jax.tree_util.tree_flatten_with_path(batch_trees)
         for _, leaf in leaves:
-            _check_array(inputs, leaf)
+            _check_is_array(inputs, leaf)
         self.batch = [
-            Shape(jax.tree_util.keystr(path, simple=True, separator="."), tuple(x.shape), str(x.dtype))
+            BatchArray(jax.tree_util.keystr(path, simple=True, separator="."), tuple(x.shape), str(x.dtype))
             for path, x in leaves
         ]
-        _check_all_found(specs, {leaf.path for leaf in self._parts.leaves})
+        _check_arrays_are_variables(specs, {leaf.path for leaf in self._parts.leaves})
         self._trained = [
             spec.key
             for spec, leaf in zip(specs, self._parts.leaves, strict=True)
@@ -99,44 +105,48 @@ class _CountedStep:
         ]
         self.slots: list[VariableSpec] = []
         if optimizer is not None:
-            self.slots, _ = self._make_slots(self._trained)
+            self.slots, _ = self._describe_slots(self._trained)
 
-    def _make_slots(self, trained: Sequence[Key]) -> tuple[list[VariableSpec], Any]:
-        """Return the optimizer's state for some weights, and the state's tree structure."""
-        weights = {s.path: s for s in self._specs if s.key in trained}
+    def _describe_slots(self, trained_keys: Sequence[Key]) -> tuple[list[VariableSpec], Any]:
+        """Return the specs of the optimizer's slots for some weights, and the tree structure of its state."""
+        weights = {s.path: s for s in self._specs if s.key in trained_keys}
         shapes = {path: jax.ShapeDtypeStruct(s.shape, s.dtype) for path, s in weights.items()}
         found, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(self.optimizer.init, shapes))
         leaves = [StateLeaf(tuple(map(format_key, p)), tuple(x.shape), str(x.dtype)) for p, x in found]
         return describe_slots({(path,): s for path, s in weights.items()}, leaves), tree
 
-    def run(
-        self, tracer: Tracer, values: Mapping[Key, jax.Array], batch: Sequence[jax.Array]
+    def compute_new_values(
+        self, tracer: StepTracer, values: Mapping[Key, jax.Array], batch: Sequence[jax.Array]
     ) -> Mapping[Key, jax.Array]:
-        """Return the new values of the variables."""
+        """Return the values of the variables after a step, and the loss under the key `("", "loss")`."""
         inputs, targets = jax.tree.unflatten(self._tree, batch)
         trained = [key for key in self._trained if key in values]
         frozen = [s.key for s in self._specs if s.key in values and s.key not in self._trained]
 
         def compute_loss(weights: Mapping[str, jax.Array]) -> tuple[object, list[object]]:
-            given = {**values, **tracer.unread} | {key: weights[key[1]] for key in trained}
-            model = self._parts.put_together([given[s.key] for s in self._specs])
-            if is_nnx(model):
+            current_values = {**values, **tracer.unread} | {key: weights[key[1]] for key in trained}
+            model = self._parts.rebuild_model([current_values[s.key] for s in self._specs])
+            if is_nnx_module(model):
                 from layoutmap.adapters.jax import nnx
 
                 nnx.trace_outputs(model, tracer)
             output = call_model(model, self._state.forward, inputs)
             after = dict(
-                zip((s.key for s in self._specs), (x.value for x in split_model(model).leaves), strict=True)
+                zip(
+                    (s.key for s in self._specs),
+                    (x.value for x in unwrap_and_split(model).leaves),
+                    strict=True,
+                )
             )
             return self._compute_loss(output, targets), [after[key] for key in frozen]
 
         weights = {key[1]: values[key] for key in trained}
         (value, others), gradients = jax.value_and_grad(compute_loss, has_aux=True)(weights)
         after = dict(values) | dict(zip(frozen, others, strict=True)) | {("", "loss"): value}
-        with tracer.open_update():
+        with tracer.open_optimizer_update():
             if self.optimizer is None:
                 return after | {key: weights[key[1]] - gradients[key[1]] for key in trained}
-            slots, tree = self._make_slots(trained)
+            slots, tree = self._describe_slots(trained)
             state = jax.tree.unflatten(tree, [values[slot.key] for slot in slots])
             updates, state = self.optimizer.update(gradients, state, weights)
             new = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates)

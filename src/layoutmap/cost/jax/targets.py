@@ -40,35 +40,35 @@ device_description_str: "{name}"
 class Target:
     """Device that a step is compiled for."""
 
-    platform: str  # JAX's name of it
-    extra: str = ""  # this package's extra that installs its compiler; empty: comes with JAX
+    platform: str  # JAX's name of the platform: "cpu", "cuda", or "tpu"
+    extra: str = ""  # extra of layoutmap that installs the compiler; empty: the compiler comes with JAX
     packages: tuple[str, ...] = ()  # packages of the extra
     modules: tuple[str, ...] = ()  # any of these shows that the extra is installed
     config: str = ""  # XLA's description of a GPU, as protobuf text
     chip: str = ""  # TPU chip, such as "v5p"
 
     def choose_sides(self, num_devices: int) -> list[int]:
-        """Return the sides of a slice of TPUs, as close to a cube or a square as possible.
+        """Return the sides of a TPU slice with `num_devices` chips, as close to a cube or a square as possible.
 
         Example:
             >>> TARGETS["v5p"].choose_sides(256), TARGETS["v5e"].choose_sides(24)
             ([8, 8, 4], [6, 4])
         """
         sides = [1, 1] if self.chip in ("v5e", "v6e") else [1, 1, 1]
-        for each in sorted(_factor_number(num_devices), reverse=True):
+        for each in sorted(_list_prime_factors(num_devices), reverse=True):
             sides[sides.index(min(sides))] *= each
         return sides
 
 
-def _factor_number(number: int) -> list[int]:
+def _list_prime_factors(number: int) -> list[int]:
     """Return the prime factors of a number."""
     least = next((n for n in range(2, math.isqrt(number) + 1) if number % n == 0), number)
-    return [] if number == 1 else [least, *_factor_number(number // least)]
+    return [] if number == 1 else [least, *_list_prime_factors(number // least)]
 
 
-def _make_gpu_target(name: str, **facts: float) -> Target:
+def _make_gpu_target(name: str, **figures: float) -> Target:
     packages, modules = ("jax-cuda12-plugin", "jax-cuda12-pjrt"), ("jax_cuda12_plugin", "jax_cuda13_plugin")
-    return Target("cuda", "xla-gpu", packages, modules, _GPU.format(name=name, **facts))
+    return Target("cuda", "xla-gpu", packages, modules, _GPU.format(name=name, **figures))
 
 
 _H100 = {
@@ -105,16 +105,16 @@ TARGETS = {
     "a100": _make_gpu_target("NVIDIA A100-SXM4-80GB", bandwidth=2039000000000, memory=85899345920, **_A100),
     **{chip: Target("tpu", "xla-tpu", ("libtpu",), ("libtpu",), chip=chip) for chip in ("v5e", "v5p", "v6e")},
 }
-"""The targets by name."""
+"""The devices that XLA can compile for, by name."""
 
 
 def is_gpu(name: str) -> bool:
-    """Return whether a device is a GPU that XLA compiles for."""
+    """Return whether `name` is that of a GPU in `TARGETS`."""
     return name in TARGETS and TARGETS[name].platform == "cuda"
 
 
 def has_gpu_compiler(name: str) -> bool:
-    """Return whether a device is a GPU with an installed XLA compiler."""
+    """Return whether `name` is that of a GPU in `TARGETS`, and XLA's compiler for GPUs is installed."""
     return is_gpu(name) and any(map(_is_installed, TARGETS[name].modules))
 
 
@@ -123,12 +123,12 @@ def _is_installed(module: str) -> bool:
 
 
 def find_target(name: str) -> Target:
-    """Return the target with a name. Raise an error if its compiler is not installed."""
+    """Return the target with a name. Raise an `EngineError` if there is none, or if its compiler is not installed."""
     if name not in TARGETS:
         raise EngineError(
             f"target {name!r} is not known",
             facts={"targets": ", ".join(TARGETS)},
-            why="XLA compiles for one kind of device",
+            why="XLA needs a description of the device that it compiles for, and there is none of this one",
             fix='use the most similar one of these, as in verify="h100", or "cpu", which needs no plugin',
         )
     target = TARGETS[name]

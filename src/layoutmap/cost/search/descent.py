@@ -1,7 +1,7 @@
 """Minimize a function of several choices by coordinate descent from several starts.
 
-What a point costs is a function that is asked once for each point. An exhaustive search takes the place of the descent
-where all points are fewer than it may ask for.
+The function is called once for each point. If it may be called for all points, an exhaustive search replaces the
+descent.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class BudgetSpent(Exception):
 
 
 class ScoreCache:
-    """Score function that evaluates each point once, and at most `most` points. Less is better."""
+    """Score function that remembers its results, and evaluates at most `max_evaluations` points. Less is better."""
 
-    def __init__(self, score: Callable[[Point], Score], most: int):
+    def __init__(self, score: Callable[[Point], Score], max_evaluations: int):
         self._score = score
-        self._most = most
+        self._most = max_evaluations
         self.scores: dict[Point, Score] = {}
 
     def __call__(self, point: Point) -> Score:
-        """Return the score of a point."""
+        """Return the score of a point, or raise `BudgetSpent` for a new point without evaluations left."""
         if point not in self.scores:
             if len(self.scores) >= self._most:
                 raise BudgetSpent
@@ -39,7 +39,7 @@ class ScoreCache:
 
     @property
     def best(self) -> Point:
-        """Best point so far, and the first of equal ones."""
+        """Point with the least score so far, or the first such point."""
         return min(self.scores, key=self.scores.__getitem__)
 
 
@@ -48,46 +48,47 @@ def find_minimum(
     score: Callable[[Point], Score],
     starts: Iterable[Point],
     *,
-    most: int,
+    max_evaluations: int,
     seed: int = 0,
     restarts: int = 0,
 ) -> Point:
-    """Return a point with a small score that no single change improves, after at most `most` evaluations.
+    """Return the point with the least score that coordinate descent finds with at most `max_evaluations` evaluations.
 
-    `sizes` are the numbers of choices per coordinate. The search descends from `starts` and from `restarts` random
-    points.
+    `sizes` has the number of choices of each coordinate. The search descends from `starts` and from `restarts` random
+    points. If evaluations suffice, no change of one coordinate improves the result.
 
     Raises:
-        BudgetSpent: `most` is 0.
+        BudgetSpent: `max_evaluations` is 0.
 
     Example:
         >>> find_minimum((3, 3), lambda p: ((p[0] - 2) ** 2 + (p[1] - 1) ** 2,), [(0, 0)], most=9)
         (2, 1)
     """
-    asked, chance = ScoreCache(score, most), random.Random(seed)
+    score_cache, rng = ScoreCache(score, max_evaluations), random.Random(seed)
     try:
-        if math.prod(sizes) <= most:
+        if math.prod(sizes) <= max_evaluations:
             for point in itertools.chain(starts, itertools.product(*map(range, sizes))):
-                asked(tuple(point))
-            return asked.best
-        by_chance = (tuple(chance.randrange(size) for size in sizes) for _ in range(restarts))
-        for start in itertools.chain(starts, by_chance):
-            _descend(tuple(start), sizes, asked, chance)
+                score_cache(tuple(point))
+            return score_cache.best
+        random_starts = (tuple(rng.randrange(size) for size in sizes) for _ in range(restarts))
+        for start in itertools.chain(starts, random_starts):
+            _descend_from(tuple(start), sizes, score_cache, rng)
     except BudgetSpent:
-        if not asked.scores:
+        if not score_cache.scores:
             raise
-    return asked.best
+    return score_cache.best
 
 
-def _descend(point: Point, sizes: Sequence[int], asked: ScoreCache, chance: random.Random) -> None:
-    asked(point)
+def _descend_from(point: Point, sizes: Sequence[int], score_cache: ScoreCache, rng: random.Random) -> None:
+    """Change one coordinate at a time to its best choice, until no change helps. `score_cache` keeps all scores."""
+    score_cache(point)
     coordinates = [n for n, size in enumerate(sizes) if size > 1]
-    chance.shuffle(coordinates)
+    rng.shuffle(coordinates)
     unchanged = 0
     for n in itertools.cycle(coordinates):
-        # The current choice first, so that ties keep it.
+        # Put the current choice first, so that `min` keeps it in ties.
         choices = sorted(range(sizes[n]), key=lambda c: c != point[n])
-        best = min(((*point[:n], choice, *point[n + 1 :]) for choice in choices), key=asked)
+        best = min(((*point[:n], choice, *point[n + 1 :]) for choice in choices), key=score_cache)
         unchanged = unchanged + 1 if best == point else 0
         point = best
         if unchanged == len(coordinates):

@@ -1,4 +1,4 @@
-"""Make the layout maps that an expert would try, to start a search and to compare with its result."""
+"""Make the layout maps that a human expert would try, to start a search and to compare with its result."""
 
 from __future__ import annotations
 
@@ -8,78 +8,84 @@ from dataclasses import dataclass
 
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.specs import Specs
-from layoutmap.cost.search.groups import VariableGroup, match_biases
-from layoutmap.cost.search.options import REPLICATED, Grid, Option, get_specs, make_specs
-from layoutmap.cost.search.space import Blocks, Layouts, Model
+from layoutmap.cost.search.groups import VariableGroup, map_biases_to_kernels
+from layoutmap.cost.search.options import REPLICATED, Grid, Option, get_specs, make_group_specs
+from layoutmap.cost.search.space import BlockStack, GroupLayouts, SearchedModel
 from layoutmap.plan.lint.weights import is_attention_output_name
-from layoutmap.plan.planner import make_table
+from layoutmap.plan.planner import make_plan_table
 from layoutmap.rules import presets
 from layoutmap.rules.rule_set import RuleSet
 
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """Layout map that an expert would try, with the layouts that it gives to groups and to outputs of blocks."""
+    """Layout map that a human expert would try, with its layouts of variable groups and of the outputs of blocks."""
 
     name: str
     grid: Grid
     layout_map: RuleSet
-    layouts: Layouts
-    blocks: Mapping[Blocks, Specs | None]
+    layouts: GroupLayouts
+    output_specs: Mapping[BlockStack, Specs | None]
 
 
-def _read_preset(name: str, grid: Grid, *, data: bool = False) -> RuleSet:
-    fields = presets.read_preset(name, grid.mesh, grid.model, grid.data if data else None, grid.batch)
+def _make_preset_rules(name: str, grid: Grid, *, fsdp: bool = False) -> RuleSet:
+    fsdp_dim = grid.data_dim if fsdp else None
+    fields = presets.read_preset(name, grid.mesh, grid.model_dim, fsdp_dim, grid.batch_dim)
     made = RuleSet(grid.mesh, activations=fields.activations, rest="replicated")
     for pattern, specs in fields.rules.items():
-        made.add(pattern, specs, uneven="shrink" if grid.model else fields.uneven_rules.get(pattern))
+        made.add(pattern, specs, uneven="shrink" if grid.model_dim else fields.uneven_rules.get(pattern))
     return made
 
 
-def make_expert_maps(
-    model: Model,
+def iterate_expert_maps(
+    model: SearchedModel,
     grid: Grid,
     preset: str | None,
     # Formulas misjudge maps, so expert maps are counted, too, and the result is never slower (decisions/0094).
 ) -> Iterator[ExpertMap]:
-    """Yield the layout maps that an expert would try on a mesh.
+    """Yield the layout maps that a human expert would try on a mesh.
 
-    Without a `model` dim: data parallel, and fully sharded along the largest, the input, or the output axis. With one:
-    Megatron's split by the preset, or else by the roles of layers and by their order, also fully sharded, and rows of
-    tables and experts over each dim.
+    Without a model dim, these are data parallel, and fully sharded along the largest, the input, or the output axis.
+    With one, they are Megatron's split, also fully sharded. It follows the preset, or without one the roles of axes, or
+    the order of layers. On both, tables and experts may be sharded over each dim.
     """
-    batch = {b: (grid.batch, *(None,) * (len(b.shape) - 1)) if grid.data else None for b in model.free_blocks}
+    dim = grid.batch_dim
+    batch = {b: (dim, *(None,) * (len(b.shape) - 1)) if dim else None for b in model.free_blocks}
     free = dict.fromkeys(model.free_blocks)
-    biases = match_biases(model.groups)
-    large = [group for group in model.groups if group.rank > 1 and group not in biases]
-    found: list[tuple[str, Layouts, Mapping[Blocks, Specs | None]]] = []
-    if grid.model is None:
+    biases = map_biases_to_kernels(model.groups)
+    kernels = [group for group in model.groups if group.rank > 1 and group not in biases]
+    found: list[tuple[str, GroupLayouts, Mapping[BlockStack, Specs | None]]] = []
+    if grid.model_dim is None:
         found.append(("data parallel", {}, free))
-        if grid.data:
-            every = {group: make_specs(group, Option(data=True), grid) for group in large}
+        if grid.data_dim:
+            every = {group: make_group_specs(group, Option(shards_data_dim=True), grid) for group in kernels}
             found.append(("fully sharded", every, batch))
             for role in ("in", "out"):
                 layouts = {
-                    g: _shard_first_axis(g, g.find_axes(role), grid.data, grid) or every[g] for g in large
+                    g: _make_axis_specs(g, g.find_axes(role), grid.data_dim, grid) or every[g]
+                    for g in kernels
                 }
                 found.append((f"fully sharded, {role}put axes", layouts, batch))
-    for data in () if grid.model is None else (False, True) if grid.data else (False,):
-        name = "Megatron's split" + ", fully sharded" * data
+    for fsdp in () if grid.model_dim is None else (False, True) if grid.data_dim else (False,):
+        name = "Megatron's split" + ", fully sharded" * fsdp
         if preset:
-            yield from _make_preset_map(f"{name} (preset {preset})", model, grid, preset, data)
+            yield from _iterate_preset_map(f"{name} (preset {preset})", model, grid, preset, fsdp)
             continue
-        layouts = {g: make_specs(g, Option(choose_megatron_option(g).model, data), grid) for g in large}
-        found.append((name, layouts, batch if data else free))
-        alternating = {
-            g: make_specs(g, Option(axis, data), grid) for g, axis in _choose_alternating_axes(model, large)
+        layouts = {
+            g: make_group_specs(g, Option(choose_megatron_option(g).model_axis, fsdp), grid) for g in kernels
         }
-        found.append((f"{name}, alternating", {**layouts, **alternating}, batch if data else free))
-    for dim in (grid.data, grid.model):
-        tables = {g: _shard_first_axis(g, g.find_axes("rows"), dim, grid) for g in large}
+        found.append((name, layouts, batch if fsdp else free))
+        alternating = {
+            g: make_group_specs(g, Option(axis, fsdp), grid)
+            for g, axis in _choose_alternating_axes(model, kernels)
+        }
+        found.append((f"{name}, alternating", {**layouts, **alternating}, batch if fsdp else free))
+    for dim in (grid.data_dim, grid.model_dim):
+        tables = {g: _make_axis_specs(g, g.find_axes("rows"), dim, grid) for g in kernels}
         found.append((f"rows of tables over {dim}", _drop_unsharded(tables), free))
         banks = {
-            g: _shard_first_axis(g, (0,), dim, grid)
-            for g in large
+            g: _make_axis_specs(g, (0,), dim, grid)
+            for g in kernels
             if g.rank > 2 and 0 not in g.find_axes("in")
         }
         found.append((f"experts over {dim}", _drop_unsharded(banks), free))
@@ -91,58 +97,60 @@ def make_expert_maps(
         known.add(key)
 
 
-def _shard_first_axis(group: VariableGroup, axes: Sequence[int], dim: str | None, grid: Grid) -> Specs | None:
-    """Return specs that shard the first of some axes that `dim` divides, or None without one."""
+def _make_axis_specs(group: VariableGroup, axes: Sequence[int], dim: str | None, grid: Grid) -> Specs | None:
+    """Return specs that shard the first of `axes` that `dim` divides, or None if it divides none or is None."""
     if dim is None:
         return None
     for axis in axes:
-        if group.can_shard(axis, grid.mesh.dim_size(dim), heads=True):
+        if group.can_shard(axis, grid.mesh.dim_size(dim), whole_heads=True):
             return tuple(dim if n == axis else None for n in range(group.rank))
     return None
 
 
 def _drop_unsharded(layouts: Mapping[VariableGroup, Specs | None]) -> dict[VariableGroup, Specs]:
-    """Return the layouts that shard an axis."""
+    """Return those of the layouts that shard an axis."""
     return {group: specs for group, specs in layouts.items() if specs is not None and any(specs)}
 
 
 def _choose_alternating_axes(
-    model: Model, large: Sequence[VariableGroup]
+    model: SearchedModel, kernels: Sequence[VariableGroup]
 ) -> Iterator[tuple[VariableGroup, int]]:
-    """Yield an axis for each dense layer, in turn an output axis and an input axis."""
-    places = {variable.path: number for number, variable in enumerate(model.variables)}
-    plain = [
-        g for g in large if g.rank == 2 and g.find_axes("in") and g.find_axes("out") and g.head_size is None
+    """Yield each group of dense kernels with an axis to shard: in model order, alternately the output and the input."""
+    positions = {variable.path: position for position, variable in enumerate(model.variables)}
+    dense = [
+        g for g in kernels if g.rank == 2 and g.find_axes("in") and g.find_axes("out") and g.head_size is None
     ]
-    if model.blocks and all(group.parity is None for group in plain):
-        return  # layer roles already determine consecutive kernels inside blocks
-    every = sorted((places[path], path) for group in plain for path in group.paths)
-    number_of = {path: number for number, (_, path) in enumerate(every)}
-    for group in plain:
-        yield group, group.find_axes("in" if number_of[group.paths[0]] % 2 else "out")[0]
+    if model.blocks and all(group.parity is None for group in dense):
+        return  # inside blocks, Megatron's split already alternates between consecutive kernels
+    every = sorted((positions[path], path) for group in dense for path in group.paths)
+    order = {path: position for position, (_, path) in enumerate(every)}
+    for group in dense:
+        yield group, group.find_axes("in" if order[group.paths[0]] % 2 else "out")[0]
 
 
-def _make_preset_map(name: str, model: Model, grid: Grid, preset: str, data: bool) -> Iterator[ExpertMap]:
+def _iterate_preset_map(
+    name: str, model: SearchedModel, grid: Grid, preset: str, fsdp: bool
+) -> Iterator[ExpertMap]:
     try:
-        made = _read_preset(preset, grid, data=data)
-        yield make_expert_map(name, model, grid, made)
-    except LayoutMapError:  # a rule of the preset does not fit the mesh
+        made = _make_preset_rules(preset, grid, fsdp=fsdp)
+        yield make_expert_map_from_rules(name, model, grid, made)
+    except LayoutMapError:  # a rule of the preset does not fit the mesh, so an expert would not use it
         return
 
 
-def make_expert_map(name: str, model: Model, grid: Grid, layout_map: RuleSet) -> ExpertMap:
-    """Return a layout map as an expert map, with the layouts that it gives.
+def make_expert_map_from_rules(name: str, model: SearchedModel, grid: Grid, layout_map: RuleSet) -> ExpertMap:
+    """Return a layout map as an expert map, with the layouts that its rules give to the model's groups and blocks.
 
     Raises:
         PlanError: Some of its layouts do not fit.
     """
-    table = make_table(model.variables, layout_map, complete=False).check()
+    table = make_plan_table(model.variables, layout_map, complete=False).check()
     layouts = {group: get_specs(table[group.paths[0]].layout) for group in model.groups}
-    blocks = {b: _get_specs(layout_map, b) for b in model.free_blocks}
+    blocks = {b: _get_output_specs(layout_map, b) for b in model.free_blocks}
     return ExpertMap(name, grid, layout_map, layouts, blocks)
 
 
-def _get_specs(layout_map: RuleSet, blocks: Blocks) -> Specs | None:
+def _get_output_specs(layout_map: RuleSet, blocks: BlockStack) -> Specs | None:
     layout = layout_map.activations.get(blocks.paths[0])
     if layout is None or layout.rank != len(blocks.shape):
         return None
@@ -150,9 +158,9 @@ def _get_specs(layout_map: RuleSet, blocks: Blocks) -> Specs | None:
 
 
 def choose_megatron_option(group: VariableGroup) -> Option:
-    """Return Megatron's option: widening layers shard outputs, and narrowing layers shard inputs.
+    """Return the layout of a group in Megatron's split: widening layers shard outputs, and narrowing layers inputs.
 
-    Heads stay on one device; a table is sharded over its rows.
+    A head of attention stays on one device, and a table is sharded along its rows. Other groups are replicated.
     """
     inside, outside, rows = (group.find_axes(role) for role in ("in", "out", "rows"))
     if rows:

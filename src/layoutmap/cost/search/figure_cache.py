@@ -10,17 +10,17 @@ import warnings
 from typing import Any
 
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning
-from layoutmap.cost.search.loop import Evaluate, Figures
+from layoutmap.cost.search.loop import EvaluateFn, StepFigures
 from layoutmap.rules.rule_set import RuleSet
 
 VERSION = 1
 
 
-class FigureCache:
-    """A file of figures: `{"version": 1, "figures": {fingerprint: {map: [seconds, peak_bytes, serial_seconds]}}}`.
+class SearchCache:
+    """File of figures: `{"version": 1, "figures": {fingerprint: {map: [seconds, peak_bytes, serial_seconds]}}}`.
 
     Raises:
-        LayoutMapError: There is another file of that name, or no folder for it.
+        LayoutMapError: The file has other content, or its folder does not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -34,9 +34,9 @@ class FigureCache:
                 fix="pass cache= with a file in an existing folder",
             )
         if os.path.exists(path):
-            self._all = self._read()
+            self._all = self._read_file()
 
-    def _read(self) -> dict[str, dict[str, Any]]:
+    def _read_file(self) -> dict[str, dict[str, Any]]:
         try:
             if not os.path.isfile(self._path):  # opening a named pipe would block
                 raise ValueError("no regular file")
@@ -55,23 +55,23 @@ class FigureCache:
                 fix="name another file for cache=, or delete it",
             ) from error
 
-    def wrap_evaluate(self, evaluate: Evaluate, fingerprint: str) -> Evaluate:
-        """Return a function that evaluates only the maps without figures in the file."""
-        mine = self._all.setdefault(fingerprint, {})
+    def cache_evaluate(self, evaluate: EvaluateFn, fingerprint: str) -> EvaluateFn:
+        """Return a function that calls `evaluate` only if the file has no figures of the map for this step."""
+        figures_by_map = self._all.setdefault(fingerprint, {})
 
-        def evaluate_once(layout_map: RuleSet) -> Figures:
+        def evaluate_uncached(layout_map: RuleSet) -> StepFigures:
             key = hashlib.sha256(layout_map.to_yaml().encode()).hexdigest()[:16]
-            known = mine.get(key)
+            known = figures_by_map.get(key)
             if known is None:
                 found = evaluate(layout_map)
-                mine[key] = [found.seconds, found.peak_bytes, found.serial_seconds]
+                figures_by_map[key] = [found.seconds, found.peak_bytes, found.serial_seconds]
                 return found
-            return Figures(float(known[0]), int(known[1]), float(known[2]))
+            return StepFigures(float(known[0]), int(known[1]), float(known[2]))
 
-        return evaluate_once
+        return evaluate_uncached
 
-    def write(self) -> None:
-        """Write the whole file, or warn and leave the file unchanged."""
+    def write_file(self) -> None:
+        """Write all figures to the file. If that fails, warn and leave the file unchanged."""
         text = json.dumps({"version": VERSION, "figures": self._all}, indent=1)
         new = f"{self._path}.{os.getpid()}.new"
         try:

@@ -1,6 +1,6 @@
-"""List the layouts that a search may give a group of variables.
+"""List the layouts that a search may give to a group of variables, or to the outputs of blocks.
 
-The batch is sharded over one dim of the mesh, `data`; most meshes have another one, `model`.
+The batch is sharded over one dim of the mesh, the data dim. Most meshes have another one, the model dim.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from layoutmap.core.specs import (
     count_batch_shards,
     format_batch_dim,
     list_batch_dims,
+    make_spec,
     replace_unsharded,
-    spec_from_dims,
 )
 from layoutmap.cost.search.groups import VariableGroup
 
 
 def get_specs(layout: Layout) -> Specs:
-    """Return the specs of a layout, with None for an unsharded axis."""
+    """Return the sharding specs of a layout, with None for each unsharded axis."""
     return replace_unsharded(layout.sharding_specs)
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Layout that a search may choose for a group."""
+    """Choice of a layout for a variable group, independent of the mesh."""
 
-    model: int | None = None  # axis sharded over the `model` dim
-    data: bool = (
+    model_axis: int | None = None  # axis sharded over the `model` dim
+    shards_data_dim: bool = (
         False  # whether another axis is sharded over the `data` dim, so that the weight is gathered for use
     )
 
@@ -44,31 +44,31 @@ REPLICATED = Option()
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Mesh with the dim of the batch and the dim of the model."""
+    """Mesh of a search, with the roles of its dims: one shards the batch, and one shards layers."""
 
     mesh: Mesh
-    data: str | None  # dim that shards the batch, and weights if needed; None: one device
-    model: str | None  # the other dim; None: one device
-    replicas: tuple[str, ...] = ()  # further dims that shard the batch and no weight
+    data_dim: str | None  # dim that shards the batch, and weights if needed; None: no dim shards the batch
+    model_dim: str | None  # the other dim, which shards layers; None: no other dim has several devices
+    replica_dims: tuple[str, ...] = ()  # further dims that shard the batch and no weight
 
     @property
-    def batch(self) -> BatchDim | None:
-        """The dims that the batch is sharded over."""
-        return spec_from_dims((*self.replicas, self.data)) if self.data else None
+    def batch_dim(self) -> BatchDim | None:
+        """The mesh dim or dims that shard the batch, or None."""
+        return make_spec((*self.replica_dims, self.data_dim)) if self.data_dim else None
 
     @property
-    def num_data(self) -> int:
-        """Number of devices along `data`."""
-        return self.mesh.dim_size(self.data) if self.data else 1
+    def data_size(self) -> int:
+        """Number of devices along the data dim."""
+        return self.mesh.dim_size(self.data_dim) if self.data_dim else 1
 
     @property
-    def num_model(self) -> int:
-        """Number of devices along the other dim."""
-        return self.mesh.dim_size(self.model) if self.model else 1
+    def model_size(self) -> int:
+        """Number of devices along the model dim."""
+        return self.mesh.dim_size(self.model_dim) if self.model_dim else 1
 
 
 def make_grid(mesh: Mesh, batch_dim: BatchDim | None) -> Grid:
-    """Return the grid of a mesh with at most one dim of several devices besides those of the batch."""
+    """Return a mesh with its dims' roles. Raise a `MeshError` for two dims of several devices besides the batch's."""
     batch_dims = list_batch_dims(batch_dim)
     others = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name not in batch_dims]
     if len(others) > 1:
@@ -83,10 +83,10 @@ def make_grid(mesh: Mesh, batch_dim: BatchDim | None) -> Grid:
 
 
 def list_grids(num_devices: int, batch_size: int | None, widest: int) -> tuple[Grid, ...]:
-    """Return the grids to try, those with a small `model` dim first.
+    """Return the meshes of `num_devices` devices that a search tries, those with a small model dim first.
 
-    `data` must divide the batch size if it is known. `model` is at most `widest`, since activations cross it in each
-    layer.
+    The data dim divides the batch size, if that is known. The model dim is at most `widest`, because each layer
+    exchanges activations over it.
 
     Example:
         >>> [str(grid.mesh) for grid in list_grids(64, 16, 8)]
@@ -99,77 +99,80 @@ def list_grids(num_devices: int, batch_size: int | None, widest: int) -> tuple[G
     return tuple(make_grid(Mesh(None, dims), "data" if "data" in dims else None) for dims in named)
 
 
-def list_options(group: VariableGroup, grid: Grid) -> tuple[Option, ...]:
-    """Return the options of a group on a mesh, the simplest first, without equal layouts."""
+def list_group_options(group: VariableGroup, grid: Grid) -> tuple[Option, ...]:
+    """Return the options of a group on a mesh, the simplest first, and only one of options with equal layouts."""
     options = [
         Option(axis, data)
-        for data in (False, True)[: 1 + (grid.data is not None)]
+        for data in (False, True)[: 1 + (grid.data_dim is not None)]
         for axis in (None, *_list_model_axes(group, grid))
     ]
-    return tuple({make_specs(group, option, grid): option for option in reversed(options)}.values())[::-1]
+    by_specs = {make_group_specs(group, option, grid): option for option in reversed(options)}
+    return tuple(by_specs.values())[::-1]
 
 
 def _list_model_axes(group: VariableGroup, grid: Grid) -> list[int]:
-    """Return the axes that `model` can shard, of several inputs or outputs only the first.
+    """Return the axes that the model dim can shard. Of several input or output axes, only the first is listed.
 
-    The others are parts of heads; to shard them makes each device compute a part of every score.
+    The others are inside of heads. With these sharded, each device would compute a part of every attention score.
     """
-    if grid.model is None:
+    if grid.model_dim is None:
         return []
-    dividing = [axis for axis in range(group.rank) if group.can_shard(axis, grid.num_model, heads=True)]
+    size = grid.model_size
+    dividing = [axis for axis in range(group.rank) if group.can_shard(axis, size, whole_heads=True)]
     sides = ([axis for axis in group.find_axes(role) if axis in dividing] for role in ("in", "out"))
     seconds = {axis for side in sides for axis in side[1:]}
     return [axis for axis in dividing if axis not in seconds]
 
 
-def make_specs(group: VariableGroup, option: Option, grid: Grid) -> Specs:
-    """Return the specs of an option for a group. An axis that does not divide stays unsharded."""
+def make_group_specs(group: VariableGroup, option: Option, grid: Grid) -> Specs:
+    """Return the sharding specs of an option for a group on a mesh. An axis that a dim does not divide is unsharded."""
     dims: list[tuple[str, ...]] = [()] * group.rank
-    axis = option.model
-    if grid.model and axis is not None and axis < group.rank:
-        dims[axis] = (grid.model,) * group.can_shard(axis, grid.num_model, heads=True)
-    if option.data and grid.data:
-        axis = _choose_data_axis(group, dims, grid)
+    axis = option.model_axis
+    if grid.model_dim and axis is not None and axis < group.rank:
+        dims[axis] = (grid.model_dim,) * group.can_shard(axis, grid.model_size, whole_heads=True)
+    if option.shards_data_dim and grid.data_dim:
+        axis = _choose_axis_for_data(group, dims, grid)
         if axis is not None:
-            dims[axis] = (*dims[axis], grid.data)
+            dims[axis] = (*dims[axis], grid.data_dim)
     return tuple(None if not each else each[0] if len(each) == 1 else each for each in dims)
 
 
-def _choose_data_axis(group: VariableGroup, dims: Sequence[tuple[str, ...]], grid: Grid) -> int | None:
-    """Return the axis for `data`: the largest free one, else the rows of a table, else that of `model`."""
+def _choose_axis_for_data(group: VariableGroup, dims: Sequence[tuple[str, ...]], grid: Grid) -> int | None:
+    """Return the axis that the data dim shards: the largest free one, else rows of a table, else the model dim's."""
 
-    def order(axis: int) -> tuple[bool, bool, int]:
+    def make_sort_key(axis: int) -> tuple[bool, bool, int]:
         return bool(dims[axis]), axis in group.find_axes("rows"), -group.shape[axis]
 
-    for axis in sorted(range(group.rank), key=order):
-        if group.can_shard(axis, grid.num_data * (grid.num_model if dims[axis] else 1)):
+    for axis in sorted(range(group.rank), key=make_sort_key):
+        if group.can_shard(axis, grid.data_size * (grid.model_size if dims[axis] else 1)):
             return axis
     return None
 
 
 def make_bias_specs(bias: VariableGroup, kernel: VariableGroup, specs: Specs, grid: Grid) -> Specs:
-    """Return the specs of a bias, sharded over `model` like its kernel's outputs, never over `data`."""
+    """Return the specs of a bias: sharded over the model dim if its kernel's outputs are, never over the data dim."""
     of_role = dict(zip(kernel.roles, specs, strict=True))
-    sharded = [grid.model in _list_dims(of_role.get(role)) if grid.model else False for role in bias.roles]
+    dim = grid.model_dim
+    sharded = [dim in _list_spec_dims(of_role.get(role)) if dim else False for role in bias.roles]
     return tuple(
-        grid.model if wanted and bias.can_shard(axis, grid.num_model) else None
+        grid.model_dim if wanted and bias.can_shard(axis, grid.model_size) else None
         for axis, wanted in enumerate(sharded)
     )
 
 
-def _list_dims(spec: ShardingSpec | None) -> tuple[str, ...]:
+def _list_spec_dims(spec: ShardingSpec | None) -> tuple[str, ...]:
     return () if spec is None else (spec,) if isinstance(spec, str) else spec
 
 
 def list_activation_options(shape: tuple[int, ...], grid: Grid) -> tuple[Specs | None, ...]:
-    """Return the layouts to try for a block's output. None lets the compiler choose."""
-    if grid.data is None:
+    """Return the sharding specs to try for a block's output of this shape. `None` leaves them to the compiler."""
+    if grid.data_dim is None:
         return (None,)
     rest = (None,) * (len(shape) - 1)
-    found: list[Specs | None] = [None, (grid.batch, *rest)]
-    if grid.model:
-        if shape[0] % (count_batch_shards(grid.batch, grid.mesh) * grid.num_model) == 0:
-            found.append(((*list_batch_dims(grid.batch), grid.model), *rest))
-        if len(shape) > 2 and shape[1] % grid.num_model == 0:
-            found.append((grid.batch, grid.model, *rest[1:]))
+    found: list[Specs | None] = [None, (grid.batch_dim, *rest)]
+    if grid.model_dim:
+        if shape[0] % (count_batch_shards(grid.batch_dim, grid.mesh) * grid.model_size) == 0:
+            found.append(((*list_batch_dims(grid.batch_dim), grid.model_dim), *rest))
+        if len(shape) > 2 and shape[1] % grid.model_size == 0:
+            found.append((grid.batch_dim, grid.model_dim, *rest[1:]))
     return tuple(found)

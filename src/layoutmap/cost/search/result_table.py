@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from layoutmap.core.text_table import format_bytes
 from layoutmap.cost.cost import format_duration
-from layoutmap.cost.search.loop import TIE, Candidate, Outcome
+from layoutmap.cost.search.loop import TIE, Candidate, SearchOutcome
 
-HEAD = ("map", "mesh", "step", "memory", "")
-RIGHT = ("step", "memory")
+RESULT_HEAD = ("map", "mesh", "step", "memory", "")
+RIGHT_ALIGNED = ("step", "memory")
 
 
-def compare_with_best_expert(outcome: Outcome) -> str:
+def compare_with_best_expert(outcome: SearchOutcome) -> str:
     """Return a sentence that compares the result with the best expert map that fits.
 
     Example:
         >>> from layoutmap.rules.rule_set import RuleSet
-        >>> from layoutmap.cost.search.loop import Figures
+        >>> from layoutmap.cost.search.loop import StepFigures
         >>> seconds = {"found": 0.8, "dp": 1.0}
-        >>> tried = [Candidate(name, RuleSet("data=8"), Figures(t, 10), 99) for name, t in seconds.items()]
-        >>> compare_with_best_expert(Outcome(tried[0], (tried[1],), frozenset(seconds), True))
+        >>> found = [Candidate(name, RuleSet("data=8"), StepFigures(t, 10), 99) for name, t in seconds.items()]
+        >>> compare_with_best_expert(SearchOutcome(found[0], (found[1],), frozenset(seconds), True))
         '20 % faster than the best built-in map that fits, dp on data=8'
     """
-    best, fitting = outcome.best, [tried for tried in outcome.experts if not tried.missing_bytes]
+    best, fitting = outcome.best, [candidate for candidate in outcome.experts if not candidate.missing_bytes]
     if best.figures is None or not fitting or fitting[0].figures is None:
         return "no built-in map fits"
     expert = fitting[0]
@@ -36,29 +36,30 @@ def compare_with_best_expert(outcome: Outcome) -> str:
     return f"{100 * gain:.0f} % faster than {named}"
 
 
-def make_rows(outcome: Outcome) -> list[tuple[str, ...]]:
-    """Return a row for the result and for each expert map, the fastest that fits first."""
+def make_result_rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
+    """Return a table row for the result and for each expert map. The fastest map that fits is first."""
     best = outcome.best
     there = [t for t in outcome.experts if (t.layout_map, t.recomputes) == (best.layout_map, best.recomputes)]
     return [
-        _make_row(tried, tried in there or tried is best)
-        for tried in (*([] if there else [best]), *outcome.experts)
+        _make_candidate_row(candidate, candidate in there or candidate is best)
+        for candidate in (*([] if there else [best]), *outcome.experts)
     ]
 
 
-def _make_row(tried: Candidate, is_found: bool) -> tuple[str, ...]:
-    mesh = str(tried.layout_map.mesh)
-    if tried.figures is None:
-        return (tried.name, mesh, "", "", tried.why_not)
-    said = f"lacks {format_bytes(tried.missing_bytes)}" if tried.missing_bytes else "the result" * is_found
-    said = f"{said} as XLA compiles it".strip() if tried.compiled_bytes is not None else said
-    name = tried.name + ", recomputing" * tried.recomputes
-    return (name, mesh, format_duration(tried.figures.seconds), format_bytes(tried.figures.peak_bytes), said)
+def _make_candidate_row(candidate: Candidate, is_found: bool) -> tuple[str, ...]:
+    mesh = str(candidate.layout_map.mesh)
+    figures, missing = candidate.figures, candidate.missing_bytes
+    if figures is None:
+        return (candidate.name, mesh, "", "", candidate.why_not)
+    status = f"lacks {format_bytes(missing)}" if missing else "the result" * is_found
+    status = f"{status} as XLA compiles it".strip() if candidate.compiled_bytes is not None else status
+    name = candidate.name + ", recomputing" * candidate.recomputes
+    return (name, mesh, format_duration(figures.seconds), format_bytes(figures.peak_bytes), status)
 
 
-def explain_recomputing(outcome: Outcome, layers: str, how: str) -> str:
-    """Return why the result needs recomputed activations in `layers`, and `how` to recompute, or an empty text."""
-    before, best = outcome.without, outcome.best
+def explain_recomputing(outcome: SearchOutcome, layers: str, how: str) -> str:
+    """Return why the result recomputes the activations of `layers`, and `how` to do so, or "" if it does not."""
+    before, best = outcome.without_recomputing, outcome.best
     if before is None or before.figures is None or best.figures is None:
         return ""
     why = f"no map fits, and the nearest needs {format_bytes(before.figures.peak_bytes)} per device"

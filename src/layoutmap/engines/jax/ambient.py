@@ -29,7 +29,7 @@ def make_abstract_mesh(mesh: Mesh) -> AbstractMesh:
     return AbstractMesh(mesh.shape, mesh.dim_names, axis_types=read_axis_types(mesh))
 
 
-def make_mesh_of_one(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+def make_one_device_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
     """Return a mesh of one device with the same dims, all of size 1: this process's first device in `mesh`."""
     device = mesh.local_devices[:1]
     return jax.sharding.Mesh(
@@ -58,8 +58,8 @@ def differs_from_ambient_mesh(mesh: AnyMesh) -> bool:
     return not ambient.empty and (ambient.shape, ambient.axis_types) != (mesh.shape, mesh.axis_types)
 
 
-def use_auto_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-    """Return a mesh of the same devices and dims with auto axes."""
+def make_auto_axes_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    """Return a mesh with the same devices and dims, and with auto axes only."""
     if AxisType.Explicit not in mesh.axis_types:
         return mesh
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names)
@@ -68,7 +68,7 @@ def use_auto_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 def change_axis_types(tree: T, mesh: AbstractMesh) -> T:
     """Move the arrays of a tree to a mesh with the same devices and other axis types, without a copy."""
 
-    def change(leaf: object) -> object:
+    def move_leaf(leaf: object) -> object:
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             return leaf
         sharding = leaf.sharding
@@ -79,11 +79,11 @@ def change_axis_types(tree: T, mesh: AbstractMesh) -> T:
         changed = NamedSharding(other, sharding.spec, memory_kind=sharding.memory_kind)
         return jax.device_put(leaf, changed)
 
-    return jax.tree.map(change, tree)
+    return jax.tree.map(move_leaf, tree)
 
 
 def warn_about_axis_types(mesh: AnyMesh) -> None:
-    """Warn that the mesh of `jax.set_mesh` differs from a model's in its axis types alone."""
+    """Warn if the mesh of `jax.set_mesh` has the dims of a model's mesh, since only their axis types differ."""
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.shape != mesh.shape:
         return

@@ -13,17 +13,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from layoutmap.core.blocks import Ends, Index, NumpyArray, get_slice_ends, make_full_index, normalize_index
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.checks import make_element_type_error, make_no_numbers_error
+from layoutmap.engines.checks import make_element_type_error, make_non_numeric_error
 from layoutmap.engines.jax.devices import Device, get_device_name
-from layoutmap.engines.jax.padded import PaddedArray, Shape, make_padded_reader, unwrap
+from layoutmap.engines.jax.padded import PaddedArray, Shape, make_padded_reader, unwrap_padded
 from layoutmap.engines.protocol import Array
 
 
 def convert_dtype(name: str, path: str) -> np.dtype[Any]:
-    """Convert a dtype name to numpy's dtype, or raise if JAX would change the dtype.
+    """Convert a dtype name to numpy's dtype.
 
     Raises:
-        EngineError: It does not; names the path.
+        EngineError: JAX would store another dtype, or has no such dtype. The message names the path.
     """
     try:
         dtype = np.dtype(jnp.dtype(name))
@@ -40,20 +40,20 @@ def convert_dtype(name: str, path: str) -> np.dtype[Any]:
     return dtype
 
 
-def canonicalize(values: Any) -> NumpyArray:
+def canonicalize_values(values: Any) -> NumpyArray:
     """Convert values to a numpy array in the dtype in which JAX stores them.
 
     Raises:
-        EngineError: It holds no such elements.
+        EngineError: JAX has no arrays of such elements.
     """
     values = np.asarray(values)
-    number = jnp.issubdtype(values.dtype, jnp.number) or values.dtype == bool
-    if not number or values.dtype.kind in "mM":
-        raise make_no_numbers_error("JAX", values.dtype)
+    is_number = jnp.issubdtype(values.dtype, jnp.number) or values.dtype == bool
+    if not is_number or values.dtype.kind in "mM":
+        raise make_non_numeric_error("JAX", values.dtype)
     return values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)
 
 
-def from_blocks(
+def create_from_blocks(
     shape: Shape,
     dtype: np.dtype[Any],
     sharding: NamedSharding,
@@ -68,13 +68,13 @@ def from_blocks(
         shape: The shape of the array.
         dtype: Its element type.
         sharding: Its sharding.
-        read: Gives the values at an index.
-        copy: Whether what is read may change later: on CPU devices JAX may share the memory of a numpy array.
+        read: Returns the values at an index.
+        copy: Whether to copy blocks. Without, they must not change, since JAX may share their memory on CPU devices.
         padded: The shape with padding; `None`: there is none.
     """
     if padded is not None and padded != shape:
         read = make_padded_reader(read, shape, dtype)
-        return PaddedArray(from_blocks(padded, dtype, sharding, read, copy=copy), shape)
+        return PaddedArray(create_from_blocks(padded, dtype, sharding, read, copy=copy), shape)
     kind = sharding.memory_kind
     holders: dict[Ends, list[Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -87,7 +87,7 @@ def from_blocks(
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces, dtype=dtype)
 
 
-def constrain(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+def constrain_traced(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Constrain a traced array to a sharding. Its mesh keeps the axis types of the program."""
     mesh = jax.typeof(array).sharding.mesh
     if mesh.empty:
@@ -97,34 +97,38 @@ def constrain(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if AxisType.Explicit not in types.values():
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, sharding.spec))
-    # JAX has different operations for explicit and auto dims.
-    array = jax.sharding.reshard(array, _keep_dims(sharding.spec, types, AxisType.Explicit))
+    # JAX constrains explicit and auto dims by different operations, so apply one after the other.
+    array = jax.sharding.reshard(array, _keep_dims_of_type(sharding.spec, types, AxisType.Explicit))
     if AxisType.Auto in types.values():
-        spec = _keep_dims(sharding.spec, types, AxisType.Auto)
+        spec = _keep_dims_of_type(sharding.spec, types, AxisType.Auto)
         array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
     return array
 
 
-def _keep_dims(spec: PartitionSpec, types: Mapping[str, AxisType], kind: AxisType) -> PartitionSpec:
+def _keep_dims_of_type(
+    spec: PartitionSpec, axis_types: Mapping[str, AxisType], axis_type: AxisType
+) -> PartitionSpec:
     """Remove the mesh dims of the other axis type from a spec."""
     dims = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
-    return PartitionSpec(*(tuple(dim for dim in entry if types[dim] is kind) or None for entry in dims))
+    return PartitionSpec(
+        *(tuple(dim for dim in entry if axis_types[dim] is axis_type) or None for entry in dims)
+    )
 
 
 def iterate_shards(array: jax.Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
     """Yield this process's shards, each index once. Random keys are yielded as key data.
 
-    On CPU devices they are in the array's own memory, which never changes: JAX donates no memory that numpy shares. A
-    pytree may have arrays of numpy too.
+    On CPU devices the values share the array's memory, which never changes, because JAX does not donate memory that
+    numpy shares. A numpy array, as in a pytree, is yielded as one shard.
     """
     if isinstance(array, (np.ndarray, np.generic)):
         yield make_full_index(array.shape), np.array(array, copy=copy or None)
         return
     seen: set[Ends] = set()
     data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
-    for shard in unwrap(data).addressable_shards:
+    for shard in unwrap_padded(data).addressable_shards:
         if isinstance(array, PaddedArray):
-            index, values = array.clip_shard(shard)
+            index, values = array.read_unpadded_shard(shard)
         else:
             index, values = normalize_index(shard.index[: array.ndim], array.shape), np.asarray(shard.data)
         if get_slice_ends(index) not in seen:
@@ -132,13 +136,13 @@ def iterate_shards(array: jax.Array, *, copy: bool = True) -> Iterator[tuple[Ind
             yield index, values
 
 
-def iterate_by_device(array: object) -> Iterator[tuple[str, NumpyArray]]:
-    """Yield the name and the values of each device of this process. Random keys are yielded as key data."""
+def iterate_device_values(array: object) -> Iterator[tuple[str, NumpyArray]]:
+    """Yield the name of each device of this process and the values on it. Random keys are yielded as key data."""
     if isinstance(array, (np.ndarray, np.generic)):
         yield "", np.asarray(array)
     elif isinstance(array, PaddedArray):
         for shard in array.array.addressable_shards:
-            yield get_device_name(shard.device), array.clip_shard(shard)[1]
+            yield get_device_name(shard.device), array.read_unpadded_shard(shard)[1]
     elif isinstance(array, jax.Array):
         data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
         for shard in data.addressable_shards:
@@ -148,7 +152,6 @@ def iterate_by_device(array: object) -> Iterator[tuple[str, NumpyArray]]:
 def wait_on_cpu(array: jax.Array) -> jax.Array:
     """Return the array. On CPUs, wait until its computation is finished.
 
-    On CPU devices, independent programs with collectives that are under way at the same time can wait for each other
-    for ever, so each is waited for.
+    On CPU devices, two programs with collectives that run at the same time can deadlock, so each must finish first.
     """
     return jax.block_until_ready(array) if next(iter(array.sharding.device_set)).platform == "cpu" else array

@@ -1,7 +1,7 @@
 """Lower operators that XLA's partitioner computes wrongly to other operators, while arrays are sharded.
 
-A rule of JAX for lowering sees for how many devices a program is, and not how its arrays are sharded. So each form here
-is right in every layout. docs/xla-faults.md has the faults, each as a program of its own:
+A lowering rule of JAX knows the number of devices, but not how arrays are sharded. So each replacement here is right in
+every layout. docs/xla-faults.md has the faults, each as a program of its own:
 
     a convolution whose operands are both sharded along what is added up: XLA adds up what all devices have, also those
     that hold copies of one shard                                    the axes that windows go over are gathered
@@ -49,10 +49,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from layoutmap.engines.jax import far_products
 from layoutmap.engines.jax.ambient import use_mesh
 from layoutmap.engines.jax.meshless import remove_sharding
-from layoutmap.engines.patches import Closing, Patches
-from layoutmap.engines.tested import Needed
+from layoutmap.engines.patches import ClosingContext, Patches
+from layoutmap.engines.tested import ImportGuard
 
-with Needed("jax"):
+with ImportGuard("jax"):
     from jax._src.interpreters.mlir import lower_with_sharding_in_types as _lower_with_sharding
     from jax.interpreters.mlir import _lowerings, _platform_specific_lowerings
     from jaxlib.mlir.dialects import sdy as _sdy
@@ -61,11 +61,12 @@ _MAX_PRODUCTS = 256
 """The limit of products for a convolution. More of them would make the program too large."""
 
 _Axes = Sequence[int]
-Form = Callable[..., object]
-"""Computes the result of a primitive from its operands and parameters."""
+Computation = Callable[..., object]
+"""A function that computes the result of a primitive from its operands and parameters."""
+IsWrong = Callable[[Mapping[str, Any]], bool]
 
 _without_devices: ContextVar[bool] = ContextVar("layoutmap_lowers_without_devices", default=False)
-_is_lowering_form: ContextVar[bool] = ContextVar("layoutmap_lowers_a_form", default=False)
+_is_lowering_replacement: ContextVar[bool] = ContextVar("layoutmap_lowers_a_form", default=False)
 _num_devices: ContextVar[int | None] = ContextVar("layoutmap_lowers_for_devices", default=None)
 """Number of devices of the program that is being lowered. `None`: not known yet."""
 
@@ -73,17 +74,17 @@ _num_devices: ContextVar[int | None] = ContextVar("layoutmap_lowers_for_devices"
 def install_corrections(shape: Sequence[int]) -> None:
     """Register correct lowerings of operators that XLA miscompiles on meshes of this shape.
 
-    It stays so: nobody can tell when the last array is gone that was made of one in a layout, and JAX keeps programs
-    for longer than arrays (docs/decisions/0112).
+    They stay registered, because sharded arrays and JAX's cached programs may exist until the process ends
+    (decisions/0112).
     """
-    if any(size > 1 for size in shape) and not _permanent:
-        _permanent.append(_PATCHES.activate())
-        _permanent[0].__enter__()
+    if any(size > 1 for size in shape) and not _permanent_use:
+        _permanent_use.append(_PATCHES.activate())
+        _permanent_use[0].__enter__()
 
 
 @contextmanager
-def lowered_without_devices() -> Generator[None]:
-    """Lower programs for one device as for a mesh while open, because they run on a mesh later."""
+def correct_lowering_without_devices() -> Generator[None]:
+    """Correct programs that are lowered without devices until the block ends, because they run on a mesh later."""
     token = _without_devices.set(True)
     try:
         with _PATCHES.activate():
@@ -92,67 +93,67 @@ def lowered_without_devices() -> Generator[None]:
         _without_devices.reset(token)
 
 
-class _Lowering:
+class _LoweringPatch:
     """Replace the lowering rule of a primitive in programs for several devices.
 
     Args:
         primitive: The primitive.
-        form: Computes the same result with JAX operators. Inside it, JAX's own rule lowers the primitive.
-        is_wrong: Whether XLA may be wrong for these parameters.
+        replacement: Computes the same result with JAX operators. Inside it, JAX's own rule lowers the primitive.
+        is_wrong: Returns whether XLA may compute the primitive wrongly for these parameters.
     """
 
-    def __init__(
-        self, primitive: Primitive, form: Form, is_wrong: Callable[[Mapping[str, Any]], bool] = lambda _: True
-    ):
-        self._primitive, self._form, self._is_wrong = primitive, form, is_wrong
-        # Table, primitive, and JAX's own rule, recorded before the replacement.
-        self._found: list[tuple[dict[Primitive, Any], object, object]] = []
+    def __init__(self, primitive: Primitive, replacement: Computation, is_wrong: IsWrong = lambda _: True):
+        self._primitive, self._replacement, self._is_wrong = primitive, replacement, is_wrong
+        # Each table with JAX's entry and its replacement, recorded before the change so that an interrupt loses none.
+        self._replaced: list[tuple[dict[Primitive, Any], object, object]] = []
 
     def install(self) -> None:
         """Replace JAX's rules."""
         for table in (_lowerings, *list(_platform_specific_lowerings.values())):
             entry = table.get(self._primitive)
-            if entry is not None and all(entry is not ours for _, _, ours in self._found):
-                ours = dataclasses.replace(
-                    entry, rule=functools.partial(_lower_corrected, self._form, self._is_wrong, entry.rule)
+            if entry is not None and all(entry is not ours for _, _, ours in self._replaced):
+                rule = functools.partial(
+                    _lower_with_correction, self._replacement, self._is_wrong, entry.rule
                 )
-                self._found.append((table, entry, ours))
+                ours = dataclasses.replace(entry, rule=rule)
+                self._replaced.append((table, entry, ours))
                 table[self._primitive] = ours
 
     def remove(self) -> None:
         """Restore JAX's rules, where ours are still installed."""
-        for found in [each for each in self._found if each[0].get(self._primitive) is each[2]]:
+        for found in [each for each in self._replaced if each[0].get(self._primitive) is each[2]]:
             found[0][self._primitive] = found[1]
-            self._found.remove(found)
+            self._replaced.remove(found)
 
 
-def _lower_corrected(
-    form: Form,
-    is_wrong: Callable[[Mapping[str, Any]], bool],
-    plain: Form,
+def _lower_with_correction(
+    replacement: Computation,
+    is_wrong: IsWrong,
+    original: Computation,
     context: Any,
     *operands: object,
     **params: object,
 ) -> object:
-    axes = context.module_context.axis_context
-    if _is_lowering_form.get() or not _is_partitioned(axes) or not is_wrong(params):
-        return plain(context, *operands, **params)
-    token = _is_lowering_form.set(True)
-    _num_devices.set(None if _without_devices.get() else _count_devices(axes))
+    """Lower a primitive by its replacement if XLA would compute it wrongly, and otherwise by its original rule."""
+    axis_context = context.module_context.axis_context
+    if _is_lowering_replacement.get() or not _is_partitioned(axis_context) or not is_wrong(params):
+        return original(context, *operands, **params)
+    token = _is_lowering_replacement.set(True)
+    _num_devices.set(None if _without_devices.get() else _count_devices(axis_context))
     try:
-        if not any(map(_is_explicit, (*context.avals_in, *context.avals_out))):
-            return mlir.lower_fun(functools.partial(form, **params), multiple_results=False)(
+        if not any(map(_has_explicit_sharding, (*context.avals_in, *context.avals_out))):
+            return mlir.lower_fun(functools.partial(replacement, **params), multiple_results=False)(
                 context, *operands
             )
-        return _lower_explicit(form, context, operands, params)
+        return _lower_under_explicit_axes(replacement, context, operands, params)
     finally:
-        _is_lowering_form.reset(token)
+        _is_lowering_replacement.reset(token)
 
 
-def _lower_explicit(
-    form: Form, context: Any, operands: Sequence[object], params: dict[str, object]
+def _lower_under_explicit_axes(
+    replacement: Computation, context: Any, operands: Sequence[object], params: dict[str, object]
 ) -> Sequence[object]:
-    """Lower a form under explicit axes. Trace it without a mesh, because its reshapes have no `out_sharding`."""
+    """Lower a replacement under explicit axes. Trace it without a mesh, because its reshapes have no `out_sharding`."""
     if "out_sharding" in params:
         params = {**params, "out_sharding": None}
     untyped = context.replace(
@@ -160,7 +161,7 @@ def _lower_explicit(
         avals_out=[*map(remove_sharding, context.avals_out)],
     )
     with use_mesh(AbstractMesh((), ())):
-        lower = mlir.lower_fun(functools.partial(form, **params), multiple_results=False)
+        lower = mlir.lower_fun(functools.partial(replacement, **params), multiple_results=False)
         results = lower(untyped, *operands)
     return [
         _lower_with_sharding(context, result, aval)
@@ -168,69 +169,70 @@ def _lower_explicit(
     ]
 
 
-def _is_explicit(aval: object) -> bool:
+def _has_explicit_sharding(aval: object) -> bool:
     """Return whether the sharding of a value is part of its type."""
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
-def _is_partitioned(axes: Any) -> bool:
-    """Return whether XLA partitions a program. It does not inside a `shard_map` over all dims."""
-    if hasattr(axes, "manual_axes"):
-        return len(axes.manual_axes) < len(axes.mesh.axis_names)
-    return getattr(axes, "num_devices", 1) > 1 or _without_devices.get()
+def _is_partitioned(axis_context: Any) -> bool:
+    """Return whether XLA partitions the program being lowered. It does not inside a `shard_map` over all dims."""
+    if hasattr(axis_context, "manual_axes"):
+        return len(axis_context.manual_axes) < len(axis_context.mesh.axis_names)
+    return getattr(axis_context, "num_devices", 1) > 1 or _without_devices.get()
 
 
-def _count_devices(axes: Any) -> int:
-    """Return the number of devices that a program is for."""
-    return axes.mesh.size if hasattr(axes, "manual_axes") else axes.num_devices
+def _count_devices(axis_context: Any) -> int:
+    """Return the number of devices of the program being lowered."""
+    return axis_context.mesh.size if hasattr(axis_context, "manual_axes") else axis_context.num_devices
 
 
-def _is_even(size: int, times: int = 1) -> bool:
-    """Return whether shards of an axis have equal sizes, for any mesh dims that shard it.
+def _is_divisible_by_devices(size: int, power: int = 1) -> bool:
+    """Return whether the size of an axis is a multiple of the number of devices, so that all shards are equal.
 
     Args:
         size: The size of the axis.
-        times: With 2, whether each shard can be parted again into as many pieces as there are shards.
+        power: With 2, whether each shard can be split again into as many equal parts as there are devices.
     """
     devices = _num_devices.get()
-    return devices is not None and size % devices**times == 0
+    return devices is not None and size % devices**power == 0
 
 
 # -- gathering
 
 
-_gathered_p = Primitive("layoutmap_gathered")
-_gathered_p.def_abstract_eval(lambda value, axes: value)
+_gather_axes_p = Primitive("layoutmap_gathered")
+_gather_axes_p.def_abstract_eval(lambda value, axes: value)
 
 
 def _gather_axes(value: jax.Array, axes: Collection[int]) -> jax.Array:
     """Gather a value along these axes. Other axes keep their sharding."""
-    return _gathered_p.bind(value, axes=frozenset(axes)) if axes else value
+    return _gather_axes_p.bind(value, axes=frozenset(axes)) if axes else value
 
 
-def _lower_gathered(context: Any, value: Any, *, axes: Collection[int]) -> Sequence[Any]:
+def _lower_gather_axes(context: Any, value: Any, *, axes: Collection[int]) -> Sequence[Any]:
     (aval,) = context.avals_in
     if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
         specs = [None if axis in axes else PartitionSpec.UNCONSTRAINED for axis in range(aval.ndim)]
         sharding = NamedSharding(AbstractMesh((1,), ("none",)), PartitionSpec(*specs))
         constrain = functools.partial(lax.with_sharding_constraint, shardings=sharding)
         return mlir.lower_fun(constrain, multiple_results=False)(context, value)
-    # Constrain without a mesh: a lowering rule does not know the module's mesh, and Shardy would gather all axes for a
-    # constraint on another mesh.
+    # Constrain without a mesh, because a lowering rule does not know the module's mesh, and Shardy would gather all
+    # axes for a constraint on another mesh.
     dims = [_sdy.DimensionShardingAttr.get([], is_closed=axis in axes) for axis in range(aval.ndim)]
     return [_sdy.ShardingConstraintOp(value, _sdy.TensorShardingAttr.get(_sdy.MeshAttr.get([]), dims)).result]
 
 
-mlir.register_lowering(_gathered_p, _lower_gathered)
+mlir.register_lowering(_gather_axes_p, _lower_gather_axes)
 
 
 # -- pooling
 
 
-def _select_and_scatter(
+def _select_and_scatter_gathered(
     operand: jax.Array, source: jax.Array, initial: jax.Array, **params: Any
 ) -> jax.Array:
+    """Compute `select_and_scatter_p` with the axes gathered that windows move over."""
     axes = _find_window_axes(**params)
     result = lax.select_and_scatter_p.bind(
         _gather_axes(operand, axes), _gather_axes(source, axes), initial, **params
@@ -238,7 +240,8 @@ def _select_and_scatter(
     return _gather_axes(result, axes)
 
 
-def _select_and_gather(tangents: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
+def _select_and_gather_gathered(tangents: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
+    """Compute `select_and_gather_add_p` with the axes gathered that windows move over."""
     axes = _find_window_axes(**params)
     result = lax.select_and_gather_add_p.bind(
         _gather_axes(tangents, axes), _gather_axes(operand, axes), **params
@@ -250,10 +253,10 @@ def _find_window_axes(*, window_dimensions: Sequence[int], **_: object) -> set[i
     return {axis for axis, size in enumerate(window_dimensions) if size > 1}
 
 
-def _reduce_window(primitive: Primitive, operand: jax.Array, **params: Any) -> jax.Array:
-    """Reduce windows, with the axes gathered that windows move over in shards that may be uneven.
+def _reduce_gathered_windows(primitive: Primitive, operand: jax.Array, **params: Any) -> jax.Array:
+    """Reduce windows after gathering the axes that windows move over, unless their shards are even.
 
-    A dilation is a separate operation, as for padding. Only sums have one on an axis that a gradient shards.
+    XLA shards a base dilation wrongly, so insert its gaps first. Only sums have one on an axis that a gradient shards.
     """
     dilation = params["base_dilation"]
     if primitive is lax.reduce_window_sum_p and max(dilation, default=1) > 1:
@@ -265,13 +268,13 @@ def _reduce_window(primitive: Primitive, operand: jax.Array, **params: Any) -> j
         axis
         for axis, (size, stride, step, padding) in enumerate(zip(*moved, strict=True))
         if (size, stride, step, *padding) != (1, 1, 1, 0, 0)
-        and not (_is_even(operand.shape[axis]) and _is_even(shape[axis]))
+        and not (_is_divisible_by_devices(operand.shape[axis]) and _is_divisible_by_devices(shape[axis]))
     }
     return _gather_axes(primitive.bind(_gather_axes(operand, axes), **params), axes)
 
 
-def _pad(operand: jax.Array, value: jax.Array, *, padding_config: Sequence[Sequence[int]]) -> jax.Array:
-    """Pad an operand, with the padding between its elements as a separate operation, which XLA shards wrongly."""
+def _pad_array(operand: jax.Array, value: jax.Array, *, padding_config: Sequence[Sequence[int]]) -> jax.Array:
+    """Pad an operand. XLA shards padding between elements wrongly, so insert it first, by other operations."""
     operand = _insert_gaps(operand, value, [interior for _, _, interior in padding_config])
     return lax.pad_p.bind(
         operand, value, padding_config=tuple((low, high, 0) for low, high, _ in padding_config)
@@ -279,7 +282,7 @@ def _pad(operand: jax.Array, value: jax.Array, *, padding_config: Sequence[Seque
 
 
 def _insert_gaps(operand: jax.Array, value: jax.Array, gaps: Sequence[int]) -> jax.Array:
-    """Put values between the elements of an operand: each element becomes the first of a row, and rows are joined."""
+    """Insert `gaps[axis]` copies of `value` between the elements along each axis, by padding rows of one element."""
     for axis, gap in enumerate(gaps):
         length = operand.shape[axis]
         if gap and length > 1:
@@ -294,23 +297,23 @@ def _insert_gaps(operand: jax.Array, value: jax.Array, gaps: Sequence[int]) -> j
 # -- scatters
 
 
-def _scatter(
+def _scatter_without_padding(
     primitive: Primitive, operand: jax.Array, indices: jax.Array, updates: jax.Array, **params: Any
 ) -> jax.Array:
-    """Scatter so that the padding of uneven shards adds nothing: set its updates to 0, or gather them."""
+    """Scatter so that the padding of uneven shards adds nothing: set the updates in the padding to 0, or gather."""
     numbers = params["dimension_numbers"]
-    written = _find_written_axes(operand, updates, numbers)
+    written = _find_one_element_axes(operand, updates, numbers)
     operand = _gather_axes(operand, written)
-    indices = _make_signed(indices)
+    indices = _convert_to_signed(indices)
     if primitive is lax.scatter_p:
         return _gather_axes(primitive.bind(operand, indices, updates, **params), written)
     rows = [axis for axis in range(updates.ndim) if axis not in numbers.update_window_dims]
-    uneven = {axis for axis in rows if not _is_even(updates.shape[axis])}
-    # For an axis of size 1, XLA assumes index 0 even in shards without that element. Masked updates must be neutral: 0
-    # for additions, and a dtype-dependent value for other operators.
+    uneven = {axis for axis in rows if not _is_divisible_by_devices(updates.shape[axis])}
+    # Mask only additions, because 0 is neutral for them. Gather an axis of size 1, because XLA assumes index 0 on it
+    # even in shards without that element.
     masked = {axis for axis in uneven if updates.shape[axis] > 1 and primitive is lax.scatter_add_p}
     for axis in masked:
-        # Without the barrier, XLA would fold the comparison before it partitions the program.
+        # Without the barrier, XLA would fold the comparison to True before it pads the shards.
         end = lax.optimization_barrier(np.int32(updates.shape[axis]))
         is_element = lax.broadcasted_iota(np.int32, updates.shape, axis) < end
         updates = lax.select(is_element, updates, jnp.zeros_like(updates))
@@ -319,8 +322,8 @@ def _scatter(
     return _gather_axes(result, written)
 
 
-def _make_signed(indices: jax.Array) -> jax.Array:
-    """Return indices of a signed type. XLA ends the process for unsigned ones where it pads shards, as a sort has."""
+def _convert_to_signed(indices: jax.Array) -> jax.Array:
+    """Convert unsigned indices to a signed type, because XLA ends the process for unsigned ones in padded shards."""
     if not jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
         return indices
     signed = np.int64 if indices.dtype.itemsize == 8 else np.int32
@@ -328,26 +331,26 @@ def _make_signed(indices: jax.Array) -> jax.Array:
     return lax.min(indices, largest).astype(signed)
 
 
-def _find_written_axes(
-    operand: jax.Array, updates: jax.Array, numbers: lax.ScatterDimensionNumbers
+def _find_one_element_axes(
+    operand: jax.Array, updates: jax.Array, dimension_numbers: lax.ScatterDimensionNumbers
 ) -> set[int]:
-    """Return the axes on which a window covers one element. XLA would write the window into every shard."""
-    without = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    """Return the operand's axes along which a window has one element. XLA would write the window into every shard."""
+    without = {*dimension_numbers.inserted_window_dims, *dimension_numbers.operand_batching_dims}
     covered = [axis for axis in range(operand.ndim) if axis not in without]
-    pairs = zip(numbers.update_window_dims, covered, strict=True)
+    pairs = zip(dimension_numbers.update_window_dims, covered, strict=True)
     return {axis for own, axis in pairs if updates.shape[own] == 1 < operand.shape[axis]}
 
 
 # -- slices
 
 
-def _slice(operand: jax.Array, *starts: jax.Array, slice_sizes: Sequence[int]) -> jax.Array:
-    """Slice from indices inside of the operand. XLA gets slices of one element right."""
+def _slice_inside_bounds(operand: jax.Array, *starts: jax.Array, slice_sizes: Sequence[int]) -> jax.Array:
+    """Slice after clamping the start indices, except on axes where the slice has one element, which XLA gets right."""
     starts = _clamp_starts(starts, operand.shape, [size if size > 1 else 0 for size in slice_sizes])
     return lax.dynamic_slice_p.bind(operand, *starts, slice_sizes=slice_sizes)
 
 
-def _slice_statically(
+def _slice_without_stride(
     operand: jax.Array, *, start_indices: _Axes, limit_indices: _Axes, strides: _Axes | None
 ) -> jax.Array:
     """Slice without a stride where the result has one element, because XLA reads another element in shards."""
@@ -361,15 +364,15 @@ def _slice_statically(
     )
 
 
-def _update(operand: jax.Array, update: jax.Array, *starts: jax.Array) -> jax.Array:
-    """Update a part that begins inside of the operand."""
+def _update_inside_bounds(operand: jax.Array, update: jax.Array, *starts: jax.Array) -> jax.Array:
+    """Update a slice after clamping its start indices, so that it lies inside the operand."""
     return lax.dynamic_update_slice_p.bind(
         operand, update, *_clamp_starts(starts, operand.shape, update.shape)
     )
 
 
 def _clamp_starts(starts: Sequence[jax.Array], shape: _Axes, sizes: _Axes) -> tuple[jax.Array, ...]:
-    """Return start indices with each part of `sizes` inside of an array, and those of size 0 unchanged."""
+    """Return start indices from which slices of these sizes lie inside a shape. Sizes 0 keep their start."""
     return tuple(
         lax.clamp(
             start.dtype.type(0), start, start.dtype.type(min(length - size, jnp.iinfo(start.dtype).max))
@@ -383,8 +386,10 @@ def _clamp_starts(starts: Sequence[jax.Array], shape: _Axes, sizes: _Axes) -> tu
 # -- products of matrices
 
 
-def _multiply(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **params: object) -> jax.Array:
-    """Multiply after merging the summed axes into one, because XLA may ignore a mesh dim of three or more."""
+def _multiply_arrays(
+    lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **params: object
+) -> jax.Array:
+    """Multiply after merging three or more summed axes into one. XLA may ignore a mesh dim that shards one of them."""
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
     if len(lhs_summed) > 2:
         lhs, lhs_batch, lhs_summed = _merge_summed_axes(lhs, lhs_batch, lhs_summed)
@@ -394,23 +399,23 @@ def _multiply(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **param
 
 
 def _merge_summed_axes(value: jax.Array, batch: _Axes, summed: _Axes) -> tuple[jax.Array, _Axes, _Axes]:
-    """Move the batch axes first and merge the summed axes. Return the operand and the new positions."""
+    """Move the batch axes first and merge the summed axes. Return the operand, its batch axes, and its summed axis."""
     others = [axis for axis in range(value.ndim) if axis not in (*batch, *summed)]
     shape = [value.shape[axis] for axis in (*batch, *others)]
-    number = math.prod(value.shape[axis] for axis in summed)
+    merged_size = math.prod(value.shape[axis] for axis in summed)
     first = len(batch)
     value = jnp.transpose(value, (*batch, *summed, *others))
-    return value.reshape(*shape[:first], number, *shape[first:]), tuple(range(first)), (first,)
+    return value.reshape(*shape[:first], merged_size, *shape[first:]), tuple(range(first)), (first,)
 
 
 # -- Fourier transforms
 
 
-def _transform_fourier(value: jax.Array, *, fft_type: lax.FftType | str | int, **params: object) -> jax.Array:
+def _compute_fft(value: jax.Array, *, fft_type: lax.FftType | str | int, **params: object) -> jax.Array:
     """Compute a Fourier transform, and gather the last axis first if XLA cannot split it correctly.
 
-    It gathers the operands of all other kinds, and of all with fewer than three axes, itself. On CPUs it can ask for
-    another order of the axes in memory than its own kernel takes.
+    XLA itself gathers the operands of transforms that are real or inverse, or have fewer than three axes. On CPUs, XLA
+    may choose an axis order in memory that its kernel does not support, so the result's order is constrained.
     """
 
     def transform_shards(value: jax.Array) -> jax.Array:
@@ -418,7 +423,7 @@ def _transform_fourier(value: jax.Array, *, fft_type: lax.FftType | str | int, *
         return with_layout_constraint(result, Layout(tuple(range(result.ndim))))
 
     is_shared_out = fft_type == lax.FftType.FFT and value.ndim > 2
-    if not is_shared_out or _is_even(value.shape[-1], 2):
+    if not is_shared_out or _is_divisible_by_devices(value.shape[-1], 2):
         return transform_shards(value)
     last = {value.ndim - 1}
     return _gather_axes(transform_shards(_gather_axes(value, last)), last)
@@ -428,40 +433,37 @@ def _transform_fourier(value: jax.Array, *, fft_type: lax.FftType | str | int, *
 
 
 def _convolve(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """Compute a convolution in a form that XLA partitions correctly (see the module)."""
+    """Compute a convolution by operations that XLA partitions correctly (see the module)."""
     lhs_spec, rhs_spec, _ = numbers = params["dimension_numbers"]
     groups, by_batch = params["feature_group_count"], params["batch_group_count"] > 1
     shape = jax.eval_shape(functools.partial(lax.conv_general_dilated_p.bind, **params), lhs, rhs).shape
-    places = [shape[axis] for axis in numbers.out_spec[2:]]
+    result_sizes = [shape[axis] for axis in numbers.out_spec[2:]]
     windows = [rhs.shape[axis] for axis in rhs_spec[2:]]
-    if by_batch and math.prod(places) > _MAX_PRODUCTS:
-        return lax.conv_general_dilated_p.bind(_replicated(lhs), _replicated(rhs), **params)
-    is_product = groups > 1 and math.prod(map(min, windows, places)) == 1
+    if by_batch and math.prod(result_sizes) > _MAX_PRODUCTS:
+        operands = [_gather_axes(each, range(each.ndim)) for each in (lhs, rhs)]
+        return lax.conv_general_dilated_p.bind(*operands, **params)
+    is_product = groups > 1 and math.prod(map(min, windows, result_sizes)) == 1
     # Gather on a mesh with one dim, too, because Shardy splits a dim after a reshape.
     lhs, rhs = _gather_axes(lhs, lhs_spec[2:]), _gather_axes(rhs, rhs_spec[2:])
-    if by_batch and math.prod(places):
-        return _sum_products(places, lhs, rhs, **params)
+    if by_batch and math.prod(result_sizes):
+        return _convolve_batch_groups(result_sizes, lhs, rhs, **params)
     lhs, rhs = (
-        _shard_between_groups(lhs, lhs_spec[1], groups),
-        _shard_between_groups(rhs, rhs_spec[0], groups),
+        _gather_within_groups(lhs, lhs_spec[1], groups),
+        _gather_within_groups(rhs, rhs_spec[0], groups),
     )
     if is_product:
-        return _compute_as_product(places, lhs, rhs, **params)
-    if groups > 1:  # XLA confuses the order of the result's axes with its inverse, so convert it here
+        return _convolve_as_product(result_sizes, lhs, rhs, **params)
+    if groups > 1:  # XLA inverts the permutation of the result's axes, so transpose by another operation
         numbers = lax.ConvDimensionNumbers(lhs_spec, rhs_spec, lhs_spec)
     result = lax.conv_general_dilated_p.bind(lhs, rhs, **{**params, "dimension_numbers": numbers})
-    result = _gather_axes(_shard_between_groups(result, numbers.out_spec[1], groups), numbers.out_spec[2:])
-    return (
-        result if groups == 1 else _restore_axes(jnp.transpose(result, lhs_spec), params["dimension_numbers"])
-    )
+    result = _gather_axes(_gather_within_groups(result, numbers.out_spec[1], groups), numbers.out_spec[2:])
+    if groups == 1:
+        return result
+    return _restore_axis_order(jnp.transpose(result, lhs_spec), params["dimension_numbers"])
 
 
-def _replicated(value: jax.Array) -> jax.Array:
-    return _gather_axes(value, range(value.ndim))
-
-
-def _shard_between_groups(value: jax.Array, axis: int, groups: int) -> jax.Array:
-    """Shard the feature axis only at group boundaries, because XLA mistakes shards for convolution groups."""
+def _gather_within_groups(value: jax.Array, axis: int, groups: int) -> jax.Array:
+    """Gather features within each group, so that shards are whole groups, because XLA mistakes shards for groups."""
     size = value.shape[axis] // groups
     if groups == 1 or size == 1:
         return value
@@ -469,12 +471,14 @@ def _shard_between_groups(value: jax.Array, axis: int, groups: int) -> jax.Array
     return _gather_axes(parted, {axis + 1}).reshape(value.shape)
 
 
-def _sum_products(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+def _convolve_batch_groups(
+    result_sizes: Sequence[int], lhs: jax.Array, rhs: jax.Array, **params: Any
+) -> jax.Array:
     """Compute a convolution in batch groups as one sum of products per position of the result.
 
-    As the gradient of a kernel it has a place for each element of a window, and adds up over all rows of a batch. XLA
-    knows how to add up products over shards. On CPU devices that is also faster than XLA's own form, which computes the
-    products of all groups with one another.
+    It is the gradient of a kernel, so `result_sizes` is the shape of a window, and it sums over the rows of a batch.
+    XLA sums products over shards correctly. On CPU devices this is also faster than XLA's own lowering, which
+    multiplies all groups with one another.
     """
     groups, strides, dilation = (
         params[name] for name in ("batch_group_count", "window_strides", "rhs_dilation")
@@ -483,25 +487,27 @@ def _sum_products(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, **param
     lhs, rhs = (each.reshape(groups, -1, *each.shape[1:]) for each in (lhs, rhs))
     lengths = list(map(_compute_extent, rhs.shape[3:], dilation))
     parts: list[jax.Array] = []
-    for place in np.ndindex(*places):
+    for place in np.ndindex(*result_sizes):
         first = [n * stride for n, stride in zip(place, strides, strict=True)]
         last = [start + length for start, length in zip(first, lengths, strict=True)]
         window = lax.slice(lhs, (0, 0, 0, *first), (*lhs.shape[:3], *last), (1, 1, 1, *dilation))
-        if lhs.shape[1] == rhs.shape[1] == 1:  # a depthwise convolution has no matrix product
+        if lhs.shape[1] == rhs.shape[1] == 1:  # depthwise, so multiply elements instead of matrices
             products = window.astype(sums) * rhs.astype(sums)
             parts.append(products.sum(tuple(range(2, products.ndim)))[:, :, None])
         else:
-            parts.append(_contract("gbf...,gof...->gbo", window, rhs, sums, **params))
+            parts.append(_multiply_by_einsum("gbf...,gof...->gbo", window, rhs, sums, **params))
     result = jnp.moveaxis(jnp.stack(parts, -1), 0, 1)  # axes: batch, groups, features, positions
-    return _restore_axes(
-        result.reshape(result.shape[0], -1, *places).astype(dtype), params["dimension_numbers"]
+    return _restore_axis_order(
+        result.reshape(result.shape[0], -1, *result_sizes).astype(dtype), params["dimension_numbers"]
     )
 
 
-def _compute_as_product(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """Compute a convolution in feature groups as a product, if each axis has a window or a result of size 1.
+def _convolve_as_product(
+    result_sizes: Sequence[int], lhs: jax.Array, rhs: jax.Array, **params: Any
+) -> jax.Array:
+    """Compute a convolution in feature groups as a product. Each spatial axis has a window or a result of size 1.
 
-    As a convolution XLA ends the process on CPU devices where the features are sharded: "free(): invalid pointer".
+    As a convolution, XLA ends the process on CPU devices if the features are sharded: "free(): invalid pointer".
     """
     groups, strides, dilation = (
         params[name] for name in ("feature_group_count", "window_strides", "rhs_dilation")
@@ -512,16 +518,16 @@ def _compute_as_product(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, *
         stride if window == 1 else each
         for window, stride, each in zip(windows, strides, dilation, strict=True)
     ]
-    ends = map(_compute_extent, map(max, windows, places), steps)
+    ends = map(_compute_extent, map(max, windows, result_sizes), steps)
     lhs = lax.slice(lhs, [0] * lhs.ndim, (*lhs.shape[:2], *ends), (1, 1, *steps))
     lhs = lhs.reshape(lhs.shape[0], groups, -1, *lhs.shape[2:])
     rhs = rhs.reshape(groups, -1, rhs.shape[1], *(window for window in windows if window > 1))
     letters = "stuvwxyz"[: len(windows)]
     summed = "".join(letter for letter, window in zip(letters, windows, strict=True) if window > 1)
     kept = "".join(letter for letter, window in zip(letters, windows, strict=True) if window == 1)
-    result = _contract(f"bgf{letters},gof{summed}->bgo{kept}", lhs, rhs, sums, **params)
-    return _restore_axes(
-        result.reshape(result.shape[0], -1, *places).astype(dtype), params["dimension_numbers"]
+    result = _multiply_by_einsum(f"bgf{letters},gof{summed}->bgo{kept}", lhs, rhs, sums, **params)
+    return _restore_axis_order(
+        result.reshape(result.shape[0], -1, *result_sizes).astype(dtype), params["dimension_numbers"]
     )
 
 
@@ -545,36 +551,36 @@ def _prepare_operands(
     return lhs, jnp.transpose(rhs, dimension_numbers.rhs_spec), sums, dtype
 
 
-def _compute_extent(number: int, step: int) -> int:
-    """Return the length of an axis that contains `number` elements at a distance of `step`."""
-    return (number - 1) * step + 1
+def _compute_extent(count: int, step: int) -> int:
+    """Return the length of an axis that contains `count` elements at a distance of `step`."""
+    return (count - 1) * step + 1
 
 
-def _contract(
+def _multiply_by_einsum(
     spec: str,
     lhs: jax.Array,
     rhs: jax.Array,
-    sums: np.dtype[Any],
+    sum_dtype: np.dtype[Any],
     *,
     precision: jax.lax.PrecisionLike,
     **_: object,
 ) -> jax.Array:
-    return jnp.einsum(spec, lhs, rhs, precision=precision, preferred_element_type=sums)
+    return jnp.einsum(spec, lhs, rhs, precision=precision, preferred_element_type=sum_dtype)
 
 
-def _restore_axes(result: jax.Array, numbers: lax.ConvDimensionNumbers) -> jax.Array:
+def _restore_axis_order(result: jax.Array, dimension_numbers: lax.ConvDimensionNumbers) -> jax.Array:
     """Transpose a result from batch, features, positions to the convolution's axis order."""
-    return jnp.transpose(result, list(map(numbers.out_spec.index, range(result.ndim))))
+    return jnp.transpose(result, list(map(dimension_numbers.out_spec.index, range(result.ndim))))
 
 
 _PATCHES = Patches(
     [
-        _Lowering(lax.dot_general_p, _multiply),
-        _Lowering(lax.conv_general_dilated_p, _convolve),
-        _Lowering(lax.select_and_scatter_p, _select_and_scatter),
-        _Lowering(lax.select_and_gather_add_p, _select_and_gather),
+        _LoweringPatch(lax.dot_general_p, _multiply_arrays),
+        _LoweringPatch(lax.conv_general_dilated_p, _convolve),
+        _LoweringPatch(lax.select_and_scatter_p, _select_and_scatter_gathered),
+        _LoweringPatch(lax.select_and_gather_add_p, _select_and_gather_gathered),
         *(
-            _Lowering(each, functools.partial(_scatter, each))
+            _LoweringPatch(each, functools.partial(_scatter_without_padding, each))
             for each in (
                 lax.scatter_p,
                 lax.scatter_add_p,
@@ -583,16 +589,18 @@ _PATCHES = Patches(
                 lax.scatter_max_p,
             )
         ),
-        _Lowering(lax.fft_p, _transform_fourier),
-        _Lowering(lax.pad_p, _pad, lambda params: any(gap for *_, gap in params["padding_config"])),
+        _LoweringPatch(lax.fft_p, _compute_fft),
+        _LoweringPatch(
+            lax.pad_p, _pad_array, lambda params: any(gap for *_, gap in params["padding_config"])
+        ),
         *(
-            _Lowering(each, functools.partial(_reduce_window, each))
+            _LoweringPatch(each, functools.partial(_reduce_gathered_windows, each))
             for each in (lax.reduce_window_sum_p, lax.reduce_window_max_p, lax.reduce_window_min_p)
         ),
-        _Lowering(lax.dynamic_slice_p, _slice),
-        _Lowering(lax.slice_p, _slice_statically, lambda params: params["strides"] is not None),
-        _Lowering(lax.dynamic_update_slice_p, _update),
+        _LoweringPatch(lax.dynamic_slice_p, _slice_inside_bounds),
+        _LoweringPatch(lax.slice_p, _slice_without_stride, lambda params: params["strides"] is not None),
+        _LoweringPatch(lax.dynamic_update_slice_p, _update_inside_bounds),
         far_products.PATCH,
     ]
 )
-_permanent: list[Closing] = []
+_permanent_use: list[ClosingContext] = []

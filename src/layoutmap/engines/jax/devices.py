@@ -15,8 +15,8 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import (
     bind_devices,
-    check_simulated,
-    explain_more_devices,
+    check_simulated_devices,
+    make_more_devices_fix,
     make_no_devices_error,
     resolve_device_names,
 )
@@ -34,10 +34,10 @@ def get_device_name(device: Device) -> str:
 
 def list_device_names(device_type: str | None = None) -> tuple[str, ...]:
     """Return the names of all devices of a type, or of JAX's default platform, in JAX's order."""
-    return tuple(map(get_device_name, _list_devices(device_type)))
+    return tuple(map(get_device_name, _list_jax_devices(device_type)))
 
 
-def _list_devices(device_type: str | None) -> Sequence[Device]:
+def _list_jax_devices(device_type: str | None) -> Sequence[Device]:
     if device_type is None:
         return jax.devices()
     try:
@@ -47,12 +47,14 @@ def _list_devices(device_type: str | None) -> Sequence[Device]:
         raise make_no_devices_error("JAX", device_type.upper(), usable, why) from None
 
 
-def simulate(number: int) -> None:
-    """Start JAX with this number of simulated CPU devices (see `Engine.simulate`)."""
+def simulate_devices(num_devices: int) -> None:
+    """Start JAX with this number of simulated CPU devices (see `Engine.simulate_devices`)."""
     try:
-        jax.config.update("jax_num_cpu_devices", number)
+        jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:
-        check_simulated("JAX", number, [get_device_name(device) for device in jax.local_devices()])
+        check_simulated_devices(
+            "JAX", num_devices, [get_device_name(device) for device in jax.local_devices()]
+        )
     else:
         jax.config.update("jax_platforms", "cpu")
 
@@ -63,17 +65,17 @@ def find_devices(mesh: Mesh) -> list[Device]:
     Raises:
         MeshError: The machine has too few devices, or not the ones that are named.
     """
-    names = resolve_device_names(mesh, list_device_names, "JAX", explain_more_devices("JAX", mesh.size))
-    there = {get_device_name(device): device for device in _list_devices(mesh.device_type)}
+    names = resolve_device_names(mesh, list_device_names, "JAX", make_more_devices_fix("JAX", mesh.size))
+    there = {get_device_name(device): device for device in _list_jax_devices(mesh.device_type)}
     return [there[name] for name in names]
 
 
 def bind_mesh(mesh: Mesh) -> Mesh:
     """Bind a mesh to devices of this machine."""
-    return add_devices(mesh, find_devices(mesh))
+    return add_devices_to_mesh(mesh, find_devices(mesh))
 
 
-def add_devices(mesh: Mesh, devices: Sequence[Device]) -> Mesh:
+def add_devices_to_mesh(mesh: Mesh, devices: Sequence[Device]) -> Mesh:
     """Return a mesh with the names of these JAX devices."""
     here = (i for i, device in enumerate(devices) if device.process_index == jax.process_index())
     return bind_devices(mesh, [get_device_name(device) for device in devices], here)
@@ -97,11 +99,11 @@ def make_named_sharding(layout: Layout) -> NamedSharding:
 def _make_named_sharding(layout: Layout, axis_types: tuple[AxisType, ...]) -> NamedSharding:
     mesh, spec = _make_native_mesh(layout.mesh, axis_types), make_partition_spec(layout)
     if layout.host_memory:
-        _check_memory(layout)
+        _check_memory_kind(layout)
     return NamedSharding(mesh, spec, memory_kind=layout.host_memory or None)
 
 
-def _check_memory(layout: Layout) -> None:
+def _check_memory_kind(layout: Layout) -> None:
     """Raise for a memory kind that the devices of this process lack."""
     device = jax.local_devices(backend=layout.mesh.device_type and layout.mesh.device_type.lower())[0]
     kinds = [memory.kind for memory in device.addressable_memories()]

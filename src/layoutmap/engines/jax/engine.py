@@ -29,35 +29,40 @@ from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.pieces import Move
-from layoutmap.core.uneven import add_sharding_dim, fit_layout
+from layoutmap.core.pieces import ArrayMove
+from layoutmap.core.uneven import add_sharding_dim, apply_uneven_policy
 from layoutmap.core.variables import Assignment
-from layoutmap.engines.agreement import check_computed
+from layoutmap.engines.agreement import check_same_initial_values
 from layoutmap.engines.checks import (
-    check_draws,
     check_initial_value,
     check_initializers,
     check_one_result,
+    check_random_mode,
     store_in_cache,
-    wrap_reader,
+    wrap_reader_with_checks,
 )
 from layoutmap.engines.jax.arrays import (
-    canonicalize,
-    constrain,
+    canonicalize_values,
+    constrain_traced,
     convert_dtype,
-    from_blocks,
-    iterate_by_device,
+    create_from_blocks,
+    iterate_device_values,
     iterate_shards,
     wait_on_cpu,
 )
-from layoutmap.engines.jax.devices import Device, bind_mesh, find_devices, list_device_names, simulate
+from layoutmap.engines.jax.devices import Device, bind_mesh, find_devices, list_device_names, simulate_devices
 from layoutmap.engines.jax.layouts import ArrayLayouts
 from layoutmap.engines.jax.moving import make_mover
-from layoutmap.engines.jax.padded import PaddedArray, Shape, change_padding, unwrap, wrap
-from layoutmap.engines.jax.processes import gather_values, share_seeds
-from layoutmap.engines.jax.programs import ShardedProgram, find_global_reason, leave_program_context, trace
-from layoutmap.engines.jax.trees import find_memory, set_memory
-from layoutmap.engines.protocol import Array, Unplaced
+from layoutmap.engines.jax.padded import PaddedArray, Shape, change_padding, unwrap_padded, wrap_padded
+from layoutmap.engines.jax.processes import gather_from_processes, share_seeds
+from layoutmap.engines.jax.programs import (
+    ShardedProgram,
+    explain_no_shards,
+    leave_program_context,
+    trace_program,
+)
+from layoutmap.engines.jax.trees import find_memory_kind, move_to_memory
+from layoutmap.engines.protocol import Array, PlacementWithoutLayout
 
 
 class JaxEngine:
@@ -66,12 +71,12 @@ class JaxEngine:
     name = "jax"
     array_types: tuple[type, ...] = (jax.Array, PaddedArray)
     several_dims = True
-    devices = staticmethod(list_device_names)
-    simulate = staticmethod(simulate)
-    bind = staticmethod(bind_mesh)
-    to_shards = staticmethod(iterate_shards)
-    iterate_by_device = staticmethod(iterate_by_device)
-    canonicalize = staticmethod(canonicalize)
+    list_device_names = staticmethod(list_device_names)
+    simulate_devices = staticmethod(simulate_devices)
+    bind_mesh = staticmethod(bind_mesh)
+    iterate_shards = staticmethod(iterate_shards)
+    iterate_device_values = staticmethod(iterate_device_values)
+    canonicalize_values = staticmethod(canonicalize_values)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -88,34 +93,34 @@ class JaxEngine:
         if not name.startswith("key<"):
             convert_dtype(name, path)
 
-    def native(self, layout: Layout, rank: int) -> NamedSharding:
+    def make_native_layout(self, layout: Layout, rank: int) -> NamedSharding:
         """Return the `NamedSharding` of a layout, with one entry for each axis."""
         layout.check_rank((None,) * rank)
         return self._layouts.make_sharding(layout)
 
     def get_layout(self, array: object) -> Layout | None:
-        """Return the layout of an array, or None without a mesh with named dims or for a partial sum."""
+        """Return the layout of an array, or None if it is on no mesh with named dims or is a partial sum."""
         return self._layouts.get_layout(array)
 
-    def describe_placement(self, array: object, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
+    def find_placement(self, array: object, meshes: Sequence[Mesh] = ()) -> Layout | PlacementWithoutLayout:
         """Return the layout of any array, or a description of its placement without one."""
-        return self._layouts.describe_placement(array, meshes)
+        return self._layouts.find_placement(array, meshes)
 
     # -- creating arrays
 
-    def create(
+    def create_initial_values(
         self,
         assignments: Mapping[str, Assignment],
         initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
     ) -> dict[str, jax.Array]:
-        """Compute initial values directly in their layouts, with the bits of `initializer.global_value()`.
+        """Compute initial values in their layouts. They equal `initializer.global_value()` bit for bit.
 
         An initializer with a program is computed in shards: equal programs are compiled once, and called with their
-        seeds. Every process uses the seeds of process 0. The global value of one without a program, or with one that
-        cannot be computed in shards, is computed on one device, sharded, and freed before the next.
+        seeds. Every process uses the seeds of process 0. If an initializer has no program, or its program cannot be
+        computed in shards, its global value is computed on one device, sharded, and freed before the next one.
         """
-        shardings = {key: self._check_assignment(assignment) for key, assignment in assignments.items()}
+        shardings = {key: self._make_checked_sharding(assignment) for key, assignment in assignments.items()}
         check_initializers(assignments, initializers)
         made: dict[str, jax.Array] = {}
         checksums: list[tuple[str, int]] = []
@@ -127,21 +132,21 @@ class JaxEngine:
                 seeds = share_seeds(used, devices)
                 for key, assignment in assignments.items():
                     sharding, initializer = shardings[key], used[key]
-                    program = self._get_program(assignment, initializer, seeds.get(key), sharding)
+                    program = self._get_or_make_program(assignment, initializer, seeds.get(key), sharding)
                     if isinstance(program, ShardedProgram):
                         array = wait_on_cpu(program(seeds[key]))
                         if assignment.layout.host_memory:
                             array = wait_on_cpu(jax.device_put(array, sharding))
                         if assignment.is_padded:
-                            array = _move_padded(array, assignment.padded_shape, sharding)
+                            array = _relayout_padded(array, assignment.padded_shape, sharding)
                     else:
                         values = _compute_global_value(
-                            assignment, initializer, seeds.get(key), across=bool(devices)
+                            assignment, initializer, seeds.get(key), use_shared_seed=bool(devices)
                         )
                         if devices:
                             checksums.append((assignment.variable.path, compute_checksum(values)))
                         padded = assignment.padded_shape
-                        array = from_blocks(
+                        array = create_from_blocks(
                             values.shape, values.dtype, sharding, values.__getitem__, padded=padded
                         )
                         del values
@@ -150,20 +155,21 @@ class JaxEngine:
                     if progress is not None:
                         progress(key)
                 if checksums:
-                    check_computed(checksums, functools.partial(gather_values, devices=devices))
+                    gather = functools.partial(gather_from_processes, devices=devices)
+                    check_same_initial_values(checksums, gather)
         except BaseException:
             made.clear()
             raise
         return made
 
     def make_mover(
-        self, moves: Sequence[Move], arrays: Sequence[jax.Array], likes: Sequence[jax.Array]
+        self, moves: Sequence[ArrayMove], arrays: Sequence[jax.Array], likes: Sequence[jax.Array]
     ) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
         """Compile programs that move arrays to the layouts of others (see `MakeMover`)."""
         move = make_mover(moves, arrays, likes)
         layouts = [self.get_layout(like) for like in likes]
 
-        def run(new: Sequence[jax.Array]) -> list[jax.Array]:
+        def move_and_record_layouts(new: Sequence[jax.Array]) -> list[jax.Array]:
             return [
                 array
                 if layout is None
@@ -171,21 +177,21 @@ class JaxEngine:
                 for array, layout in zip(move(new), layouts, strict=True)
             ]
 
-        return run
+        return move_and_record_layouts
 
     def list_programs(self) -> list[ShardedProgram]:
         """Return the programs compiled so far."""
         return [program for program in self._programs.values() if isinstance(program, ShardedProgram)]
 
-    def from_shards(
+    def create_from_shards(
         self, assignment: Assignment, read: Callable[[Index], NumpyArray], *, copy: bool = True
     ) -> Any:
-        """Create an array from shards that are read one by one (see `Engine.from_shards`)."""
-        sharding, variable = self._check_assignment(assignment), assignment.variable
+        """Create an array from shards that are read one by one (see `Engine.create_from_shards`)."""
+        sharding, variable = self._make_checked_sharding(assignment), assignment.variable
         with leave_program_context():
-            checked = wrap_reader(variable, read)
+            checked = wrap_reader_with_checks(variable, read)
             dtype = np.dtype(jnp.dtype(variable.dtype))
-            made = from_blocks(
+            made = create_from_blocks(
                 variable.shape, dtype, sharding, checked, copy=copy, padded=assignment.padded_shape
             )
             return self._layouts.record_layout(made, assignment.layout)
@@ -201,38 +207,41 @@ class JaxEngine:
         is set. While JAX traces, the result is constrained to the layout.
         """
         if not isinstance(array, self.array_types):
-            array = canonicalize(array)
+            array = canonicalize_values(array)
         if isinstance(array, jax.core.Tracer):
             sharding = self._layouts.make_fitting_sharding(layout.replace_memory(None), array.shape, pad=pad)
-            return set_memory(constrain(array, sharding), layout.memory)
+            return move_to_memory(constrain_traced(array, sharding), layout.memory)
         if layout.memory is None:
-            layout = layout.replace_memory(find_memory(array) or None)
+            layout = layout.replace_memory(find_memory_kind(array) or None)
         sharding = self._layouts.make_fitting_sharding(layout, array.shape, pad=pad)
         if (padded := layout.pad_shape(array.shape)) != array.shape or isinstance(array, PaddedArray):
-            return self._layouts.record_layout(_move_padded(array, padded, sharding), layout, given=array)
+            moved = _relayout_padded(array, padded, sharding)
+            return self._layouts.record_layout(moved, layout, source=array)
         movable = isinstance(array, jax.Array) and (
             sharding.is_fully_addressable or not array.is_fully_addressable
         )
         if movable:
             moved = wait_on_cpu(jax.device_put(array, sharding))
-        elif jnp.issubdtype(array.dtype, jax.dtypes.prng_key):  # numpy cannot store PRNG keys
+        elif jnp.issubdtype(
+            array.dtype, jax.dtypes.prng_key
+        ):  # numpy cannot store PRNG keys, so move their data
             specs = [*layout.sharding_specs, None]
             data = self.relayout(np.asarray(jax.random.key_data(array)), Layout(specs, layout.mesh))
             wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(array))
             moved = jax.jit(wrap, out_shardings=sharding)(data)
         else:
             values = np.asarray(array)
-            moved = from_blocks(values.shape, values.dtype, sharding, values.__getitem__)
-        return self._layouts.record_layout(moved, layout, given=array)
+            moved = create_from_blocks(values.shape, values.dtype, sharding, values.__getitem__)
+        return self._layouts.record_layout(moved, layout, source=array)
 
-    def variable(self, array: object, *, name: str = "", trainable: bool = True) -> Any:
+    def make_variable(self, array: object, *, name: str = "", trainable: bool = True) -> Any:
         """Return the array, because JAX has no variables."""
         return array
 
     def to_numpy(self, array: jax.Array) -> NumpyArray:
         """Gather all values of an array from all of its processes, each of which must call this.
 
-        Of random keys, which numpy cannot hold, it returns their data.
+        numpy cannot store random keys, so their key data are returned.
         """
         layout = self.get_layout(array)
         if isinstance(array, PaddedArray) and not array.is_fully_addressable:
@@ -257,22 +266,22 @@ class JaxEngine:
             gathered_values[index] = values
         return gathered_values
 
-    def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
+    def gather_from_processes(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
         """Gather values from each process with a device of the mesh, one row each. All of them must call this."""
-        return gather_values(values, find_devices(mesh))
+        return gather_from_processes(values, find_devices(mesh))
 
     def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[object]:
         """Replicate new arrays on the mesh while the context is open."""
-        check_draws(self.name, draws)
-        return jax.set_mesh(self.native(Layout.replicated(mesh, 0), 0).mesh)  # type: ignore[arg-type]
+        check_random_mode(self.name, draws)
+        return jax.set_mesh(self.make_native_layout(Layout.replicated(mesh, 0), 0).mesh)  # type: ignore[arg-type]
 
-    def call(
+    def call_with_layout(
         self, function: Callable[..., object], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Compute the result of a function in a layout. No device stores the global value.
+        """Call a function, and return its result in a layout. No device stores the global value.
 
-        Arrays among the arguments, nested too, are passed to the compiled function; anything else is part of it. The
-        bits are those of the plain call, unless the function adds elements up: then it is compiled as one program.
+        Arrays in the arguments are inputs of the compiled function, and other arguments are constants of it. The result
+        equals that of an unsharded call bit for bit, unless the function sums elements: then it is one program.
         """
         leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
@@ -280,15 +289,15 @@ class JaxEngine:
         def call_with_arrays(arrays: Sequence[jax.Array]) -> Any:
             filled = list(leaves)
             for place, array in zip(places, arrays, strict=True):
-                filled[place] = set_memory(array, "device")
+                filled[place] = move_to_memory(array, "device")
             inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
             return function(*inner_args, **inner_kwargs)
 
         arrays = [leaves[i] for i in places]
-        closed = trace(call_with_arrays, arrays)
+        closed = trace_program(call_with_arrays, arrays)
         check_one_result(function, len(closed.out_avals))
         sharding = self._layouts.make_fitting_sharding(layout, closed.out_avals[0].shape)  # type: ignore[attr-defined]
-        if find_global_reason(closed):
+        if explain_no_shards(closed):
             made = wait_on_cpu(jax.jit(call_with_arrays, out_shardings=sharding)(arrays))
         else:
             made = wait_on_cpu(ShardedProgram(closed, NamedSharding(sharding.mesh, sharding.spec))(arrays))
@@ -297,32 +306,32 @@ class JaxEngine:
 
     # -- helpers
 
-    def _check_assignment(self, assignment: Assignment) -> NamedSharding:
-        """Return the sharding of an assignment after checks that need no array."""
+    def _make_checked_sharding(self, assignment: Assignment) -> NamedSharding:
+        """Return the sharding of an assignment, or raise if JAX cannot store its dtype or the layout does not fit."""
         variable = assignment.variable
         convert_dtype(variable.dtype, variable.path)
         return self._layouts.make_fitting_sharding(
             assignment.layout, variable.shape, variable.path, pad=assignment.is_padded
         )
 
-    def _get_program(
+    def _get_or_make_program(
         self, assignment: Assignment, initializer: Initializer, seed: object, sharding: NamedSharding
     ) -> ShardedProgram | str:
-        """Return the compiled program of an initializer, or the reason for having none."""
+        """Return the compiled program of an initializer, or the reason why it cannot be computed in shards."""
         if initializer.program is None:
             return "its initializer has no program"
         variable = assignment.variable
-        key = (initializer.program.key, variable.shape, variable.dtype, sharding, _make_signature(seed))
+        key = (initializer.program.key, variable.shape, variable.dtype, sharding, _make_seed_signature(seed))
         with self._lock:
             if key in self._programs:
                 self._programs.move_to_end(key)
                 return self._programs[key]
-        closed = trace(initializer.program.function, seed)
+        closed = trace_program(initializer.program.function, seed)
         if len(closed.out_avals) != 1:
             raise EngineError(
                 f"{variable.path}: its initializer returns {len(closed.out_avals)} values",
                 why="an initializer returns one array",
-                fix="return only the array",
+                fix="make the initializer return only the array",
             )
         (aval,) = closed.out_avals
         check_initial_value(variable, aval.shape, aval.dtype.name)  # type: ignore[attr-defined]
@@ -330,7 +339,7 @@ class JaxEngine:
             sharding = self._layouts.make_sharding(_make_even_layout(assignment.layout, variable.shape))
         # Programs compute in device memory, and the result moves to the host afterwards.
         sharding = NamedSharding(sharding.mesh, sharding.spec)
-        program = find_global_reason(closed) or ShardedProgram(closed, sharding)
+        program = explain_no_shards(closed) or ShardedProgram(closed, sharding)
         with self._lock:
             return store_in_cache(self._programs, key, program)
 
@@ -343,38 +352,38 @@ def engine() -> JaxEngine:
 
 # Fused padding would change the rounding, so pad in a separate program (decisions/0230).
 def _make_even_layout(layout: Layout, shape: Shape) -> Layout:
-    """Return an even layout: move the dims of uneven axes to axes that they divide."""
-    even = fit_layout(layout, shape, "replicate")
+    """Return a layout without uneven axes. The dims of an uneven axis shard other axes that they divide, if any."""
+    even = apply_uneven_policy(layout, shape, "replicate")
     for axis in layout.find_uneven_axes(shape):
         for dim in layout.list_mesh_dims(axis):
             even = add_sharding_dim(even, shape, dim)
     return even
 
 
-def _move_padded(array: Array, padded: Shape, sharding: NamedSharding) -> Array:
+def _relayout_padded(array: Array, padded: Shape, sharding: NamedSharding) -> Array:
     """Move an array to a sharding, and change its padding to fit."""
-    stored, shape = unwrap(array), array.shape
+    stored, shape = unwrap_padded(array), array.shape
     if isinstance(stored, jax.Array) and (stored.shape, stored.sharding) == (padded, sharding):
         return array
     if isinstance(stored, jax.Array) and stored.sharding.device_set == sharding.device_set:
         with leave_program_context():
-            return wrap(wait_on_cpu(change_padding(stored, shape, padded, sharding)), shape)
+            return wrap_padded(wait_on_cpu(change_padding(stored, shape, padded, sharding)), shape)
     values = np.asarray(array)
-    return from_blocks(shape, values.dtype, sharding, values.__getitem__, padded=padded)
+    return create_from_blocks(shape, values.dtype, sharding, values.__getitem__, padded=padded)
 
 
-def _make_signature(seed: object) -> Hashable:
+def _make_seed_signature(seed: object) -> Hashable:
     leaves, tree = jax.tree.flatten(seed)
     return tree, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
 def _compute_global_value(
-    assignment: Assignment, initializer: Initializer, seed: object, *, across: bool
+    assignment: Assignment, initializer: Initializer, seed: object, *, use_shared_seed: bool
 ) -> NumpyArray:
-    """Compute the global value on the host. Several processes use a common seed."""
+    """Return the global value of an initializer. With `use_shared_seed`, compute it by its program from `seed`."""
     value = (
         initializer.program.function(seed)
-        if across and initializer.program is not None
+        if use_shared_seed and initializer.program is not None
         else initializer.global_value()
     )
     values = np.asarray(value)

@@ -1,18 +1,17 @@
 """Insert barriers after products, gathers, and scatters that XLA would otherwise partition wrongly.
 
-XLA's partitioner gives each group of devices a part of the sum. Where the result is wanted over the dims that tell the
-groups apart, it takes the devices of a group in the order that the result's layout has, which need not be that in
-which the operands' layouts had them compute (docs/xla-faults.md). A rule for lowering sees no layouts, so this looks
-at each program for a mesh of several dims once it is lowered. On a copy Shardy's passes say which layouts its values
-get. Behind a product that XLA could compute wrongly goes a barrier: then the layout of its result follows from its
-operands', and an operation of its own redistributes it to the wanted one. A result that could be wrong so, too, is
-replicated. Where the operands are sharded over other
-dims along what is added up, so that one of them must be redistributed in any case, the smaller one is gathered.
-At the end each product is held in the layouts that were found, since XLA could find others (docs/decisions/0112).
+XLA's partitioner lets each group of devices compute a part of the sum. If the result is sharded over the dims that
+separate the groups, XLA orders the devices of a group as the result's layout does. That order can differ from the one
+in which the devices computed (docs/xla-faults.md). A lowering rule sees no layouts, so this module corrects each
+program for a mesh of several dims after it is lowered. Shardy's passes on a copy of the program return the layout of
+each value. A barrier follows each product that XLA could compute wrongly. Then the layout of the result follows from
+the operands, and a separate operation redistributes the result. If that could still be wrong, the result is replicated.
+If the operands' summed axes are sharded over different dims, one operand must be redistributed anyway, so the smaller
+one is gathered. At the end, each product is constrained to its layouts, since XLA could choose others (decisions/0112).
 
-A gather from a sharded operand, such as an embedding's table, can be wrong where its result is wanted over a mesh dim
-that shards neither its operand nor its indices along that axis. A scatter to a batch of tables ends the process where
-its result is wanted over a mesh dim along the batch that does not shard its updates along that.
+A gather from a sharded operand, such as an embedding's table, can be wrong if its result is sharded over a mesh dim
+that shards neither the operand nor the indices along that axis. A scatter to a batch of tables ends the process if its
+result is sharded along the batch over a mesh dim that does not shard the updates along the batch.
 
 Private names, tested on JAX 0.9.2 and 0.10.2:
 
@@ -33,11 +32,11 @@ from typing import Any, Self
 import jax
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.jax.shardy import list_operations, propagate
-from layoutmap.engines.patches import Attribute
-from layoutmap.engines.tested import Needed
+from layoutmap.engines.jax.shardy import list_operations, propagate_layouts
+from layoutmap.engines.patches import AttributePatch
+from layoutmap.engines.tested import ImportGuard
 
-with Needed("jax"):
+with ImportGuard("jax"):
     from jax._src.interpreters import mlir as _mlir
     from jaxlib.mlir import ir as _ir
     from jaxlib.mlir.dialects import sdy as _sdy
@@ -49,52 +48,55 @@ _NUMBER_ATTRIBUTE = "layoutmap.number"
 """The attribute that identifies a product after Shardy's passes, which copy functions."""
 
 _RESULT = 2
-"""The position of the result among a product's values. Its operands have the positions 0 and 1."""
+"""The position of the result among a product's values. The operands have the positions 0 and 1."""
 
 _GRID_LAYOUT = re.compile(r"devices=\[(?:1,)*(?!1[,\]])\d+,(?:1,)*(?!1[,\]])\d")
 """Matches a GSPMD layout with more than one shard, or copy, along two axes."""
 
 _Sharding = _sdy.TensorShardingAttr | None
-Piece = tuple[str, int, int]
+DimPart = tuple[str, int, int]
 """A mesh dim or a part of one: name, start, and stop. `("x", 2, 4)` is the minor half of a dim of size 4."""
 
-Axes = Sequence[Sequence[Piece]]
-"""For each axis of a tensor the pieces of mesh dims that shard it, major to minor."""
+Axes = Sequence[Sequence[DimPart]]
+"""For each axis of a tensor, the mesh dims or parts of dims that shard it, major to minor."""
 
 
 def _wrap_lowering(lower: Callable[..., _mlir.LoweringResult]) -> Callable[..., _mlir.LoweringResult]:
+    """Wrap JAX's lowering of a program so that it inserts barriers into programs for several devices."""
+
     @functools.wraps(lower)
-    def lower_and_correct(name: str, *args: object, **kwargs: Any) -> _mlir.LoweringResult:
-        result = lower(name, *args, **kwargs)
+    def lower_and_correct(program_name: str, *args: object, **kwargs: Any) -> _mlir.LoweringResult:
+        result = lower(program_name, *args, **kwargs)
         if kwargs.get("num_partitions", 1) > 1:
-            insert_barriers(result.module, name)
+            insert_barriers(result.module, program_name)
         return result
 
     return lower_and_correct
 
 
-PATCH = Attribute(_mlir, "lower_jaxpr_to_module", _wrap_lowering)
+PATCH = AttributePatch(_mlir, "lower_jaxpr_to_module", _wrap_lowering)
 """Corrects each program for several devices that JAX lowers."""
 
 
-def insert_barriers(module: _ir.Module, name: str) -> None:
-    """Insert a barrier after each product of a lowered program that XLA could compute wrongly, in place.
+def insert_barriers(module: _ir.Module, program_name: str) -> None:
+    """Change a lowered program in place so that XLA computes its products, gathers, and scatters correctly.
 
     Args:
         module: The program.
-        name: What it is called.
+        program_name: The name of the program, for the error.
 
     Raises:
-        EngineError: A product could be wrong all the same.
+        EngineError: A product could be wrong even with a barrier.
     """
     with module.context, _ir.Location.unknown():
         products = _list_products(module)
         if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
             if products and _GRID_LAYOUT.search(str(module)):
-                raise _make_error(name, products[0], "set jax_use_shardy_partitioner, as it is by default")
+                fix = "set jax_use_shardy_partitioner, as it is by default"
+                raise _make_product_error(program_name, products[0], fix)
             return
         has_several_dims = any(
-            sum(n > 1 for n in dims.values()) > 1 for dims in _read_meshes(module).values()
+            sum(n > 1 for n in dims.values()) > 1 for dims in _read_mesh_sizes(module).values()
         )
         if not products or not has_several_dims:
             return
@@ -103,31 +105,31 @@ def insert_barriers(module: _ir.Module, name: str) -> None:
         apart: set[tuple[int, int]] = set()
         replicated: set[tuple[int, int]] = set()
         while True:  # changing the layouts of one product can change others, so repeat
-            layouts, found = _propagate_layouts(module)
-            if not found:
+            layouts, to_change = _find_product_layouts(module)
+            if not to_change:
                 break
-            if refused := {each for each in apart & found if each[1] != _RESULT or each in replicated}:
+            if refused := {each for each in apart & to_change if each[1] != _RESULT or each in replicated}:
                 fix = "constrain its operands to be replicated: lm.dtensor.relayout(operand, layout)"
-                raise _make_error(name, products[min(refused)[0]], fix)
-            for number, value in sorted(found):
+                raise _make_product_error(program_name, products[min(refused)[0]], fix)
+            for number, position in sorted(to_change):
                 result = products[number].results[0]
-                if value != _RESULT:
-                    _gather(module, products[number], value)
-                elif (number, value) in apart:  # layouts propagated from it may be wrong, too
-                    _replicate(module, result)
-                    replicated.add((number, value))
+                if position != _RESULT:
+                    _gather_summed_axes(module, products[number], position)
+                elif (number, position) in apart:  # the barrier was not enough, so replicate the result
+                    _replicate_result(module, result)
+                    replicated.add((number, position))
                 else:
                     _insert_barrier_after(result)
-            apart |= found
+            apart |= to_change
         if layouts:
-            _pin_layouts(module, layouts)
+            _constrain_products(module, layouts)
 
 
 def _copy_shared_functions(module: _ir.Module) -> None:
-    """Give each call its own copy of a function, because calls with different layouts share one in JAX."""
+    """Copy each function that several calls share, because the calls may need different layouts."""
     table, called = _ir.SymbolTable(module.operation), set[str]()
 
-    def visit(function: _ir.Operation) -> None:
+    def copy_called_functions(function: _ir.Operation) -> None:
         for call in list_operations(function, "func.call"):
             name = _ir.FlatSymbolRefAttr(call.attributes["callee"]).value
             if name in called:
@@ -135,9 +137,9 @@ def _copy_shared_functions(module: _ir.Module) -> None:
                 name = table.insert(copy).value
                 call.attributes["callee"] = _ir.FlatSymbolRefAttr.get(name)
             called.add(name)
-            visit(table[name].operation)
+            copy_called_functions(table[name].operation)
 
-    visit(table["main"].operation)
+    copy_called_functions(table["main"].operation)
 
 
 def _insert_barrier_after(result: Any) -> None:
@@ -146,10 +148,10 @@ def _insert_barrier_after(result: Any) -> None:
     result.replace_all_uses_except(barrier.result, barrier.operation)
 
 
-def _replicate(module: _ir.Module, result: Any) -> None:
-    """Replicate a result, so that each device then takes its shard."""
+def _replicate_result(module: _ir.Module, result: Any) -> None:
+    """Constrain a result to be replicated. Operations that use it then slice each device's shard."""
     layout = _sdy.TensorShardingAttr.get(
-        _find_largest_mesh(module),
+        _find_largest_mesh_name(module),
         [_sdy.DimensionShardingAttr.get([], is_closed=True) for _ in result.type.shape],
     )
     with _ir.InsertionPoint.after(result.owner):
@@ -157,35 +159,35 @@ def _replicate(module: _ir.Module, result: Any) -> None:
     result.replace_all_uses_except(whole.result, whole.operation)
 
 
-def _gather(module: _ir.Module, op: _ir.OpView, operand: int) -> None:
-    """Gather an operand of a product along its summed axes."""
+def _gather_summed_axes(module: _ir.Module, op: _ir.OpView, position: int) -> None:
+    """Gather the operand at a position of a product along the axes that the product sums."""
     lhs, rhs, result = _LABELS[op.name](op)
-    closed = [label in {*lhs} & {*rhs} - {*result} for label in (lhs, rhs)[operand]]
+    closed = [label in {*lhs} & {*rhs} - {*result} for label in (lhs, rhs)[position]]
     layout = _sdy.TensorShardingAttr.get(
-        _find_largest_mesh(module),
+        _find_largest_mesh_name(module),
         [_sdy.DimensionShardingAttr.get([], is_closed=each) for each in closed],
     )
     with _ir.InsertionPoint(op):
-        op.operands[operand] = _sdy.ShardingConstraintOp(op.operands[operand], layout).result
+        op.operands[position] = _sdy.ShardingConstraintOp(op.operands[position], layout).result
 
 
-def _pin_layouts(module: _ir.Module, layouts: Mapping[int, Sequence[_Sharding]]) -> None:
-    """Constrain the operands and results of products to the layouts found for them, by number.
+def _constrain_products(module: _ir.Module, layouts: Mapping[int, Sequence[_Sharding]]) -> None:
+    """Constrain the operands and results of products to `layouts`, by the number of the product.
 
-    XLA simplifies a program before it propagates layouts; where some conflict, others could win then. A value has one
-    constraint for all products that take it, so that XLA gathers it once.
+    XLA simplifies a program before it propagates layouts, so it could resolve conflicts of layouts differently.
+    Products that use the same value share one constraint, so that XLA gathers the value once.
     """
-    mesh, products = _find_largest_mesh(module), _list_products(module)
+    mesh, products = _find_largest_mesh_name(module), _list_products(module)
     pinned: dict[tuple[object, _sdy.TensorShardingAttr], Any] = {}
     for number, (*of_operands, of_result) in layouts.items():
         op = products[number]
-        for operand, layout in zip(_find_operands(op), of_operands, strict=True):
+        for operand, layout in zip(_find_operand_positions(op), of_operands, strict=True):
             value = op.operands[operand]
-            key = value, _close_sharding(layout, mesh, value)
+            key = value, _make_closed_sharding(layout, mesh, value)
             if key not in pinned:
                 pinned[key] = _constrain_value(*key)
             op.operands[operand] = pinned[key]
-        layout = _close_sharding(of_result, mesh, op.results[0])
+        layout = _make_closed_sharding(of_result, mesh, op.results[0])
         result = _constrain_value(op.results[0], layout)
         op.results[0].replace_all_uses_except(result, result.owner.operation)
         pinned[result, layout] = result
@@ -199,10 +201,10 @@ def _constrain_value(value: Any, layout: _sdy.TensorShardingAttr) -> Any:
         return _sdy.ShardingConstraintOp(value, layout).result
 
 
-def _close_sharding(layout: _Sharding, mesh: str, value: Any) -> _sdy.TensorShardingAttr:
+def _make_closed_sharding(layout: _Sharding, mesh_name: str, value: Any) -> _sdy.TensorShardingAttr:
     if layout is None:
         whole = [_sdy.DimensionShardingAttr.get([], is_closed=True)] * len(value.type.shape)
-        return _sdy.TensorShardingAttr.get(mesh, whole)
+        return _sdy.TensorShardingAttr.get(mesh_name, whole)
     dims = map(_sdy.DimensionShardingAttr, layout.dimension_shardings)
     return _sdy.TensorShardingAttr.get(
         layout.mesh_or_ref,
@@ -211,14 +213,14 @@ def _close_sharding(layout: _Sharding, mesh: str, value: Any) -> _sdy.TensorShar
     )
 
 
-def _find_largest_mesh(module: _ir.Module) -> str:
-    meshes = _read_meshes(module)
+def _find_largest_mesh_name(module: _ir.Module) -> str:
+    meshes = _read_mesh_sizes(module)
     return max(meshes, key=lambda name: len(meshes[name]))
 
 
-def _make_error(name: str, op: _ir.OpView, fix: str) -> EngineError:
+def _make_product_error(program_name: str, op: _ir.OpView, fix: str) -> EngineError:
     return EngineError(
-        f"{name}: XLA could compute wrong numbers",
+        f"{program_name}: XLA could compute wrong numbers",
         facts={"operation": op.name, "where": getattr(op.location, "name_str", "unknown")},
         why="for some products, gathers, and scatters with results sharded over other mesh dims than "
         "their operands, XLA uses a wrong order of devices (docs/xla-faults.md)",
@@ -226,29 +228,30 @@ def _make_error(name: str, op: _ir.OpView, fix: str) -> EngineError:
     )
 
 
-def _propagate_layouts(module: _ir.Module) -> tuple[dict[int, Sequence[_Sharding]], set[tuple[int, int]]]:
-    """Return the layouts of a program's products by number, and the products that XLA may compute wrongly.
+def _find_product_layouts(module: _ir.Module) -> tuple[dict[int, Sequence[_Sharding]], set[tuple[int, int]]]:
+    """Return the layouts of a program's products, and which values of products must be changed.
 
     Returns:
-        The layouts of the values of each product, `None` for replicated, unless all are; of each product that could be
-        wrong its number, and that of the value to change.
+        The layouts of the operands and the result by number of the product, without products whose values are all
+        replicated; and for each product that XLA could compute wrongly, its number and the position of the value to
+        redistribute.
     """
     copy = module.operation.clone()
-    kind = _ir.IntegerType.get_signless(64)
+    int64 = _ir.IntegerType.get_signless(64)
     for number, op in enumerate(_list_products(copy)):
-        op.attributes[_NUMBER_ATTRIBUTE] = _ir.IntegerAttr.get(kind, number)
-    propagate(copy)
-    meshes = _read_meshes(copy)
+        op.attributes[_NUMBER_ATTRIBUTE] = _ir.IntegerAttr.get(int64, number)
+    propagate_layouts(copy)
+    meshes = _read_mesh_sizes(copy)
     layouts: dict[int, Sequence[_Sharding]] = {}
-    found: set[tuple[int, int]] = set()
+    to_change: set[tuple[int, int]] = set()
     for op in _list_products(copy):
         number = op.attributes[_NUMBER_ATTRIBUTE].value
-        # Sharding constraints are errors inside `shard_map`.
-        layouts[number] = () if _is_in_shard_map(op) else tuple(map(_find_layout, _list_values(op)))
-        to_change = _KINDS.get(op.name, _Product).from_operation(op, meshes).find_value_to_change()
-        if to_change is not None:
-            found.add((number, to_change))
-    return {number: each for number, each in layouts.items() if any(each)}, found
+        # A sharding constraint inside `shard_map` is an error, so record no layouts there.
+        layouts[number] = () if _is_in_shard_map(op) else tuple(map(_read_layout, _list_product_values(op)))
+        product_layouts = _LAYOUT_CLASSES.get(op.name, _ProductLayouts).from_operation(op, meshes)
+        if (position := product_layouts.find_position_to_change()) is not None:
+            to_change.add((number, position))
+    return {number: each for number, each in layouts.items() if any(each)}, to_change
 
 
 def _is_in_shard_map(op: _ir.OpView) -> bool:
@@ -258,13 +261,13 @@ def _is_in_shard_map(op: _ir.OpView) -> bool:
     return parent is not None
 
 
-def _list_values(op: _ir.OpView) -> Sequence[Any]:
-    lhs, rhs = _find_operands(op)
+def _list_product_values(op: _ir.OpView) -> Sequence[Any]:
+    lhs, rhs = _find_operand_positions(op)
     return op.operands[lhs], op.operands[rhs], op.results[0]
 
 
-def _find_operands(op: _ir.OpView) -> tuple[int, int]:
-    """Return the positions of the two operands of a product."""
+def _find_operand_positions(op: _ir.OpView) -> tuple[int, int]:
+    """Return the positions of the two compared operands: of a scatter, its updates and indices."""
     return (2, 1) if op.name == _SCATTER else (0, 1)
 
 
@@ -272,8 +275,8 @@ def _list_products(module: _ir.Module | _ir.Operation) -> list[Any]:
     return [op for op in list_operations(module, "stablehlo.") if op.name in _LABELS]
 
 
-def _read_meshes(module: _ir.Module | _ir.Operation) -> dict[str, dict[str, int]]:
-    """Return the meshes of a program by name, as sizes by dim."""
+def _read_mesh_sizes(module: _ir.Module | _ir.Operation) -> dict[str, dict[str, int]]:
+    """Return the sizes of the dims of each mesh of a program, by mesh name and dim name."""
     found = {
         view.attributes["sym_name"].value: _sdy.MeshAttr(view.attributes["mesh"])
         for view in module.operation.regions[0].blocks[0]
@@ -289,33 +292,34 @@ def _read_meshes(module: _ir.Module | _ir.Operation) -> dict[str, dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
+class _ProductLayouts:
     """The layouts of a product's operands and result.
 
     Args:
-        axes: For both operands and the result, the pieces that shard each axis.
+        axes: For both operands and the result, the parts of mesh dims that shard each axis.
         labels: For both operands and the result, a label for each axis, like the letters of `einsum`.
-        dims: All pieces of the mesh, in its order.
+        dims: All parts of the mesh's dims, in its order.
         sizes: The number of elements of each operand.
     """
 
     axes: tuple[Axes, Axes, Axes]
     labels: tuple[Sequence[Hashable], Sequence[Hashable], Sequence[Hashable]]
-    dims: Sequence[Piece]
+    dims: Sequence[DimPart]
     sizes: tuple[int, int]
 
     @classmethod
     def from_operation(cls, op: _ir.OpView, meshes: Mapping[str, Mapping[str, int]]) -> Self:
-        values = _list_values(op)
-        layouts = [_find_layout(value) for value in values]
+        """Read the layouts of an operation on one of `meshes`, and split its dims where any of the layouts does."""
+        values = _list_product_values(op)
+        layouts = [_read_layout(value) for value in values]
         named = [meshes.get(str(layout.mesh_or_ref).lstrip("@"), {}) for layout in layouts if layout]
         mesh = max(named, key=len, default={})
-        given = [list(_iterate_dims(layout)) if layout else [] for layout in layouts]
+        given = [list(_iterate_dims_by_axis(layout)) if layout else [] for layout in layouts]
         ends = {name: {1, size} for name, size in mesh.items()}
         for name, begin, end in (part for axes in given for axis in axes for part in axis):
             ends[name] |= {begin, end or mesh[name]}
 
-        def split_dim(name: str, begin: int = 1, end: int | None = None) -> Iterator[Piece]:
+        def split_dim(name: str, begin: int = 1, end: int | None = None) -> Iterator[DimPart]:
             inside = sorted(n for n in ends[name] if begin <= n <= (end or mesh[name]))
             return ((name, *pair) for pair in pairwise(inside))
 
@@ -324,106 +328,111 @@ class _Product:
         sizes = [math.prod(operand.type.shape) for operand in values[:2]]
         return cls(tuple(axes), _LABELS[op.name](op), dims, tuple(sizes))  # type: ignore[arg-type]
 
-    def find_value_to_change(self) -> int | None:
+    def find_position_to_change(self) -> int | None:
         """Return the position of the value to redistribute, or None if XLA computes the product correctly."""
         lhs, rhs = (self._find_summed_dims(operand) for operand in (0, 1))
         if lhs & rhs:
-            of_others = lhs != rhs and self._is_result_sharded(lhs & rhs)
-            return _RESULT if of_others or self._has_other_device_order(lhs & rhs, (0, 1)) else None
+            of_others = lhs != rhs and self._is_result_sharded_over(lhs & rhs)
+            return _RESULT if of_others or self._can_reorder_result(lhs & rhs, (0, 1)) else None
         if not any(
             _count_shards(each) > 1 and _count_shards(each) == _count_shards(other)
-            for each, other in self._iterate_summed_dims()
+            for each, other in self._iterate_summed_dim_pairs()
         ):
             return None
-        if self._has_other_device_order(lhs, (0,)) or self._has_other_device_order(rhs, (1,)):
+        if self._can_reorder_result(lhs, (0,)) or self._can_reorder_result(rhs, (1,)):
             return min((0, 1), key=lambda operand: self.sizes[operand])
         return None
 
-    def _iterate_summed_dims(self) -> Iterator[tuple[set[Piece], set[Piece]]]:
-        """Yield the mesh dims that shard the summed axes of both operands: of all axes, then of each."""
+    def _iterate_summed_dim_pairs(self) -> Iterator[tuple[set[DimPart], set[DimPart]]]:
+        """Yield pairs: the mesh dims that shard summed axes of the first operand, and those of the second.
+
+        The first pair is for all summed axes together, and the others are for one axis each.
+        """
         yield self._find_summed_dims(0), self._find_summed_dims(1)
         for label in self.labels[0]:
             yield self._find_summed_dims(0, label), self._find_summed_dims(1, label)
 
-    def _find_summed_dims(self, operand: int, only: Hashable = None) -> set[Piece]:
-        """Return the mesh dims that shard the summed axes of an operand, or one of these axes."""
+    def _find_summed_dims(self, position: int, summed_label: Hashable = None) -> set[DimPart]:
+        """Return the mesh dims that shard the summed axes of an operand, or with `summed_label` only that axis."""
         summed = {*self.labels[0]} & {*self.labels[1]} - {*self.labels[2]}
-        placed = self._label_pieces(operand).items()
-        return {piece for piece, label in placed if label in summed and only in (None, label)}
+        placed = self._label_dim_parts(position).items()
+        return {piece for piece, label in placed if label in summed and summed_label in (None, label)}
 
-    def _label_pieces(self, value: int) -> dict[Piece, Hashable]:
-        """Map each piece of the mesh to the label of the axis that it shards."""
-        axes = zip(self.axes[value], self.labels[value], strict=False)
-        return {piece: label for pieces, label in axes for piece in pieces}
+    def _label_dim_parts(self, position: int) -> dict[DimPart, Hashable]:
+        """Map each part of a mesh dim that shards a value to the label of the axis that it shards."""
+        axes = zip(self.axes[position], self.labels[position], strict=False)
+        return {part: label for parts, label in axes for part in parts}
 
-    def _is_result_sharded(self, groups: set[Piece]) -> bool:
-        return bool(groups & self._label_pieces(_RESULT).keys())
+    def _is_result_sharded_over(self, parts: set[DimPart]) -> bool:
+        return bool(parts & self._label_dim_parts(_RESULT).keys())
 
-    def _has_other_device_order(self, groups: set[Piece], operands: tuple[int, ...]) -> bool:
+    def _can_reorder_result(self, group_parts: set[DimPart], operand_positions: tuple[int, ...]) -> bool:
         """Return whether XLA may read the result in another device order than the one that computed it.
 
-        It could not where no piece that tells groups apart shards the result; or where those pieces alone shard axes
-        of it, and the others shard it in the order of the operands, each along an axis that it shards in one of them.
+        XLA does not if no part in `group_parts` shards the result. It also does not if these parts share no
+        axis of the result with other parts, and each other part shards the same axis in an operand, in the same order.
 
         Args:
-            groups: What tells the groups apart.
-            operands: Which operands the groups compute with as they are.
+            group_parts: The parts of mesh dims that separate the groups of devices.
+            operand_positions: The positions of the operands that are not redistributed.
         """
-        if not self._is_result_sharded(groups):
+        if not self._is_result_sharded_over(group_parts):
             return False
         orders = {
-            tuple(piece for piece in self._order_pieces(self.axes[value]) if piece not in groups)
-            for value in (*operands, _RESULT)
+            tuple(piece for piece in self._sort_parts(self.axes[value]) if piece not in group_parts)
+            for value in (*operand_positions, _RESULT)
         }
         return (
             len(orders) > 1
-            or any(groups & {*axis} and {*axis} - groups for axis in self.axes[_RESULT])
+            or any(group_parts & {*axis} and {*axis} - group_parts for axis in self.axes[_RESULT])
             or any(
-                label not in (self._label_pieces(0).get(piece), self._label_pieces(1).get(piece))
-                for piece, label in self._label_pieces(_RESULT).items()
-                if piece not in groups
+                label not in (self._label_dim_parts(0).get(piece), self._label_dim_parts(1).get(piece))
+                for piece, label in self._label_dim_parts(_RESULT).items()
+                if piece not in group_parts
             )
         )
 
-    def _order_pieces(self, axes: Axes) -> list[Piece]:
-        """Return all pieces of the mesh in XLA's shard order. Pieces that shard no axis are last."""
-        sharded = [piece for axis in axes for piece in axis]
-        return sharded + [piece for piece in self.dims if piece not in sharded]
+    def _sort_parts(self, axes: Axes) -> list[DimPart]:
+        """Return all parts of the mesh's dims in XLA's shard order. Parts that shard no axis are last."""
+        sharded = [part for axis in axes for part in axis]
+        return sharded + [part for part in self.dims if part not in sharded]
 
 
-class _Gather(_Product):
+class _GatherLayouts(_ProductLayouts):
     """The layouts of a gather's operand, indices, and result."""
 
-    def find_value_to_change(self) -> int | None:
-        """Return the result if a mesh dim shards an axis of it that is unsharded in the operand or indices."""
-        if not self._label_pieces(0):
+    def find_position_to_change(self) -> int | None:
+        """Return the result's position if a mesh dim shards an axis only in the result, not in operand or indices."""
+        if not self._label_dim_parts(0):
             return None
-        found = self._label_pieces(_RESULT).items()
+        found = self._label_dim_parts(_RESULT).items()
         is_apart = any(
-            label not in (self._label_pieces(0).get(piece), self._label_pieces(1).get(piece))
+            label not in (self._label_dim_parts(0).get(piece), self._label_dim_parts(1).get(piece))
             for piece, label in found
         )
         return _RESULT if is_apart else None
 
 
-class _Scatter(_Product):
+class _ScatterLayouts(_ProductLayouts):
     """The layouts of a scatter's updates, indices, and result."""
 
-    def find_value_to_change(self) -> int | None:
-        """Return the result if a mesh dim shards its batch of tables, but not the batch of the updates."""
+    def find_position_to_change(self) -> int | None:
+        """Return the result's position if a mesh dim shards its batch of tables, but not the batch of the updates."""
         batch = {*self.labels[1]} & {*self.labels[_RESULT]}
-        found = self._label_pieces(_RESULT).items()
-        is_apart = any(label in batch and label != self._label_pieces(0).get(piece) for piece, label in found)
+        found = self._label_dim_parts(_RESULT).items()
+        is_apart = any(
+            label in batch and label != self._label_dim_parts(0).get(piece) for piece, label in found
+        )
         return _RESULT if is_apart else None
 
 
-def _count_shards(pieces: Iterable[Piece]) -> int:
-    """Return the number of shards along an axis that these pieces split."""
-    return math.prod(end // begin for _, begin, end in pieces)
+def _count_shards(parts: Iterable[DimPart]) -> int:
+    """Return the number of shards along an axis that these parts of mesh dims shard."""
+    return math.prod(end // begin for _, begin, end in parts)
 
 
-def _iterate_dims(layout: _sdy.TensorShardingAttr) -> Iterator[list[tuple[str, int, int | None]]]:
-    """Yield, for each axis, the mesh dims that shard it, with start and stop for a part of a dim."""
+def _iterate_dims_by_axis(layout: _sdy.TensorShardingAttr) -> Iterator[list[tuple[str, int, int | None]]]:
+    """Yield, for each axis, the mesh dims that shard it, with start and stop. The stop of a whole dim is None."""
     for axis in map(_sdy.DimensionShardingAttr, layout.dimension_shardings):
         found: list[tuple[str, int, int | None]] = []
         for dim in map(_sdy.AxisRefAttr, axis.axes):
@@ -434,7 +443,7 @@ def _iterate_dims(layout: _sdy.TensorShardingAttr) -> Iterator[list[tuple[str, i
         yield found
 
 
-def _find_layout(value: Any) -> _Sharding:
+def _read_layout(value: Any) -> _Sharding:
     """Return the layout that Shardy gave a value, or None for a replicated one."""
     owner = value.owner
     if isinstance(owner, _ir.Block):
@@ -455,7 +464,7 @@ def _find_layout(value: Any) -> _Sharding:
     return _sdy.TensorShardingAttr(_sdy.TensorShardingPerValueAttr(op.attributes[name]).shardings[number])
 
 
-def _label_dot(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
+def _label_dot_axes(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
     numbers = _hlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
     lhs: list[Hashable] = [("lhs", axis) for axis in range(len(op.operands[0].type.shape))]
     rhs: list[Hashable] = [("rhs", axis) for axis in range(len(op.operands[1].type.shape))]
@@ -468,23 +477,23 @@ def _label_dot(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list[Has
     return lhs, rhs, [lhs[axis] for axis in batch] + free + others
 
 
-def _label_convolution(op: Any) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
+def _label_convolution_axes(op: Any) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
     numbers = _hlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
     lhs, rhs, result = ([(of, axis) for axis in range(len(op.results[0].type.shape))] for of in range(3))
     groups = any(op.attributes[name].value > 1 for name in ("feature_group_count", "batch_group_count"))
     lhs[numbers.input_batch_dimension] = result[numbers.output_batch_dimension]
     rhs[numbers.kernel_output_feature_dimension] = result[numbers.output_feature_dimension]
-    if groups:  # the feature axis is sharded between groups only
+    if groups:  # features are sharded only between groups, so they are not summed over shards
         lhs[numbers.input_feature_dimension] = result[numbers.output_feature_dimension]
     else:
         lhs[numbers.input_feature_dimension] = rhs[numbers.kernel_input_feature_dimension]
     return lhs, rhs, result  # type: ignore[return-value]
 
 
-def _label_gather(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
+def _label_gather_axes(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
     numbers = _hlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
     batch = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    table, indices, result = _label_rows(op, 0, batch, numbers.index_vector_dim, numbers.offset_dims)
+    table, indices, result = _label_table_axes(op, 0, batch, numbers.index_vector_dim, numbers.offset_dims)
     sliced = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [axis for axis in range(len(table)) if axis not in sliced]
     shape, sizes = op.operands[0].type.shape, _ir.DenseI64ArrayAttr(op.attributes["slice_sizes"])
@@ -494,31 +503,35 @@ def _label_gather(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list[
     return table, indices, result
 
 
-def _label_scatter(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
+def _label_scatter_axes(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
     numbers = _hlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
     batch = zip(numbers.input_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
-    return _label_rows(op, _RESULT, batch, numbers.index_vector_dim, numbers.update_window_dims)
+    return _label_table_axes(op, _RESULT, batch, numbers.index_vector_dim, numbers.update_window_dims)
 
 
-def _label_rows(
-    op: _ir.OpView, table: int, batch: Iterable[tuple[int, int]], vector: int, windows: Sequence[int]
+def _label_table_axes(
+    op: _ir.OpView,
+    table_position: int,
+    batch_axes: Iterable[tuple[int, int]],
+    vector_axis: int,
+    window_axes: Sequence[int],
 ) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
-    """Label the axes of a table, of the indices into it, and of the rows read or written.
+    """Return labels for the axes of a table, of the indices into it, and of the rows read or written.
 
     Args:
-        op: The operation.
-        table: The number of the table among its values; the rows are the other one.
-        batch: The axes of a batch, in the table and in the indices.
-        vector: The axis of the indices along which one index lies.
-        windows: The axes of the rows that lie inside of one.
+        op: A gather or scatter.
+        table_position: The position of the table among its values, 0 or 2. The rows have the other position.
+        batch_axes: Pairs of batch axes: the axis in the table, and in the indices.
+        vector_axis: The axis of the indices that contains the coordinates of one index.
+        window_axes: The axes of the rows inside one window.
     """
-    ranks = [len(value.type.shape) for value in _list_values(op)]
+    ranks = [len(value.type.shape) for value in _list_product_values(op)]
     labels: list[list[Hashable]] = [[(of, axis) for axis in range(rank)] for of, rank in enumerate(ranks)]
-    rows, indices = labels[_RESULT - table], labels[1]
-    for axis, other in batch:
-        labels[table][axis] = indices[other]
-    of_indices = [axis for axis in range(ranks[1]) if axis != vector]
-    of_rows = [axis for axis in range(len(rows)) if axis not in windows]
+    rows, indices = labels[_RESULT - table_position], labels[1]
+    for axis, other in batch_axes:
+        labels[table_position][axis] = indices[other]
+    of_indices = [axis for axis in range(ranks[1]) if axis != vector_axis]
+    of_rows = [axis for axis in range(len(rows)) if axis not in window_axes]
     for axis, other in zip(of_rows, of_indices, strict=True):
         rows[axis] = indices[other]
     return labels[0], labels[1], labels[2]
@@ -526,10 +539,10 @@ def _label_rows(
 
 _SCATTER = "stablehlo.scatter"
 _GATHER = "stablehlo.gather"
-_KINDS: dict[str, type[_Product]] = {_GATHER: _Gather, _SCATTER: _Scatter}
+_LAYOUT_CLASSES: dict[str, type[_ProductLayouts]] = {_GATHER: _GatherLayouts, _SCATTER: _ScatterLayouts}
 _LABELS = {
-    "stablehlo.dot_general": _label_dot,
-    "stablehlo.convolution": _label_convolution,
-    _GATHER: _label_gather,
-    _SCATTER: _label_scatter,
+    "stablehlo.dot_general": _label_dot_axes,
+    "stablehlo.convolution": _label_convolution_axes,
+    _GATHER: _label_gather_axes,
+    _SCATTER: _label_scatter_axes,
 }

@@ -16,23 +16,23 @@ from layoutmap.core.errors import MeshError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh, convert_mesh
 from layoutmap.engines.jax.devices import (
-    add_devices,
+    add_devices_to_mesh,
     bind_mesh,
     get_device_name,
     make_named_sharding,
     make_partition_spec,
 )
-from layoutmap.engines.jax.padded import PaddedArray, unwrap, wrap
-from layoutmap.engines.jax.trees import find_memory
-from layoutmap.engines.protocol import Array, Unplaced
+from layoutmap.engines.jax.padded import PaddedArray, unwrap_padded, wrap_padded
+from layoutmap.engines.jax.trees import find_memory_kind
+from layoutmap.engines.protocol import Array, PlacementWithoutLayout
 
 
 # Equal meshes share one JAX mesh, so a weak table stores the mesh with which each array was created (decisions/0033).
 class ArrayLayouts:
     """Find the layouts of arrays.
 
-    An abstract mesh and the same mesh with devices share one JAX mesh. Arrays belong to the first one used while
-    JAX's mesh exists, except those created on the other one.
+    An abstract mesh and the same mesh with devices share one JAX mesh. Layouts of its arrays have the one of both that
+    was used first, except arrays that were created on the other one.
     """
 
     def __init__(self) -> None:
@@ -73,53 +73,57 @@ class ArrayLayouts:
         if known is None:
             dims = list(zip(map(str, native_mesh.axis_names), native_mesh.devices.shape, strict=True))
             mesh = Mesh(None, dims, axis_types=list(native_mesh.axis_types))
-            known = add_devices(mesh, list(native_mesh.devices.flat))
+            known = add_devices_to_mesh(mesh, list(native_mesh.devices.flat))
             self._read_of_native[native_mesh] = known
         return known
 
     def get_layout(self, array: Any) -> Layout | None:
         """Return the layout of an array, or None without a mesh with named dims."""
-        array = unwrap(array)
+        array = unwrap_padded(array)
         sharding = getattr(array, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
             return None
         if _explain_missing_layout(sharding.spec):
             return None
         _, made_on = self._mesh_of_array.get(id(array), (None, None))
-        specs, mesh = _pad_specs(sharding.spec, array.ndim), made_on or self.find_mesh(sharding.mesh)
-        return Layout(specs, mesh, memory=find_memory(array) or None)
+        specs, mesh = _pad_spec_to_rank(sharding.spec, array.ndim), made_on or self.find_mesh(sharding.mesh)
+        return Layout(specs, mesh, memory=find_memory_kind(array) or None)
 
-    def describe_placement(self, array: Any, meshes: Sequence[Mesh]) -> Layout | Unplaced:
+    def find_placement(self, array: Any, meshes: Sequence[Mesh]) -> Layout | PlacementWithoutLayout:
         """Return the layout of an array, or a description of its placement without one."""
         sharding = getattr(array, "sharding", None)
         if not isinstance(sharding, NamedSharding):
-            return _match_sharding(array, sharding, meshes)
+            return _find_equivalent_layout(array, sharding, meshes)
         if (why := _explain_missing_layout(sharding.spec)) is not None:
-            return Unplaced(why)
+            return PlacementWithoutLayout(why)
         try:
             if isinstance(sharding.mesh, jax.sharding.Mesh):
                 layout = self.get_layout(array)
                 assert layout is not None
                 return layout
-            return Layout(_pad_specs(sharding.spec, array.ndim), convert_mesh(sharding.mesh))
+            return Layout(_pad_spec_to_rank(sharding.spec, array.ndim), convert_mesh(sharding.mesh))
         except MeshError as error:
-            return Unplaced(f"{sharding.spec} on a mesh that has no form here: {error.what}")
+            return PlacementWithoutLayout(
+                f"{sharding.spec} on a mesh that layoutmap cannot express: {error.what}"
+            )
 
-    def record_layout(self, array: Array, layout: Layout, *, given: object = None) -> Array:
-        """Return an array created in a layout, and record its mesh if equal meshes were used before.
+    def record_layout(self, array: Array, layout: Layout, *, source: object = None) -> Array:
+        """Return the array with its mesh recorded, if an equal mesh was used before. It may be a new array object.
 
         Args:
             array: The array.
             layout: Its layout.
-            given: What it was made from, and may be itself: that keeps its layout.
+            source: The array from which it was made, which may be the same object, and keeps its own layout.
         """
         if isinstance(array, PaddedArray):
-            return wrap(self.record_layout(array.array, layout, given=unwrap(given)), array.shape)
+            return wrap_padded(
+                self.record_layout(array.array, layout, source=unwrap_padded(source)), array.shape
+            )
         first = self._mesh_of_native[array.sharding.mesh]
         _, made_on = self._mesh_of_array.get(id(array), (None, first))
         if made_on == layout.mesh:
             return array
-        if array is given:
+        if array is source:
             pieces = [shard.data for shard in array.addressable_shards]
             array = jax.make_array_from_single_device_arrays(
                 array.shape, array.sharding, pieces, dtype=array.dtype
@@ -131,8 +135,8 @@ class ArrayLayouts:
         return array
 
 
-def _pad_specs(spec: PartitionSpec, rank: int) -> list[str | tuple[str, ...] | None]:
-    # A program under explicit axes adds the axes of the key data to the spec of random keys, so cut them off.
+def _pad_spec_to_rank(spec: PartitionSpec, rank: int) -> list[str | tuple[str, ...] | None]:
+    # Under explicit axes, JAX adds the axes of the key data to the spec of random keys, so remove these entries.
     return [*spec[:rank], *[None] * (rank - len(spec))]
 
 
@@ -145,18 +149,20 @@ def _explain_missing_layout(spec: PartitionSpec) -> str | None:
     return None
 
 
-def _match_sharding(array: Any, sharding: object, meshes: Sequence[Mesh]) -> Layout | Unplaced:
-    """Return the layout on these meshes that equals a sharding without dim names, or its placement."""
+def _find_equivalent_layout(
+    array: Any, sharding: object, meshes: Sequence[Mesh]
+) -> Layout | PlacementWithoutLayout:
+    """Return a layout on one of `meshes` that equals a sharding without dim names, or the placement if none does."""
     if not isinstance(sharding, Sharding):
         kind = "an array of numpy" if hasattr(array, "__array__") else "a shape without a sharding"
-        return Unplaced(f"{kind}, which JAX copies to where it is used", is_copied=True)
+        return PlacementWithoutLayout(f"{kind}, which JAX copies to where it is used", is_copied=True)
     if len(sharding.device_set) == 1:
         (device,) = sharding.device_set
         if not getattr(array, "committed", False):
-            return Unplaced(
+            return PlacementWithoutLayout(
                 "on no mesh: JAX copies it to where it is used", (get_device_name(device),), is_copied=True
             )
-        return Unplaced(f"on {get_device_name(device)} alone", (get_device_name(device),))
+        return PlacementWithoutLayout(f"on {get_device_name(device)} alone", (get_device_name(device),))
     by_name = {get_device_name(device): device for device in sharding.device_set}
     for mesh in meshes:
         if mesh.size != len(by_name):
@@ -169,14 +175,14 @@ def _match_sharding(array: Any, sharding: object, meshes: Sequence[Mesh]) -> Lay
         for layout in _iterate_layouts(array.shape, sharding.shard_shape(array.shape), mesh):
             if sharding.is_equivalent_to(NamedSharding(native, make_partition_spec(layout)), array.ndim):
                 return layout
-    return Unplaced(f"{sharding}, which names no mesh dims")
+    return PlacementWithoutLayout(f"{sharding}, which names no mesh dims")
 
 
-def _iterate_layouts(shape: Sequence[int], shard: Sequence[int], mesh: Mesh) -> Iterator[Layout]:
-    """Yield the layouts on a mesh with shards of this shape."""
+def _iterate_layouts(shape: Sequence[int], shard_shape: Sequence[int], mesh: Mesh) -> Iterator[Layout]:
+    """Yield the layouts on a mesh that split an array of a shape into shards of `shard_shape`."""
     sizes = {name: size for name, size in mesh.dim_sizes.items() if size > 1}
     ways: list[list[tuple[str, ...]]] = []
-    for axis, part in zip(shape, shard, strict=True):
+    for axis, part in zip(shape, shard_shape, strict=True):
         number = axis // part if part else 1
         some = (dims for n in range(len(sizes) + 1) for dims in itertools.permutations(sizes, n))
         ways.append([dims for dims in some if math.prod(sizes[dim] for dim in dims) == number])

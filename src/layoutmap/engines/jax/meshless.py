@@ -24,23 +24,23 @@ _EMPTY = AbstractMesh((), ())
 
 
 def remove_mesh(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Remove the mesh under which a program was traced. The results keep their bits."""
-    return closed.replace(jaxpr=_Remover().convert_jaxpr(closed.jaxpr))
+    """Return a program without the mesh under which it was traced. Its results stay equal bit for bit."""
+    return closed.replace(jaxpr=_MeshRemover().convert_jaxpr(closed.jaxpr))
 
 
 def remove_sharding(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
-    """Remove the sharding from the type of a value."""
+    """Return the type of a value without its sharding."""
     return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-class _Remover:
-    """Convert one program. Equal layers keep sharing their inner programs."""
+class _MeshRemover:
+    """Remove meshes and shardings from one program. Equal layers keep sharing their inner programs."""
 
     def __init__(self) -> None:
         self._vars: dict[Var, Var | Literal] = {}
 
     def convert_jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
-        """Remove the mesh from a program."""
+        """Return a program without meshes and shardings."""
         eqns = [new for eqn in jaxpr.eqns if (new := self._convert_eqn(eqn)) is not None]
         outvars: Any = list(map(self._convert_var, jaxpr.outvars))  # JAX's annotation omits literals
         return jaxpr.replace(
@@ -57,8 +57,8 @@ class _Remover:
         return eqn.replace(
             invars=list(map(self._convert_var, eqn.invars)),
             outvars=[self._convert_result(var) for var in eqn.outvars],
-            params={key: _convert_param(key, value) for key, value in eqn.params.items()},
-            ctx=_make_context(eqn.ctx),
+            params={key: _remove_mesh_from_param(key, value) for key, value in eqn.params.items()},
+            ctx=_make_meshless_context(eqn.ctx),
         )
 
     def _convert_result(self, var: Var) -> Var:
@@ -75,26 +75,26 @@ class _Remover:
         return self._vars.get(var, var)
 
 
-def _convert_param(key: str, value: object) -> object:
+def _remove_mesh_from_param(key: str, value: object) -> object:
     if key in _SHARDINGS:
         return None
     if key in _JIT_SHARDINGS and isinstance(value, tuple):
-        return (_get_unspecified(),) * len(value)
+        return (_get_unspecified_sharding(),) * len(value)
     if key == "ctx_mesh":
         return _EMPTY
     if isinstance(value, ClosedJaxpr):
-        return _remove_from_inner(value)
+        return _remove_mesh_once(value)
     if isinstance(value, Jaxpr):
-        return _remove_from_inner(ClosedJaxpr(value, [])).jaxpr
+        return _remove_mesh_once(ClosedJaxpr(value, [])).jaxpr
     if type(value) is tuple:
-        return tuple(_convert_param("", each) for each in value)
+        return tuple(_remove_mesh_from_param("", each) for each in value)
     return value
 
 
 _inner: weakref.WeakKeyDictionary[Jaxpr, ClosedJaxpr] = weakref.WeakKeyDictionary()
 
 
-def _remove_from_inner(closed: ClosedJaxpr) -> ClosedJaxpr:
+def _remove_mesh_once(closed: ClosedJaxpr) -> ClosedJaxpr:
     if closed.consts:
         return remove_mesh(closed)
     if closed.jaxpr not in _inner:
@@ -103,13 +103,13 @@ def _remove_from_inner(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 @functools.cache
-def _get_unspecified() -> object:
-    """Return the value that tells `jax.jit` that a sharding is not given."""
+def _get_unspecified_sharding() -> object:
+    """Return the value with which `jax.jit` marks a sharding that is not given."""
     return jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["in_shardings"][0]
 
 
 @functools.lru_cache(256)
-def _make_context(context: Any) -> Any:
-    """Copy the context of an operation without its mesh. Its RNG and compute type stay."""
+def _make_meshless_context(context: Any) -> Any:
+    """Return the context of an operation without its mesh, and with its random settings and compute type."""
     with context.manager, use_mesh(_EMPTY):
         return jax.make_jaxpr(lambda x: x + 1)(0.0).eqns[0].ctx

@@ -13,32 +13,32 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from layoutmap.core.blocks import Index, compute_block_shape, make_full_index, normalize_index
-from layoutmap.core.pieces import Move, Piece, find_pieces
+from layoutmap.core.pieces import ArrayMove, BlockTransfer, find_block_transfers
 from layoutmap.engines.jax.arrays import wait_on_cpu
 from layoutmap.engines.jax.devices import Device
 from layoutmap.engines.jax.programs import leave_program_context
-from layoutmap.engines.jax.trees import find_memory
+from layoutmap.engines.jax.trees import find_memory_kind
 
 _DIM = "device"
 _STACKED_BYTES = 1 << 20
-"""The limit in bytes for stacking equal arrays, which copies them, so that one operation moves all."""
+"""The limit in bytes for stacking equal arrays. One operation moves a stack, but stacking copies the arrays."""
 
 Arrays = Sequence[jax.Array]
-Row = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""A piece that a device receives: the sender's number, and the piece's start in both shards."""
-Round = tuple[tuple[int, ...], tuple[tuple[int, Row], ...]]
-"""A shape, and the piece of this shape for each receiver. No device sends or receives two."""
+ReceivedPiece = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""A block that a device receives: the sender's position, and the block's start in the sent and the received shard."""
+TransferRound = tuple[tuple[int, ...], tuple[tuple[int, ReceivedPiece], ...]]
+"""A shape, and the block of this shape that each receiver gets. No device sends or receives two in a round."""
 
 
-def make_mover(moves: Sequence[Move], arrays: Arrays, likes: Arrays) -> Callable[[Arrays], list[jax.Array]]:
+def make_mover(moves: Sequence[ArrayMove], arrays: Arrays, likes: Arrays) -> Callable[[Arrays], Arrays]:
     """Compile a function that moves arrays to the shardings and dtypes of others (see `Engine.make_mover`)."""
-    targets = [_Target.read(like) for like in likes]
+    targets = [_TargetArray.from_array(like) for like in likes]
     computed = [
         k
         for k, move in enumerate(moves)
         if move.conversion is not None or _is_on_one_device(move, arrays, targets[k])
     ]
-    conversions = _Conversions([moves[k] for k in computed], arrays, [targets[k] for k in computed])
+    conversions = _ConversionProgram([moves[k] for k in computed], arrays, [targets[k] for k in computed])
     groups: dict[tuple[tuple[Device, ...], tuple[Device, ...]], list[int]] = {}
     shardings: dict[int, Sharding] = {}
     for k, move in enumerate(moves):
@@ -51,9 +51,11 @@ def make_mover(moves: Sequence[Move], arrays: Arrays, likes: Arrays) -> Callable
     programs = [
         (
             numbers,
-            _Program(
+            _TransferProgram(
                 [
-                    _Transfer.find(shardings[k], arrays[moves[k].sources[0]].dtype, targets[k], *devices)
+                    _Transfer.make_transfer(
+                        shardings[k], arrays[moves[k].sources[0]].dtype, targets[k], *devices
+                    )
                     for k in numbers
                 ],
                 *devices,
@@ -62,22 +64,22 @@ def make_mover(moves: Sequence[Move], arrays: Arrays, likes: Arrays) -> Callable
         for devices, numbers in groups.items()
     ]
 
-    def move_arrays(new: Arrays) -> list[jax.Array]:
+    def move_arrays(new_arrays: Arrays) -> list[jax.Array]:
         with leave_program_context():
-            new = [_to_device_memory(wait_on_cpu(array)) for array in new]
-            done = dict(zip(computed, conversions(new), strict=True))
+            new_arrays = [_move_to_device_memory(wait_on_cpu(array)) for array in new_arrays]
+            done = dict(zip(computed, conversions(new_arrays), strict=True))
             # JAX would replicate empty results, so create them directly.
             done |= {k: target.make_zeros() for k, target in enumerate(targets) if 0 in target.shape}
             for numbers, program in programs:
-                given = [done[k] if k in done else new[moves[k].sources[0]] for k in numbers]
+                given = [done[k] if k in done else new_arrays[moves[k].sources[0]] for k in numbers]
                 done.update(zip(numbers, program(given), strict=True))
-            return [target.finish(done[k]) for k, target in enumerate(targets)]
+            return [target.move_to_target(done[k]) for k, target in enumerate(targets)]
 
     return move_arrays
 
 
 @dataclass(frozen=True)
-class _Target:
+class _TargetArray:
     """The shape, dtype, and sharding of a new array. An uncommitted array remains uncommitted."""
 
     shape: tuple[int, ...]
@@ -87,20 +89,21 @@ class _Target:
     committed: bool
 
     @classmethod
-    def read(cls, like: jax.Array) -> _Target:
-        memory = find_memory(like)
-        return cls(like.shape, like.dtype, _to_device_memory(like).sharding, memory, like.committed)
+    def from_array(cls, array: jax.Array) -> _TargetArray:
+        """Return the target of an array that shall equal `array` in shape, dtype, sharding, and memory."""
+        memory = find_memory_kind(array)
+        return cls(array.shape, array.dtype, _move_to_device_memory(array).sharding, memory, array.committed)
 
     def make_zeros(self) -> jax.Array:
-        """Return an array of zeros."""
+        """Return zeros with the shape, dtype, and sharding of the target, in device memory."""
         zeros = np.zeros(self.shape, self.dtype)
         return jax.device_put(zeros, self.sharding) if self.committed else jnp.asarray(zeros)
 
-    def finish(self, array: jax.Array) -> jax.Array:
+    def move_to_target(self, array: jax.Array) -> jax.Array:
         """Move an array to the mesh and memory of the target."""
         if self.committed and array.sharding != self.sharding:
-            array = _make_array(self.shape, self.sharding, _list_shards(array), array.dtype)
-        # JAX uncommits an array only by a copy through host memory
+            array = _join_shards(self.shape, self.sharding, _list_shards(array), array.dtype)
+        # JAX cannot uncommit an array on devices, so copy it through host memory.
         elif array.committed and not self.committed:
             array = jnp.asarray(np.asarray(array))
         if not self.memory:
@@ -108,8 +111,8 @@ class _Target:
         return jax.device_put(array, self.sharding.with_memory_kind(self.memory))
 
 
-def _to_device_memory(array: jax.Array) -> jax.Array:
-    if not find_memory(array):
+def _move_to_device_memory(array: jax.Array) -> jax.Array:
+    if not find_memory_kind(array):
         return array
     kind = next(iter(array.sharding.device_set)).default_memory().kind
     return jax.device_put(array, array.sharding.with_memory_kind(kind))
@@ -119,98 +122,99 @@ def _sort_devices(sharding: Sharding) -> tuple[Device, ...]:
     return tuple(sorted(sharding.device_set, key=lambda device: device.id))
 
 
-def _is_on_one_device(move: Move, arrays: Arrays, target: _Target) -> bool:
-    """Return whether both arrays are on the same single device, so that nothing must be sent."""
+def _is_on_one_device(move: ArrayMove, arrays: Arrays, target: _TargetArray) -> bool:
+    """Return whether the source and the target of a move are on the same single device, so that nothing is sent."""
     sharding = arrays[move.sources[0]].sharding
     return len(sharding.device_set) == 1 and sharding.device_set == target.sharding.device_set
 
 
-class _Conversions:
-    """Compile all conversions into one program. Results for other devices stay on the source devices.
+class _ConversionProgram:
+    """Compile all conversions of moves into one program. Results for other devices stay on the source devices.
 
     Attributes:
-        shardings: The sharding of each result that must still move; `None`: it is already in place.
+        shardings: The sharding of each result that must still move to its target's devices; `None`: it is there.
     """
 
-    def __init__(self, moves: Sequence[Move], arrays: Arrays, targets: Sequence[_Target]):
+    def __init__(self, moves: Sequence[ArrayMove], arrays: Arrays, targets: Sequence[_TargetArray]):
         self._moves, self._targets = moves, targets
         self.shardings: list[Sharding | None] = []
         wanted: list[Sharding | None] = []
         for move, target in zip(moves, targets, strict=True):
             is_here = arrays[move.sources[0]].sharding.device_set == target.sharding.device_set
-            wanted.append(_replace_axis_types(target.sharding) if is_here and target.committed else None)
+            wanted.append(_make_auto_sharding(target.sharding) if is_here and target.committed else None)
             self.shardings.append(None if is_here else target.sharding)
-        self._program = jax.jit(self._compute, out_shardings=wanted)
+        self._program = jax.jit(self._compute_results, out_shardings=wanted)
         if any(each is not None for each in self.shardings):
-            made = self._program.lower([_to_auto_axes(array) for array in arrays]).compile().output_shardings
+            lowered = self._program.lower(list(map(_move_to_auto_axes, arrays)))
             self.shardings = [
-                None if kept is None else new for kept, new in zip(self.shardings, made, strict=True)
+                None if kept is None else new
+                for kept, new in zip(self.shardings, lowered.compile().output_shardings, strict=True)
             ]
 
     def __call__(self, arrays: Arrays) -> list[jax.Array]:
-        made = self._program([_to_auto_axes(array) for array in arrays]) if self._moves else []
+        made = self._program([_move_to_auto_axes(array) for array in arrays]) if self._moves else []
         return [wait_on_cpu(array) for array in made]
 
-    def _compute(self, arrays: Arrays) -> list[jax.Array]:
-        # The trainer's next step may donate its array, so copy it.
+    def _compute_results(self, arrays: Arrays) -> list[jax.Array]:
+        # The trainer's next step may donate its arrays, so copy those that need no conversion.
         return [
             jnp.copy(
-                arrays[move.sources[0]] if move.conversion is None else self._convert(move, arrays)
+                arrays[move.sources[0]]
+                if move.conversion is None
+                else move.conversion.compute_array(jnp, [arrays[k] for k in move.sources])
             ).astype(target.dtype)
             for move, target in zip(self._moves, self._targets, strict=True)
         ]
 
-    def _convert(self, move: Move, arrays: Arrays) -> jax.Array:
-        assert move.conversion is not None
-        return move.conversion.compute(jnp, [arrays[number] for number in move.sources])
-
 
 # JAX cannot slice and split sharded explicit axes, so use auto axes, where the compiler chooses layouts.
-def _replace_axis_types(sharding: Sharding) -> Sharding:
+def _make_auto_sharding(sharding: Sharding) -> Sharding:
     if not isinstance(sharding, NamedSharding):
         return sharding
     mesh = jax.sharding.Mesh(np.asarray(sharding.mesh.devices), sharding.mesh.axis_names)
     return NamedSharding(mesh, sharding.spec)
 
 
-def _to_auto_axes(array: jax.Array) -> jax.Array:
+def _move_to_auto_axes(array: jax.Array) -> jax.Array:
     if not isinstance(array.sharding, NamedSharding):
         return array
-    return _make_array(array.shape, _replace_axis_types(array.sharding), _list_shards(array), array.dtype)
+    return _join_shards(array.shape, _make_auto_sharding(array.sharding), _list_shards(array), array.dtype)
 
 
 @dataclass(frozen=True)
 class _Transfer:
-    """The transfer of one array from its shards to those of its target. Equal transfers run together.
+    """The transfer of one array's blocks from its shards to those of its target. Equal transfers run together.
 
     Args:
         source_shape: Shape of the source shards.
         target_shape: Shape of the target shards.
-        wire: Dtype in which pieces are sent, the smaller of both.
+        sent_dtype: Dtype in which blocks are sent: the smaller one of the source's and the target's.
         dtype: Dtype of the result.
-        rounds: The pieces, by round.
+        rounds: The blocks to send, by round.
         target: The new array's shape, dtype, and sharding.
     """
 
     source_shape: tuple[int, ...]
     target_shape: tuple[int, ...]
-    wire: np.dtype[Any]
+    sent_dtype: np.dtype[Any]
     dtype: np.dtype[Any]
-    rounds: tuple[Round, ...]
-    target: _Target = field(compare=False)
+    rounds: tuple[TransferRound, ...]
+    target: _TargetArray = field(compare=False)
 
     @classmethod
-    def find(
+    def make_transfer(
         cls,
         sharding: Sharding,
-        dtype: np.dtype[Any],
-        target: _Target,
+        source_dtype: np.dtype[Any],
+        target: _TargetArray,
         senders: Sequence[Device],
         receivers: Sequence[Device],
     ) -> _Transfer:
+        """Return the transfer of an array from a sharding to a target, in rounds."""
         shape = target.shape
-        held, wanted = _index_devices(sharding, shape), _index_devices(target.sharding, shape)
-        pieces = find_pieces(held, {device: [index] for device, index in wanted.items()})
+        source_indices = _find_shard_indices(sharding, shape)
+        target_indices = _find_shard_indices(target.sharding, shape)
+        pieces = find_block_transfers(source_indices, {d: [index] for d, index in target_indices.items()})
         numbers = (
             {device: n for n, device in enumerate(senders)},
             {device: n for n, device in enumerate(receivers)},
@@ -218,46 +222,48 @@ class _Transfer:
         return cls(
             sharding.shard_shape(shape),
             target.sharding.shard_shape(shape),
-            min(dtype, target.dtype, key=lambda each: each.itemsize),
+            min(source_dtype, target.dtype, key=lambda each: each.itemsize),
             target.dtype,
-            _list_rounds(pieces, held, wanted, *numbers),
+            _group_into_rounds(pieces, source_indices, target_indices, *numbers),
             target,
         )
 
     @property
     def stacked_bytes(self) -> int:
-        """Bytes per device of each of the equal arrays."""
-        return max(1, math.prod(self.source_shape) * self.wire.itemsize)
+        """Bytes that stacking this transfer with equal ones adds on each device."""
+        return max(1, math.prod(self.source_shape) * self.sent_dtype.itemsize)
 
 
-def _index_devices(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, Index]:
+def _find_shard_indices(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, Index]:
     found = sharding.devices_indices_map(shape)
     return {
         device: normalize_index(index or make_full_index(shape), shape) for device, index in found.items()
     }
 
 
-def _list_rounds(
-    pieces: Iterable[Piece[Device]],
-    held: Mapping[Device, Index],
-    wanted: Mapping[Device, Index],
+def _group_into_rounds(
+    pieces: Iterable[BlockTransfer[Device]],
+    source_indices: Mapping[Device, Index],
+    target_indices: Mapping[Device, Index],
     senders: Mapping[Device, int],
     receivers: Mapping[Device, int],
-) -> tuple[Round, ...]:
-    """Group the pieces into rounds of one shape, in which no device sends or receives two."""
-    rounds: list[tuple[tuple[int, ...], bool, dict[int, Row]]] = []
+) -> tuple[TransferRound, ...]:
+    """Group blocks into rounds. The blocks of a round have one shape, and no device sends or receives two of them."""
+    rounds: list[tuple[tuple[int, ...], bool, dict[int, ReceivedPiece]]] = []
     count = len(senders)
 
-    def order(piece: Piece[Device]) -> tuple[int, int]:
+    def compute_sort_key(piece: BlockTransfer[Device]) -> tuple[int, int]:
         return (receivers[piece.receiver] - senders[piece.sender]) % count, senders[piece.sender]
 
-    for piece in sorted(pieces, key=order):
+    for piece in sorted(pieces, key=compute_sort_key):
         sender, receiver = senders[piece.sender], receivers[piece.receiver]
         shape, is_kept = compute_block_shape(piece.block), piece.sender == piece.receiver
         row = (
             sender,
-            tuple(p.start - h.start for p, h in zip(piece.block, held[piece.sender], strict=True)),
-            tuple(p.start - w.start for p, w in zip(piece.block, wanted[piece.receiver], strict=True)),
+            tuple(p.start - h.start for p, h in zip(piece.block, source_indices[piece.sender], strict=True)),
+            tuple(
+                p.start - t.start for p, t in zip(piece.block, target_indices[piece.receiver], strict=True)
+            ),
         )
         for other, kept, rows in rounds:
             if (
@@ -272,68 +278,75 @@ def _list_rounds(
     return tuple((shape, tuple(sorted(rows.items()))) for shape, _, rows in rounds)
 
 
-class _Program:
-    """Compile transfers between two sets of devices."""
+class _TransferProgram:
+    """Compile and run the transfers from one tuple of devices to another."""
 
     def __init__(
         self, transfers: Sequence[_Transfer], senders: tuple[Device, ...], receivers: tuple[Device, ...]
     ):
         self._transfers = transfers
-        self._classes = _group_equal(transfers)
+        self._classes = _group_equal_transfers(transfers)
         everyone = tuple(sorted({*senders, *receivers}, key=lambda device: device.id))
         self._meshes = tuple(
             jax.sharding.Mesh(np.array(each, object), (_DIM,)) for each in (senders, receivers, everyone)
         )
         self._numbers = tuple([everyone.index(device) for device in each] for each in (senders, receivers))
-        ins = [_choose_spec(each.source_shape) for each in transfers]
-        outs = [_choose_spec(each.target_shape) for each in transfers]
+        ins = [_make_stacked_spec(each.source_shape) for each in transfers]
+        outs = [_make_stacked_spec(each.target_shape) for each in transfers]
         slots = [[PartitionSpec(_DIM) for _ in transfers[first].rounds] for first, *_ in self._classes]
         self._is_local = senders == receivers
         if self._is_local:
-            self._run = self._compile(
-                lambda inputs: self._unpack(self._exchange(self._pack(inputs))), 0, ins, outs
+            self._run = self._compile_for_mesh(
+                lambda inputs: self._join_pieces(self._exchange_pieces(self._slice_pieces(inputs))),
+                0,
+                ins,
+                outs,
             )
             return
-        self._send = self._compile(self._pack, 0, ins, slots)
-        self._move = self._compile(self._exchange, 2, slots, slots)
-        self._receive = self._compile(self._unpack, 1, slots, outs)
+        self._send = self._compile_for_mesh(self._slice_pieces, 0, ins, slots)
+        self._move = self._compile_for_mesh(self._exchange_pieces, 2, slots, slots)
+        self._receive = self._compile_for_mesh(self._join_pieces, 1, slots, outs)
 
     def __call__(self, arrays: Arrays) -> list[jax.Array]:
         given = [_stack_shards(array, self._meshes[0]) for array in arrays]
-        made = self._run(given) if self._is_local else self._run_on_three_meshes(given)
+        made = self._run(given) if self._is_local else self._run_three_programs(given)
         return [
-            _make_array(
+            _join_shards(
                 each.target.shape, each.target.sharding, _list_shards(wait_on_cpu(array)), each.target.dtype
             )
             for each, array in zip(self._transfers, made, strict=True)
         ]
 
-    def _run_on_three_meshes(self, given: Arrays) -> Arrays:
-        """Run three programs: on the senders, on all devices, and on the receivers.
+    def _run_three_programs(self, stacked: Arrays) -> Arrays:
+        """Run three programs, on the senders, on all devices, and on the receivers, and return the received shards.
 
-        A process runs only programs that have devices of its own.
+        A process runs only the programs of meshes that contain a device of this process.
         """
-        sent = self._send(given) if _list_local_devices(self._meshes[0]) else None
-        moved = self._move(self._change_mesh(sent, 2))
+        sent = self._send(stacked) if _list_local_devices(self._meshes[0]) else None
+        moved = self._move(self._move_to_mesh(sent, 2))
         if _list_local_devices(self._meshes[1]):
-            return self._receive(self._change_mesh(moved, 1))
+            return self._receive(self._move_to_mesh(moved, 1))
         return [
-            _make_array(each.target.shape, each.target.sharding, [], each.target.dtype)
+            _join_shards(each.target.shape, each.target.sharding, [], each.target.dtype)
             for each in self._transfers
         ]
 
-    def _compile(self, body: Callable[[Any], Any], mesh: int, ins: Any, outs: Any) -> Callable[[Any], Any]:
+    def _compile_for_mesh(
+        self, body: Callable[[Any], Any], mesh_index: int, in_specs: Any, out_specs: Any
+    ) -> Callable[[Any], Any]:
         mapped = jax.shard_map(
-            body, mesh=self._meshes[mesh], in_specs=(ins,), out_specs=outs, check_vma=False
+            body, mesh=self._meshes[mesh_index], in_specs=(in_specs,), out_specs=out_specs, check_vma=False
         )
         return jax.jit(mapped)
 
-    def _pack(self, inputs: Arrays) -> list[list[jax.Array]]:
-        """Return, for each class of equal transfers, the piece that this device sends in each round."""
+    def _slice_pieces(self, shards: Arrays) -> list[list[jax.Array]]:
+        """Return, for each class of equal transfers, the block that this device sends in each round."""
         place, found = jax.lax.axis_index(_DIM), list[list[jax.Array]]()
         for first, *others in self._classes:
             transfer = self._transfers[first]
-            stacked = _to_bits(jnp.stack([inputs[k] for k in (first, *others)]).astype(transfer.wire))
+            stacked = _view_as_integers(
+                jnp.stack([shards[k] for k in (first, *others)]).astype(transfer.sent_dtype)
+            )
             found.append([])
             for shape, rows in transfer.rounds:
                 begins = np.zeros((self._meshes[0].size, len(shape)), np.int32)
@@ -343,8 +356,8 @@ class _Program:
                 found[-1].append(jax.lax.dynamic_slice(stacked, begin, (len(stacked), *shape)))
         return found
 
-    def _exchange(self, sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        """Return the pieces that this device receives. Rounds between the same devices are merged."""
+    def _exchange_pieces(self, sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        """Send blocks between devices, and return those that this device receives. Merge rounds of the same devices."""
         together: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for c, (first, *_) in enumerate(self._classes):
             transfer = self._transfers[first]
@@ -352,7 +365,7 @@ class _Program:
                 own, others = self._numbers
                 pairs = tuple((own[sender], others[receiver]) for receiver, (sender, _, _) in rows)
                 if any(sender != receiver for sender, receiver in pairs):
-                    together.setdefault((pairs, transfer.wire), []).append((c, r))
+                    together.setdefault((pairs, transfer.sent_dtype), []).append((c, r))
         found = [list(each) for each in sent]
         for (pairs, _), places in together.items():
             flat = [sent[c][r].reshape(-1) for c, r in places]
@@ -363,17 +376,17 @@ class _Program:
                 found[c][r] = part.reshape(sent[c][r].shape)
         return found
 
-    def _change_mesh(self, slots: list[list[jax.Array]] | None, number: int) -> list[list[jax.Array]]:
-        """Move the pieces to another mesh. Devices without pieces get zeros."""
-        mesh, local = self._meshes[number], _list_local_devices(self._meshes[number])
+    def _move_to_mesh(self, pieces: list[list[jax.Array]] | None, mesh_index: int) -> list[list[jax.Array]]:
+        """Return the blocks on another mesh, without sending any. Devices without blocks get zeros."""
+        mesh, local = self._meshes[mesh_index], _list_local_devices(self._meshes[mesh_index])
         shapes = [
             [(len(numbers), *shape) for shape, _ in self._transfers[numbers[0]].rounds]
             for numbers in self._classes
         ]
-        dtypes = [_choose_bits_dtype(self._transfers[numbers[0]].wire) for numbers in self._classes]
+        dtypes = [_choose_sent_dtype(self._transfers[numbers[0]].sent_dtype) for numbers in self._classes]
         held: dict[tuple[int, int, Device], jax.Array] = {
             (c, r, shard.device): shard.data
-            for c, row in enumerate(slots or [])
+            for c, row in enumerate(pieces or [])
             for r, slot in enumerate(row)
             for shard in wait_on_cpu(slot).addressable_shards
         }
@@ -386,7 +399,7 @@ class _Program:
         sharding = NamedSharding(mesh, PartitionSpec(_DIM))
         return [
             [
-                _make_array(
+                _join_shards(
                     (mesh.size * shape[0], *shape[1:]), sharding, [held[c, r, d] for d in local], dtypes[c]
                 )
                 for r, shape in enumerate(row)
@@ -394,12 +407,12 @@ class _Program:
             for c, row in enumerate(shapes)
         ]
 
-    def _unpack(self, received: list[list[jax.Array]]) -> list[jax.Array]:
-        """Assemble this device's shard of each array from the received pieces."""
+    def _join_pieces(self, received: list[list[jax.Array]]) -> list[jax.Array]:
+        """Return this device's shard of each array, assembled from the received blocks."""
         place, found = jax.lax.axis_index(_DIM), dict[int, jax.Array]()
         for numbers, slots in zip(self._classes, received, strict=True):
             transfer = self._transfers[numbers[0]]
-            made = _to_bits(jnp.zeros((len(numbers), *transfer.target_shape), transfer.wire))
+            made = _view_as_integers(jnp.zeros((len(numbers), *transfer.target_shape), transfer.sent_dtype))
             for (shape, rows), piece in zip(transfer.rounds, slots, strict=True):
                 if shape == transfer.target_shape and len(rows) == self._meshes[1].size:
                     made = piece
@@ -414,13 +427,13 @@ class _Program:
                         jnp.asarray(gets)[place], piece, jax.lax.dynamic_slice(made, begin, piece.shape)
                     )
                 made = jax.lax.dynamic_update_slice(made, piece, begin)
-            made = jax.lax.bitcast_convert_type(made, transfer.wire).astype(transfer.dtype)
+            made = jax.lax.bitcast_convert_type(made, transfer.sent_dtype).astype(transfer.dtype)
             found.update(zip(numbers, made, strict=True))
         return [found[k] for k in range(len(self._transfers))]
 
 
-def _group_equal(transfers: Sequence[_Transfer]) -> list[list[int]]:
-    """Group the numbers of equal transfers, with bounded size."""
+def _group_equal_transfers(transfers: Sequence[_Transfer]) -> list[list[int]]:
+    """Return groups of positions of equal transfers. A group of several has at most `_STACKED_BYTES` on a device."""
     groups: list[list[int]] = []
     open_groups: dict[_Transfer, list[int]] = {}
     for number, each in enumerate(transfers):
@@ -433,13 +446,13 @@ def _group_equal(transfers: Sequence[_Transfer]) -> list[list[int]]:
 
 
 # On CPUs, XLA widens 16-bit floats to 32 bits in collectives, so send their bits as integers.
-def _to_bits(array: jax.Array) -> jax.Array:
-    """Reinterpret narrow floats as integers, and return other arrays unchanged."""
-    dtype = _choose_bits_dtype(array.dtype)
+def _view_as_integers(array: jax.Array) -> jax.Array:
+    """Reinterpret floats of 8 or 16 bits as unsigned integers, and return other arrays unchanged."""
+    dtype = _choose_sent_dtype(array.dtype)
     return array if dtype == array.dtype else jax.lax.bitcast_convert_type(array, dtype)
 
 
-def _choose_bits_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _choose_sent_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits in (8, 16)
     return np.dtype(f"uint{8 * dtype.itemsize}") if is_narrow else dtype
 
@@ -448,23 +461,23 @@ def _list_local_devices(mesh: jax.sharding.Mesh) -> list[Device]:
     return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
 
 
-def _choose_spec(shape: tuple[int, ...]) -> PartitionSpec:
-    """Return the spec of an array that joins the shards of all devices along its first axis."""
+def _make_stacked_spec(shape: tuple[int, ...]) -> PartitionSpec:
+    """Return the spec of an array that has the shards of all devices one after the other along its first axis."""
     return PartitionSpec(_DIM) if shape else PartitionSpec()
 
 
 def _stack_shards(array: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
-    """Join the shards of an array along its first axis, without a copy."""
+    """Return an array that has the shards of `array` one after the other along its first axis, without a copy."""
     shards, shape = _list_shards(array), array.sharding.shard_shape(array.shape)
     whole = (mesh.size * shape[0], *shape[1:]) if shape else ()
-    return _make_array(whole, NamedSharding(mesh, _choose_spec(shape)), shards, array.dtype)
+    return _join_shards(whole, NamedSharding(mesh, _make_stacked_spec(shape)), shards, array.dtype)
 
 
 def _list_shards(array: jax.Array) -> list[jax.Array]:
     return [shard.data for shard in array.addressable_shards]
 
 
-def _make_array(
+def _join_shards(
     shape: tuple[int, ...], sharding: Sharding, shards: Sequence[jax.Array], dtype: np.dtype[Any]
 ) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, sharding, list(shards), dtype=dtype)

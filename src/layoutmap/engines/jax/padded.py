@@ -1,7 +1,7 @@
-"""Store arrays with uneven axes padded with zeros, and present them with their own shape.
+"""Store arrays with uneven axes padded with zeros, and present them with their shape without padding.
 
-JAX refuses uneven shards at the boundary of a program and accepts them inside. A program therefore takes padded arrays,
-slices them, and pads its results, so that XLA partitions arrays of the logical shape (decisions/0230).
+JAX refuses uneven shards of a program's arguments and results, and accepts them inside it. A program therefore takes
+padded arrays, slices them, and pads its results, so that XLA partitions arrays of the logical shape (decisions/0230).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from layoutmap.core.blocks import (
 )
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import VariableSpec
-from layoutmap.engines.jax.trees import find_memory, set_memory
+from layoutmap.engines.jax.trees import find_memory_kind, move_to_memory
 from layoutmap.engines.protocol import Array
 
 Shape = tuple[int, ...]
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 # JAX would trace a pytree node, and optimizers would see the padding, so this is an opaque leaf (decisions/0230).
 class PaddedArray:
-    """Store an array padded. `jax.numpy` and numpy read it with its own shape.
+    """Store an array with padding. `jax.numpy` and numpy read it without the padding.
 
     A step of `layoutmap.jit_step` gets it as an array. `jax.jit` and `jax.grad` refuse it; `jnp.asarray` gathers the
     axes that are padded.
@@ -55,7 +55,7 @@ class PaddedArray:
     __array_priority__ = 100
     committed = True
     is_padded = True
-    # jnp.zeros_like would reuse an uneven sharding of a committed array, which JAX refuses.
+    # jnp.zeros_like would reuse the sharding of a committed array, and JAX refuses it for the uneven shape.
     _committed = False
     weak_type = False
     sharding = property(operator.attrgetter("array.sharding"))
@@ -89,21 +89,21 @@ class PaddedArray:
     def __jax_array__(self) -> jax.Array:
         """Return an array of the logical shape, gathered along the padded axes."""
         if isinstance(self.array, jax.core.Tracer):
-            return unpad(self.array, self.shape)
-        pairs = zip(self.shape, self.array.shape, _list_specs(self.sharding, self.ndim), strict=True)
+            return unpad_array(self.array, self.shape)
+        pairs = zip(self.shape, self.array.shape, _list_axis_specs(self.sharding, self.ndim), strict=True)
         spec = PartitionSpec(*(each if size == padded else None for size, padded, each in pairs))
-        return _gather(self.array, self.shape, NamedSharding(self.sharding.mesh, spec))
+        return _gather_unpadded(self.array, self.shape, NamedSharding(self.sharding.mesh, spec))
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> NumpyArray:
         values = np.empty(self.shape, self.dtype)
         # JAX would cache the host copy of np.asarray in the array, so copy shard by shard.
         for shard in self.array.addressable_shards:
-            index, block = self.clip_shard(shard)
+            index, block = self.read_unpadded_shard(shard)
             values[index] = block
         return values if dtype is None else values.astype(dtype)
 
-    def clip_shard(self, shard: Array) -> tuple[Index, NumpyArray]:
-        """Return the index and the values of a shard, without padding."""
+    def read_unpadded_shard(self, shard: Array) -> tuple[Index, NumpyArray]:
+        """Return the index and the values of a shard without the padding. Both may be empty."""
         index = normalize_index(shard.index[: self.ndim], self.array.shape)
         index = tuple(
             slice(min(part.start, n), min(part.stop, n)) for part, n in zip(index, self.shape, strict=True)
@@ -128,17 +128,17 @@ class PaddedArray:
 
 def _make_operator(name: str) -> Callable[..., Array]:
     def call_operator(self: PaddedArray, *args: object) -> Array:
-        return getattr(self.__jax_array__(), name)(*map(_read, args))
+        return getattr(self.__jax_array__(), name)(*map(_convert_padded_operand, args))
 
     call_operator.__name__ = name
     return call_operator
 
 
-def _read(value: object) -> object:
+def _convert_padded_operand(value: object) -> object:
     return value.__jax_array__() if isinstance(value, PaddedArray) else value
 
 
-def _wait(array: PaddedArray) -> PaddedArray:
+def _wait_until_ready(array: PaddedArray) -> PaddedArray:
     array.array.block_until_ready()
     return array
 
@@ -147,12 +147,12 @@ _ARITHMETIC = ("add", "divmod", "floordiv", "matmul", "mod", "mul", "pow", "sub"
 _BINARY = (*_ARITHMETIC, "and", "lshift", "or", "rshift", "xor")
 _COMPARISONS = ("contains", "eq", "ge", "gt", "le", "lt", "ne")
 _UNARY = ("abs", "bool", "complex", "float", "index", "int", "invert", "iter", "neg", "pos", "round")
-PaddedArray.block_until_ready = _wait  # type: ignore[attr-defined]
+PaddedArray.block_until_ready = _wait_until_ready  # type: ignore[attr-defined]
 for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_COMPARISONS, *_UNARY):
     setattr(PaddedArray, f"__{_name}__", _make_operator(f"__{_name}__"))
 
 
-def pad(array: Array, shape: Sequence[int]) -> Array:
+def pad_array(array: Array, shape: Sequence[int]) -> Array:
     """Pad an array with zeros at the end of its axes, up to a shape."""
     if tuple(array.shape) == tuple(shape):
         return array
@@ -160,24 +160,24 @@ def pad(array: Array, shape: Sequence[int]) -> Array:
     return jax.lax.pad(array, jnp.zeros((), array.dtype), config)
 
 
-def unpad(array: Array, shape: Sequence[int]) -> Array:
+def unpad_array(array: Array, shape: Sequence[int]) -> Array:
     """Remove the padding of an array."""
     return array if tuple(array.shape) == tuple(shape) else jax.lax.slice(array, (0,) * len(shape), shape)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _gather(array: jax.Array, shape: Shape, sharding: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(unpad(array, shape), sharding)
+def _gather_unpadded(array: jax.Array, shape: Shape, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(unpad_array(array, shape), sharding)
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
-def change_padding(array: jax.Array, shape: Shape, padded: Shape, sharding: NamedSharding) -> jax.Array:
-    """Change the padding and the sharding of an array on the same devices."""
-    return jax.lax.with_sharding_constraint(pad(unpad(array, shape), padded), sharding)
+def change_padding(array: jax.Array, shape: Shape, padded_shape: Shape, sharding: NamedSharding) -> jax.Array:
+    """Return a padded array with another padding and sharding on the same devices. `shape` is without padding."""
+    return jax.lax.with_sharding_constraint(pad_array(unpad_array(array, shape), padded_shape), sharding)
 
 
-def find_padded_shape(shape: Sequence[int], sharding: NamedSharding) -> Shape:
-    """Round each axis up to a multiple of its shards."""
+def compute_padded_shape(shape: Sequence[int], sharding: NamedSharding) -> Shape:
+    """Return a shape with each axis rounded up to a multiple of its number of shards."""
     sizes = sharding.mesh.shape
     dims = [() if each is None else (each,) if isinstance(each, str) else each for each in sharding.spec]
     counts = [math.prod(sizes[dim] for dim in each) for each in dims]
@@ -185,12 +185,12 @@ def find_padded_shape(shape: Sequence[int], sharding: NamedSharding) -> Shape:
     return tuple(-(-n // count) * count for n, count in zip(shape, counts, strict=True))
 
 
-def wrap(array: Array, shape: Sequence[int]) -> Array:
-    """Wrap an array as a `PaddedArray` if its logical shape differs."""
+def wrap_padded(array: Array, shape: Sequence[int]) -> Array:
+    """Return an array as a `PaddedArray` of a logical shape, or unchanged if it has this shape."""
     return array if tuple(array.shape) == tuple(shape) else PaddedArray(array, shape)
 
 
-def unwrap(array: Array) -> Array:
+def unwrap_padded(array: Array) -> Array:
     """Return the padded array of a `PaddedArray`, and other values unchanged."""
     return array.array if isinstance(array, PaddedArray) else array
 
@@ -198,37 +198,39 @@ def unwrap(array: Array) -> Array:
 def explain_no_padding(variable: VariableSpec, layout: Layout) -> str:
     """Return why an array cannot be stored padded, or an empty text if it can."""
     if layout.mesh.explicit_dims:
-        return f"JAX slices no array with padding along the explicit axes of {layout.mesh.explicit_dims[0]!r}"
+        return f"JAX cannot slice padding off along the explicit axes of {layout.mesh.explicit_dims[0]!r}"
     if variable.memory:
         return f"arrays in {variable.memory} are not padded"
     return "random keys are not padded" if variable.dtype.startswith("key<") else ""
 
 
-def describe_logical(tree: T) -> T:
-    """Replace each `PaddedArray` and host array of a tree by its logical shape, to trace functions."""
+def replace_by_logical_shapes(tree: T) -> T:
+    """Replace each `PaddedArray` and host array of a tree by a `ShapeDtypeStruct`, to trace functions."""
 
-    def describe(leaf: object) -> object:
-        if isinstance(leaf, jax.Array) and find_memory(leaf):
+    def replace_leaf(leaf: object) -> object:
+        if isinstance(leaf, jax.Array) and find_memory_kind(leaf):
             sharding = leaf.sharding
             if isinstance(sharding, NamedSharding):
                 sharding = NamedSharding(sharding.mesh, sharding.spec)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, PaddedArray) else leaf
 
-    return jax.tree.map(describe, tree)
+    return jax.tree.map(replace_leaf, tree)
 
 
-def unpad_arguments(function: Callable[..., T], *trees: object) -> tuple[Callable[..., T], list[Array]]:
-    """Wrap a function of logical arrays so that it takes stored arrays, and return it with its arguments."""
+def wrap_for_stored_arrays(
+    function: Callable[..., T], *trees: object
+) -> tuple[Callable[..., T], list[Array]]:
+    """Wrap a function so that it takes the stored, padded arrays of `trees`. Return it and these arrays."""
     leaves, tree = jax.tree.flatten(trees)
     shapes = [leaf.shape if isinstance(leaf, PaddedArray) else None for leaf in leaves]
 
-    def run_on_logical_arrays(*stored: Array) -> T:
-        pairs = zip((set_memory(each, "device") for each in stored), shapes, strict=True)
-        logical = [each if shape is None else unpad(each, shape) for each, shape in pairs]
+    def call_with_logical_arrays(*stored: Array) -> T:
+        pairs = zip((move_to_memory(each, "device") for each in stored), shapes, strict=True)
+        logical = [each if shape is None else unpad_array(each, shape) for each, shape in pairs]
         return function(*jax.tree.unflatten(tree, logical))
 
-    return run_on_logical_arrays, list(map(unwrap, leaves))
+    return call_with_logical_arrays, list(map(unwrap_padded, leaves))
 
 
 def make_padded_reader(read: BlockReader, shape: Sequence[int], dtype: np.dtype[np.generic]) -> BlockReader:
@@ -246,5 +248,5 @@ def make_padded_reader(read: BlockReader, shape: Sequence[int], dtype: np.dtype[
     return read_padded
 
 
-def _list_specs(sharding: NamedSharding, rank: int) -> list[Array]:
+def _list_axis_specs(sharding: NamedSharding, rank: int) -> list[Array]:
     return [*sharding.spec, *[None] * (rank - len(sharding.spec))]

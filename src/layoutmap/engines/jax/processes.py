@@ -18,31 +18,31 @@ from jax.sharding import NamedSharding, PartitionSpec
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
-from layoutmap.engines.checks import make_difference_error
+from layoutmap.engines.checks import make_different_values_error
 from layoutmap.engines.jax.devices import Device
 
 
-def gather_values(values: NumpyArray, devices: Sequence[Device]) -> NumpyArray:
-    """Gather values from each process with one of the devices, one row each, in process order.
+def gather_from_processes(values: NumpyArray, devices: Sequence[Device]) -> NumpyArray:
+    """Return the values of each process that has one of the devices, one row each, in process order.
 
     Args:
-        values: Those of this process; of one shape and element type in all of them.
-        devices: The devices, in one order in all processes.
+        values: The values of this process, with the same shape and element type in all processes.
+        devices: The devices, in the same order in all processes.
 
     Raises:
         EngineError: Another process cannot be reached.
     """
-    sharding = _shard_by_process(tuple(devices))
-    number = sharding.mesh.size
-    if number == 1:
+    sharding = _make_process_sharding(tuple(devices))
+    num_processes = sharding.mesh.size
+    if num_processes == 1:
         return values[None]
     try:
         # JAX disables 64-bit types by default, so send bytes.
         row = np.ascontiguousarray(values).view(np.uint8).reshape(1, -1)
-        rows = jax.make_array_from_callback((number, row.size), sharding, lambda _: row)
+        rows = jax.make_array_from_callback((num_processes, row.size), sharding, lambda _: row)
         replicated = jax.device_put(rows, NamedSharding(sharding.mesh, PartitionSpec()))
         received = np.asarray(replicated.addressable_data(0))
-    except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError: the program could not start
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError if the program cannot start
         raise _make_unreachable_error(error) from error
     return received.view(values.dtype).reshape(-1, *values.shape)
 
@@ -59,7 +59,7 @@ def _make_unreachable_error(error: Exception) -> EngineError:
 
 
 @functools.lru_cache(256)
-def _shard_by_process(devices: tuple[Device, ...]) -> NamedSharding:
+def _make_process_sharding(devices: tuple[Device, ...]) -> NamedSharding:
     """Return the sharding of one row on the first device of each process."""
     first = {device.process_index: device for device in reversed(devices)}
     column = np.empty(len(first), object)
@@ -72,7 +72,7 @@ def share_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Devic
 
     Args:
         initializers: The initializers by key, in the same order in all processes.
-        devices: Those of the mesh, or none if all are of this process.
+        devices: The devices of the mesh, or none if all of them belong to this process.
 
     Raises:
         EngineError: The processes have different initializers.
@@ -81,19 +81,22 @@ def share_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Devic
     if not devices:
         return seeds
     leaves, tree = jax.tree.flatten(seeds)
-    keys = [_is_key(leaf) for leaf in leaves]
+    keys = [_is_random_key(leaf) for leaf in leaves]
     plain = [
         np.asarray(jax.random.key_data(leaf) if is_key else leaf)
         for leaf, is_key in zip(leaves, keys, strict=True)
     ]
     text = repr((list(initializers), [(leaf.shape, str(leaf.dtype)) for leaf in plain]))
-    # Send messages of the size used in `agreement`, so that processes in different exchanges detect it.
-    if len(set(gather_values(np.array([zlib.crc32(text.encode()), 0], np.uint32), devices)[:, 0])) > 1:
-        raise make_difference_error("the processes create different variables")
+    # Gather two numbers as `agreement` does, so that processes that compare different things detect it.
+    if (
+        len(set(gather_from_processes(np.array([zlib.crc32(text.encode()), 0], np.uint32), devices)[:, 0]))
+        > 1
+    ):
+        raise make_different_values_error("the processes create different variables")
     sent = np.concatenate(
         [np.frombuffer(leaf.tobytes(), np.uint8) for leaf in plain] or [np.empty(0, np.uint8)]
     )
-    data = gather_values(sent, devices)[0].tobytes() if sent.size else b""
+    data = gather_from_processes(sent, devices)[0].tobytes() if sent.size else b""
     start, common = 0, list[object]()
     for leaf, own, is_key in zip(leaves, plain, keys, strict=True):
         value: Any = np.frombuffer(data[start : start + own.nbytes], own.dtype).reshape(own.shape)
@@ -102,5 +105,5 @@ def share_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Devic
     return jax.tree.unflatten(tree, common)
 
 
-def _is_key(leaf: object) -> bool:
+def _is_random_key(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -4,7 +4,7 @@ Tested on jaxlib 0.10.2.
 
     jaxlib.mlir.ir, jaxlib.mlir.passmanager         MLIR's Python bindings
     sdy-propagation-pipeline                        gives each value a layout, from those of arguments and results
-    #sdy.sharding, sdy.mesh, sdy.sharding_constraint                        their texts
+    #sdy.sharding, sdy.mesh, sdy.sharding_constraint    layouts, meshes, and constraints as MLIR text
     jax._src.interpreters.mlir.make_ir_context      MLIR with JAX's dialects
 """
 
@@ -36,7 +36,7 @@ MESH = "layoutmap"
 """The name of the mesh in MLIR modules."""
 
 MARK = "layoutmap_mark"
-"""The dim of the mesh that marks layer outputs: constraints that are later replaced by layouts."""
+"""The dim of a mesh whose sharding constraints mark layer outputs. They are replaced by layouts later."""
 
 
 def _make_unsupported_error(missing: str) -> EngineError:
@@ -48,7 +48,7 @@ def _make_unsupported_error(missing: str) -> EngineError:
     )
 
 
-def make_context() -> _ir.Context:
+def make_mlir_context() -> _ir.Context:
     """Make an MLIR context with the dialects of JAX. Enter it before use."""
     from jax._src.interpreters import mlir
 
@@ -68,15 +68,15 @@ def parse_module(text: str | bytes) -> _ir.Module:
 
 
 @functools.cache
-def check_passes() -> None:
-    """Raise if this jaxlib lacks the passes.
+def check_shardy_passes() -> None:
+    """Raise if this jaxlib lacks MLIR's bindings or Shardy's passes.
 
     Raises:
-        EngineError: It lacks some.
+        EngineError: This jaxlib lacks one of them.
     """
     if _missing:
         raise _make_unsupported_error(_missing)
-    with make_context():
+    with make_mlir_context():
         try:
             _PassManager.parse(PASS)
         except (ValueError, RuntimeError) as error:
@@ -92,21 +92,22 @@ def format_sharding(layout: Layout | None, rank: int, mesh: str = MESH) -> str:
     return f"<@{mesh}, [{', '.join(f'{{{each}}}' for each in (*names, *[''] * (rank - layout.rank)))}]>"
 
 
-def place(
+def copy_with_layouts(
     module: _ir.Module,
     mesh: Mesh,
-    arguments: Sequence[Layout | None],
-    results: Sequence[Layout | None],
-    outputs: Callable[[str, tuple[int, ...]], Layout | None],
+    argument_layouts: Sequence[Layout | None],
+    result_layouts: Sequence[Layout | None],
+    choose_mark_layout: Callable[[str, tuple[int, ...]], Layout | None],
 ) -> _ir.Operation:
-    """Copy a module, and add layouts to it as XLA expects them.
+    """Return a copy of a module with layouts as XLA expects them.
 
     Args:
-        module: The module, with marks; it stays as it is.
+        module: The module, with marks of layer outputs. It is not changed.
         mesh: The mesh.
-        arguments: The layout of each argument of its function; `None`: the partitioner chooses.
-        results: The same for what it returns; those with a layout take the place of the arguments of their number.
-        outputs: Returns the layout of a mark, by the name of its operation and its shape; without one it is removed.
+        argument_layouts: The layout of each argument of its main function; `None`: the partitioner chooses.
+        result_layouts: The layout of each result, likewise. A result with a layout reuses the memory of the argument
+            at its position.
+        choose_mark_layout: Returns the layout of a mark by the name of its operation and its shape; `None`: remove it.
     """
     with module.context, _ir.Location.unknown():
         copy = module.operation.clone()
@@ -120,26 +121,29 @@ def place(
         _ir.Operation.create("sdy.mesh", attributes=named, ip=_ir.InsertionPoint.at_block_begin(block))
         copy.attributes["mhlo.num_partitions"] = _ir.Attribute.parse(f"{mesh.size} : i32")
         main = next(f for f in functions if f.attributes["sym_name"].value == "main")
-        _pad_boundary(main, arguments, results)
-        donated = {n: f"{n} : i32" for n, layout in enumerate(results) if layout is not None}
+        _pad_boundary(main, argument_layouts, result_layouts)
+        donated = {n: f"{n} : i32" for n, layout in enumerate(result_layouts) if layout is not None}
         for name, layouts, types, aliases in (
-            ("arg_attrs", arguments, main.type.inputs, donated),
-            ("res_attrs", results, main.type.results, {}),
+            ("arg_attrs", argument_layouts, main.type.inputs, donated),
+            ("res_attrs", result_layouts, main.type.results, {}),
         ):
-            main.attributes[name] = _add_layouts(main.attributes, name, layouts, types, aliases)
-        for op in list_marks(copy):
-            _replace(op, outputs(getattr(op.location, "name_str", ""), tuple(op.results[0].type.shape)))
+            main.attributes[name] = _make_layout_attributes(main.attributes, name, layouts, types, aliases)
+        for op in list_layer_marks(copy):
+            name, shape = getattr(op.location, "name_str", ""), tuple(op.results[0].type.shape)
+            _replace_mark(op, choose_mark_layout(name, shape))
         return copy
 
 
-# Shardy drops the shardings of arguments and results with uneven shards, so they are padded as in steps (0230).
-def _pad_boundary(main: Any, arguments: Sequence[Layout | None], results: Sequence[Layout | None]) -> None:
-    """Give a function padded arguments, which it slices first, and padded results."""
+# Shardy drops the shardings of arguments and results with uneven shards, so pad them as in steps (decisions/0230).
+def _pad_boundary(
+    main: Any, argument_layouts: Sequence[Layout | None], result_layouts: Sequence[Layout | None]
+) -> None:
+    """Change a function so that it takes padded arguments, which it slices first, and returns padded results."""
     inputs, outputs = list(main.type.inputs), list(main.type.results)
     block = main.regions[0].blocks[0]
     last = block.operations[len(block.operations) - 1]
-    for n, layout in enumerate(arguments):
-        if layout is not None and (padded := _pad_type(inputs[n], layout)) != inputs[n]:
+    for n, layout in enumerate(argument_layouts):
+        if layout is not None and (padded := _make_padded_type(inputs[n], layout)) != inputs[n]:
             argument, uses = block.arguments[n], list(block.arguments[n].uses)
             bounds = {
                 "start_indices": [0] * layout.rank,
@@ -147,73 +151,79 @@ def _pad_boundary(main: Any, arguments: Sequence[Layout | None], results: Sequen
                 "strides": [1] * layout.rank,
             }
             argument.set_type(padded)
-            rows = _create(
+            rows = _create_operation(
                 "stablehlo.slice", inputs[n], [argument], bounds, _ir.InsertionPoint.at_block_begin(block)
             )
             for use in uses:
                 use.owner.operands[use.operand_number] = rows
             inputs[n] = padded
-    for n, layout in enumerate(results):
-        if layout is not None and (padded := _pad_type(outputs[n], layout)) != outputs[n]:
-            element, place = padded.element_type, _ir.InsertionPoint(last)
+    for n, layout in enumerate(result_layouts):
+        if layout is not None and (padded := _make_padded_type(outputs[n], layout)) != outputs[n]:
+            element, insertion_point = padded.element_type, _ir.InsertionPoint(last)
             scalar = _ir.RankedTensorType.get([], element)
             number = "0.0" if isinstance(element, _ir.FloatType) else "false" if str(element) == "i1" else "0"
             value = _ir.Attribute.parse(f"dense<{number}> : {scalar}")
-            zero = _ir.Operation.create("stablehlo.constant", [scalar], attributes={"value": value}, ip=place)
+            zero = _ir.Operation.create(
+                "stablehlo.constant", [scalar], attributes={"value": value}, ip=insertion_point
+            )
             added = [new - old for new, old in zip(padded.shape, outputs[n].shape, strict=True)]
             none = [0] * layout.rank
             amounts = {"edge_padding_low": none, "edge_padding_high": added, "interior_padding": none}
-            last.operands[n] = _create(
-                "stablehlo.pad", padded, [last.operands[n], zero.results[0]], amounts, place
+            last.operands[n] = _create_operation(
+                "stablehlo.pad", padded, [last.operands[n], zero.results[0]], amounts, insertion_point
             )
             outputs[n] = padded
     main.attributes["function_type"] = _ir.TypeAttr.get(_ir.FunctionType.get(inputs, outputs))
 
 
-def _pad_type(kind: Any, layout: Layout) -> Any:
-    if layout.rank != len(kind.shape):  # random keys have one more axis in a module, and are not padded
-        return kind
-    return _ir.RankedTensorType.get(layout.pad_shape(kind.shape), kind.element_type)
+def _make_padded_type(tensor_type: Any, layout: Layout) -> Any:
+    if layout.rank != len(tensor_type.shape):  # a random key has one more axis here, and no padding
+        return tensor_type
+    return _ir.RankedTensorType.get(layout.pad_shape(tensor_type.shape), tensor_type.element_type)
 
 
-def _create(
-    name: str, result: Any, operands: Sequence[Any], numbers: Mapping[str, Sequence[int]], place: Any
+def _create_operation(
+    name: str,
+    result_type: Any,
+    operands: Sequence[Any],
+    numbers: Mapping[str, Sequence[int]],
+    insertion_point: Any,
 ) -> Any:
     attributes: dict[str, Any] = {key: _ir.DenseI64ArrayAttr.get(list(each)) for key, each in numbers.items()}
     made = _ir.Operation.create(
-        name, results=[result], operands=list(operands), attributes=attributes, ip=place
+        name, results=[result_type], operands=list(operands), attributes=attributes, ip=insertion_point
     )
     return made.results[0]
 
 
-def propagate(placed: _ir.Operation) -> None:
-    """Run Shardy's propagation in place, which assigns a layout to each value.
+def propagate_layouts(module: _ir.Operation) -> None:
+    """Assign a layout to each value of a module in place, by Shardy's propagation.
 
     Raises:
         EngineError: This jaxlib lacks the passes.
     """
-    check_passes()
-    with placed.context, _ir.Location.unknown():
-        for op in list_operations(placed, "chlo."):
-            _replace_chlo(op)
-        _PassManager.parse(PASS).run(placed)
+    check_shardy_passes()
+    with module.context, _ir.Location.unknown():
+        for op in list_operations(module, "chlo."):
+            _replace_chlo_operation(op)
+        _PassManager.parse(PASS).run(module)
 
 
 def list_operations(module: Module, prefix: str) -> list[_ir.Operation]:
     """List the operations with names that start with `prefix`, in order."""
     found: list[_ir.Operation] = []
 
-    def look(op: _ir.Operation) -> _ir.WalkResult:
+    def append_if_matching(op: _ir.Operation) -> _ir.WalkResult:
         if op.name.startswith(prefix):
             found.append(op)
         return _ir.WalkResult.ADVANCE
 
-    module.operation.walk(look)
+    module.operation.walk(append_if_matching)
     return found
 
 
-def _replace_chlo(op: _ir.Operation) -> None:
-    """Replace CHLO operations, for which Shardy has no rules, by StableHLO operations of equal cost."""
+def _replace_chlo_operation(op: _ir.Operation) -> None:
+    """Replace a CHLO operation by a StableHLO operation of equal cost, because Shardy has no rules for CHLO."""
     operands, results = list(op.operands), [result.type for result in op.results]
     shapes = [tuple(each.type.shape) for each in operands]
     attributes: dict[str, _ir.Attribute] = {}
@@ -245,25 +255,21 @@ def _replace_chlo(op: _ir.Operation) -> None:
 _SYMBOLS = "ijklmnopq"
 
 
-def list_marks(module: Module) -> list[_ir.Operation]:
+def list_layer_marks(module: Module) -> list[_ir.Operation]:
     """List the operations that mark layer outputs in a module, in order."""
-    meshes = _mark_meshes(module)
-    return [op for op in list_operations(module, "sdy.sharding_constraint") if _read_mesh_name(op) in meshes]
-
-
-def _read_mesh_name(op: _ir.Operation) -> str:
-    return str(op.attributes["sharding"]).partition("@")[2].partition(",")[0]
-
-
-def _mark_meshes(module: Module) -> set[str]:
-    return {
+    mark_meshes = {
         op.attributes["sym_name"].value
         for op in module.operation.regions[0].blocks[0]
         if op.operation.name == "sdy.mesh" and f'"{MARK}"' in str(op.attributes["mesh"])
     }
 
+    def is_mark(op: _ir.Operation) -> bool:
+        return str(op.attributes["sharding"]).partition("@")[2].partition(",")[0] in mark_meshes
 
-def _replace(op: _ir.Operation, layout: Layout | None) -> None:
+    return list(filter(is_mark, list_operations(module, "sdy.sharding_constraint")))
+
+
+def _replace_mark(op: _ir.Operation, layout: Layout | None) -> None:
     rank = len(op.results[0].type.shape)
     if layout is None or layout.rank != rank:
         op.results[0].replace_all_uses_with(op.operands[0])
@@ -272,7 +278,7 @@ def _replace(op: _ir.Operation, layout: Layout | None) -> None:
         op.attributes["sharding"] = _ir.Attribute.parse(f"#sdy.sharding{format_sharding(layout, rank)}")
 
 
-def _add_layouts(
+def _make_layout_attributes(
     attributes: Mapping[str, Any],
     name: str,
     layouts: Sequence[Layout | None],

@@ -16,22 +16,23 @@ def list_variables(tree: object) -> list[VariableSpec]:
     """List the arrays of a pytree as variables by path. Random keys are RNG states."""
     found: list[VariableSpec] = []
 
-    def note(path: str, leaf: Any) -> None:
+    def append_variable(path: str, leaf: Any) -> None:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         found.append(VariableSpec(path, leaf.shape, str(leaf.dtype), Kind.RNG if is_key else Kind.WEIGHT))
 
-    map_by_path(tree, note)
+    map_arrays_by_path(tree, append_variable)
     return found
 
 
-def map_by_path(tree: object, made: Callable[[str, Any], object]) -> Any:
+def map_arrays_by_path(tree: object, function: Callable[[str, Any], object]) -> Any:
     """Map a function over the arrays of a tree with their paths. Other leaves become None."""
 
     def map_leaf(keys: Any, leaf: object) -> object:
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         # An array in an nnx Variable or linen box has its container's path, so treat the box as a leaf.
         return jax.tree.map(
-            lambda each: made(path, each) if hasattr(each, "shape") and hasattr(each, "dtype") else None, leaf
+            lambda each: function(path, each) if hasattr(each, "shape") and hasattr(each, "dtype") else None,
+            leaf,
         )
 
     return jax.tree_util.tree_map_with_path(map_leaf, tree, is_leaf=is_flax_box)
@@ -43,7 +44,7 @@ def is_flax_box(node: object) -> bool:
     return not kinds.isdisjoint(("flax.Variable", "flax.AxisMetadata"))
 
 
-def set_memory(array: jax.Array, memory: str | None) -> jax.Array:
+def move_to_memory(array: jax.Array, memory: str | None) -> jax.Array:
     """Move a traced array to a memory kind. `None` keeps the array unchanged."""
     if memory is None:
         return array
@@ -52,8 +53,8 @@ def set_memory(array: jax.Array, memory: str | None) -> jax.Array:
     return array if jax.typeof(array).memory_space == space else jax.device_put(array, space)
 
 
-def find_memory(array: Any) -> str:
-    """Find the memory kind of an array, as `"pinned_host"`, or an empty text for its devices' default."""
+def find_memory_kind(array: Any) -> str:
+    """Return the memory kind of an array, such as `"pinned_host"`, or an empty text for its devices' default."""
     sharding = getattr(array, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     if not isinstance(sharding, Sharding) or isinstance(mesh, jax.sharding.AbstractMesh):

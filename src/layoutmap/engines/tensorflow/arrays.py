@@ -1,8 +1,8 @@
-"""Make, read, and redistribute tensors in layouts without changing a bit.
+"""Create, read, and relayout tensors without changing a bit.
 
-DTensor's own relayout adds shards up with zeros around them, so it loses the sign of a zero and the bits of a NaN, and
-does not know all element types. Outside of compiled functions tensors are therefore read and made again shard by
-shard. With several processes the shards travel as integers, which a sum with zeros does not change.
+DTensor's own relayout pads shards with zeros and sums them, so it loses the sign of a zero and the bits of a NaN, and
+does not support all element types. Outside of compiled functions, a relayout therefore reads each shard and creates a
+new tensor. Between processes, shards are sent as integers, which a sum with zeros does not change.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from layoutmap.core.blocks import (
     Index,
     NumpyArray,
     assemble_blocks,
-    find_distinct_shards,
+    group_devices_by_shard,
     make_full_index,
 )
 from layoutmap.core.errors import EngineError, LayoutMapError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.checks import is_python_number, make_element_type_error, make_no_numbers_error
-from layoutmap.engines.protocol import Unplaced
+from layoutmap.engines.checks import is_python_number_or_list, make_element_type_error, make_non_numeric_error
+from layoutmap.engines.protocol import PlacementWithoutLayout
 from layoutmap.engines.tensorflow.devices import (
     NativeLayout,
     NativeMesh,
     bind_mesh,
+    convert_native_mesh,
     make_native_layout,
-    to_mesh,
 )
 
 dtensor = tf.experimental.dtensor
@@ -73,16 +73,16 @@ def get_layout(array: object) -> Layout | None:
     return Layout(list(native.sharding_specs), _find_mesh(native.mesh))
 
 
-def describe_placement(array: object, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
+def find_placement(array: object, meshes: Sequence[Mesh] = ()) -> Layout | PlacementWithoutLayout:
     """Return the layout of any tensor, or a description of its placement without one."""
     try:
         layout = get_layout(array)
     except LayoutMapError as error:
-        return Unplaced(f"in a layout that has no form here: {error.what}")
+        return PlacementWithoutLayout(f"in a layout that layoutmap cannot express: {error.what}")
     if layout is not None:
         return layout
     device = getattr(array, "device", "").rpartition("device:")[2]
-    return Unplaced(
+    return PlacementWithoutLayout(
         "on no mesh: DTensor copies it to where it is used", (device,) * bool(device), is_copied=True
     )
 
@@ -90,16 +90,16 @@ def describe_placement(array: object, meshes: Sequence[Mesh] = ()) -> Layout | U
 def _find_mesh(native_mesh: NativeMesh) -> Mesh:
     with _lock:
         known = _mesh_of_native.get(native_mesh.to_string())
-    return known or to_mesh(native_mesh)
+    return known or convert_native_mesh(native_mesh)
 
 
-def mark_layout(array: T, layout: Layout) -> T:
-    """Record the layout in which a tensor was created, because two layouts may map to one DTensor layout."""
+def record_layout(array: T, layout: Layout) -> T:
+    """Record the layout in which a tensor was created, and return it. Two layouts may have the same DTensor layout."""
     setattr(array, _MADE_IN, layout)
     return array
 
 
-def fit_layout(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> NativeLayout:
+def convert_fitting_layout(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> NativeLayout:
     """Convert a layout to DTensor's, or raise if it does not fit the shape."""
     layout.check_fits(shape, name)
     return convert_layout(layout)
@@ -107,19 +107,19 @@ def fit_layout(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> 
 
 def check_dtype(name: str, path: str) -> None:
     """Raise an `EngineError` for a dtype that sharded tensors do not support."""
-    if not is_number(name):
+    if not is_numeric_dtype(name):
         raise make_element_type_error("TensorFlow", name, path)
 
 
-def canonicalize(values: Any) -> NumpyArray:
+def canonicalize_values(values: Any) -> NumpyArray:
     """Convert values to a numpy array, or raise if they are neither numbers nor booleans."""
-    values = tf.convert_to_tensor(values).numpy() if is_python_number(values) else np.asarray(values)
-    if not is_number(values.dtype):
-        raise make_no_numbers_error("TensorFlow", values.dtype)
+    values = tf.convert_to_tensor(values).numpy() if is_python_number_or_list(values) else np.asarray(values)
+    if not is_numeric_dtype(values.dtype):
+        raise make_non_numeric_error("TensorFlow", values.dtype)
     return values
 
 
-def is_number(dtype: Any) -> bool:
+def is_numeric_dtype(dtype: Any) -> bool:
     """Return whether sharded tensors support a dtype, given as TensorFlow's, numpy's, or its name."""
     try:
         dtype = tf.as_dtype(dtype)
@@ -133,40 +133,40 @@ def unwrap_variable(array: Array) -> tf.Tensor:
     return array.read_value() if isinstance(array, tf.Variable) else array
 
 
-def read_shape(tensor: tf.Tensor) -> tuple[int, ...]:
+def get_static_shape(tensor: tf.Tensor) -> tuple[int, ...]:
     """Return the shape of a tensor with known sizes."""
     return tuple(tensor.shape)  # pyright: ignore[reportReturnType]
 
 
-def _require_values(array: Array) -> tf.Tensor:
-    """Return the tensor of an array, or raise if it has no values yet."""
+def _get_tensor_with_values(array: Array) -> tf.Tensor:
+    """Return the tensor of an array, or raise an `EngineError` if it has no values yet."""
     tensor = unwrap_variable(array)
     if tf.is_symbolic_tensor(tensor):
         raise EngineError(
             "a tensor inside a tf.function has no values yet",
             why="the function is being traced and computes them later",
-            fix="read its values outside of the function; relayout works inside",
+            fix="read its values outside of the function; inside, only relayout works",
         )
     return tensor
 
 
 def iterate_shards(array: Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
     """Yield copies of this process's shards, each index once."""
-    tensor = _require_values(array)
+    tensor = _get_tensor_with_values(array)
     layout = get_layout(tensor)
-    shape = read_shape(tensor)
+    shape = get_static_shape(tensor)
     if layout is None:
         yield make_full_index(shape), tensor.numpy()
         return
     places = dtensor.fetch_layout(tensor).mesh.local_device_ids()
     components = dict(zip(places, dtensor.unpack(tensor), strict=True))
-    for index, holders in find_distinct_shards(layout, shape, places).values():
+    for index, holders in group_devices_by_shard(layout, shape, places).values():
         yield index, components[holders[0]].numpy()
 
 
-def iterate_by_device(array: Array) -> Iterator[tuple[str, NumpyArray]]:
-    """Yield the values on each device of this process, with its name."""
-    tensor = _require_values(array)
+def iterate_device_values(array: Array) -> Iterator[tuple[str, NumpyArray]]:
+    """Yield the name of each device of this process and the values of the array on it."""
+    tensor = _get_tensor_with_values(array)
     layout = get_layout(tensor)
     if layout is None:
         yield getattr(tensor, "device", ""), tensor.numpy()
@@ -177,37 +177,39 @@ def iterate_by_device(array: Array) -> Iterator[tuple[str, NumpyArray]]:
         yield names[place], component.numpy()
 
 
-def from_blocks(shape: tuple[int, ...], layout: Layout, read: BlockReader, *, copy: bool = True) -> tf.Tensor:
-    """Create a tensor from blocks, each read once. Without `copy`, their memory may be shared and must not change."""
+def create_from_blocks(
+    shape: tuple[int, ...], layout: Layout, read: BlockReader, *, copy: bool = True
+) -> tf.Tensor:
+    """Create a tensor from blocks, each read once. Without `copy`, it may share their memory, which must not change."""
     native = convert_layout(layout)
     device_of = dict(zip(native.mesh.local_device_ids(), native.mesh.local_devices(), strict=True))
     made: dict[int, tf.Tensor] = {}
-    for index, holders in find_distinct_shards(layout, shape, device_of).values():
+    for index, holders in group_devices_by_shard(layout, shape, device_of).values():
         values = np.array(read(index), copy=copy or None, order="C")
         for place in holders:
             with tf.device(device_of[place]):
                 made[place] = tf.constant(values)
     components = [made[place] for place in device_of]
-    return mark_layout(dtensor.pack(components, native), layout)
+    return record_layout(dtensor.pack(components, native), layout)
 
 
 def to_numpy(array: Array) -> NumpyArray:
-    """Return all of an array's values."""
-    tensor = _require_values(array)
+    """Return all values of an array. Every process of the mesh must call this."""
+    tensor = _get_tensor_with_values(array)
     layout = get_layout(tensor)
     if layout is None:
         return tensor.numpy()
-    if layout.is_fully_replicated():  # logs of a step are replicated, so read one device
+    if layout.is_fully_replicated():  # read one device, which is fast for the replicated logs of a step
         return dtensor.unpack(tensor)[0].numpy()
     if dtensor.num_clients() > 1:
-        tensor = _replicate(tensor, layout)
-    return assemble_blocks(iterate_shards(tensor), read_shape(tensor), tensor.dtype.as_numpy_dtype)
+        tensor = _replicate_over_processes(tensor, layout)
+    return assemble_blocks(iterate_shards(tensor), get_static_shape(tensor), tensor.dtype.as_numpy_dtype)
 
 
-def move_tensor(array: Array, layout: Layout) -> tf.Tensor:
-    """Move a tensor to another layout without changing a bit. Gradients pass through."""
-    if not is_number(array.dtype):
-        raise make_no_numbers_error("TensorFlow", array.dtype.name)
+def relayout_tensor(array: Array, layout: Layout) -> tf.Tensor:
+    """Return a tensor in another layout without changing a bit. Gradients are moved back to its layout."""
+    if not is_numeric_dtype(array.dtype):
+        raise make_non_numeric_error("TensorFlow", array.dtype.name)
     if not tf.executing_eagerly():
         return relayout_in_trace(array, layout)
     present = get_layout(array)
@@ -215,29 +217,29 @@ def move_tensor(array: Array, layout: Layout) -> tf.Tensor:
         tensor = unwrap_variable(array)
         if tensor is array and present == layout:
             return tensor
-        return mark_layout(tf.identity(tensor) if tensor is array else tensor, layout)
+        return record_layout(tf.identity(tensor) if tensor is array else tensor, layout)
 
     @tf.custom_gradient
-    def move_values(tensor: tf.Tensor) -> Any:
-        def move_gradient(upstream: tf.Tensor) -> tf.Tensor:
-            return tf.constant(to_numpy(upstream)) if present is None else move_tensor(upstream, present)
+    def relayout_values(tensor: tf.Tensor) -> Any:
+        def relayout_gradient(upstream: tf.Tensor) -> tf.Tensor:
+            return tf.constant(to_numpy(upstream)) if present is None else relayout_tensor(upstream, present)
 
-        return _move_values(tensor, layout), move_gradient
+        return _relayout_by_shards(tensor, layout), relayout_gradient
 
     if unwrap_variable(array).dtype.is_floating:
         with tf.device(None):
-            return mark_layout(move_values(unwrap_variable(array)), layout)
-    return _move_values(unwrap_variable(array), layout)
+            return record_layout(relayout_values(unwrap_variable(array)), layout)
+    return _relayout_by_shards(unwrap_variable(array), layout)
 
 
 def relayout_in_trace(tensor: Array, layout: Layout) -> tf.Tensor:
-    """Move a tensor to another layout inside a traced function. Its gradient gets the tensor's layout."""
+    """Return a tensor in another layout, inside a traced function. Its gradient has the old layout of the tensor."""
     with default_mesh_lock:
         return dtensor.relayout(tensor, convert_layout(layout))
 
 
-def name_single_dims(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
-    """Return a tensor of a trace in a layout that names mesh dims of size 1, so that results of the function do."""
+def relayout_with_single_dims(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
+    """Relayout a tensor of a trace so that its layout contains mesh dims of size 1, for results of the function."""
     native = make_native_layout(layout, keep_single=True)
     if tf.executing_eagerly() or native == convert_layout(layout):
         return tensor
@@ -245,37 +247,39 @@ def name_single_dims(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
         return dtensor.relayout(tensor, native)
 
 
-def _move_values(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
+def _relayout_by_shards(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
     present = get_layout(tensor)
     if present is not None and dtensor.num_clients() > 1 and not present.is_fully_replicated():
-        tensor = _replicate(tensor, present)
+        tensor = _replicate_over_processes(tensor, present)
     shards = list(iterate_shards(tensor))
-    shape, dtype = read_shape(tensor), tensor.dtype.as_numpy_dtype
-    return from_blocks(shape, layout, lambda index: assemble_blocks(shards, shape, dtype, index))
+    shape, dtype = get_static_shape(tensor), tensor.dtype.as_numpy_dtype
+    return create_from_blocks(shape, layout, lambda index: assemble_blocks(shards, shape, dtype, index))
 
 
-def _replicate(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
-    """Replicate the tensor over the devices of all processes, and send its bits as integers."""
+def _replicate_over_processes(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
+    """Return a tensor replicated over the devices of all processes. Its bits are sent as integers."""
     width = tensor.dtype.size
     integer = np.int64 if width == 8 else np.int32
-    components = [_as_integers(c.numpy(), integer) for c in dtensor.unpack(tensor)]
+    components = [_reinterpret_as_integers(c.numpy(), integer) for c in dtensor.unpack(tensor)]
     flat = [tf.constant(c) for c in components]
     pieces = Layout([*layout.sharding_specs, None], layout.mesh)
     packed = dtensor.pack(flat, convert_layout(pieces))
     joined = dtensor.relayout(packed, convert_layout(Layout.replicated(layout.mesh, pieces.rank)))
-    values = _from_integers(dtensor.unpack(joined)[0].numpy(), tensor.dtype.as_numpy_dtype)
-    return from_blocks(read_shape(tensor), Layout.replicated(layout.mesh, layout.rank), values.__getitem__)
+    values = _reinterpret_integers_as(dtensor.unpack(joined)[0].numpy(), tensor.dtype.as_numpy_dtype)
+    return create_from_blocks(
+        get_static_shape(tensor), Layout.replicated(layout.mesh, layout.rank), values.__getitem__
+    )
 
 
-def _as_integers(values: NumpyArray, integer: type) -> NumpyArray:
-    """Reinterpret bytes as integers along one additional axis."""
+def _reinterpret_as_integers(values: NumpyArray, integer_type: type) -> NumpyArray:
+    """Return the bytes of each value as integers, along an additional last axis."""
     width = values.dtype.itemsize
     if width < 4:
-        return values[..., None].view(np.uint8).reshape(*values.shape, width).astype(integer)
-    return np.ascontiguousarray(values)[..., None].view(integer)
+        return values[..., None].view(np.uint8).reshape(*values.shape, width).astype(integer_type)
+    return np.ascontiguousarray(values)[..., None].view(integer_type)
 
 
-def _from_integers(integers: NumpyArray, dtype: type) -> NumpyArray:
+def _reinterpret_integers_as(integers: NumpyArray, dtype: type) -> NumpyArray:
     if np.dtype(dtype).itemsize < 4:
         integers = integers.astype(np.uint8)
     return np.ascontiguousarray(integers).view(dtype)[..., 0]

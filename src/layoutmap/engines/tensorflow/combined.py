@@ -1,7 +1,7 @@
-"""Compile a step so that DTensor may send its sums over the mesh together (decisions/0301).
+"""Compile a training step so that DTensor may combine its all-reduces (decisions/0301).
 
 DTensor's pass that combines all-reduces moves writes of variables behind reads that come after them. Here a step has no
-such reads: it collects the new values of its variables, reads those, and writes each variable once, at its end.
+such reads: it collects the new values of its variables, reads these values, and writes each variable once, at its end.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ import tensorflow as tf
 from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.tensorflow.arrays import default_mesh_lock
 from layoutmap.engines.tensorflow.selfcheck import GROUP_SIZE_SETTING
-from layoutmap.engines.tested import Needed, check_names
+from layoutmap.engines.tested import ImportGuard, check_names_exist
 
-with Needed("tensorflow"):
+with ImportGuard("tensorflow"):
     from tensorflow.python.eager import record
 
-check_names("tensorflow", (record, "could_possibly_record"))
+check_names_exist("tensorflow", (record, "could_possibly_record"))
 
 _current = threading.local()
 
 
 class WriteOrderError(Exception):
-    """Raised in the trace of a step with a write that cannot wait for its end."""
+    """Raised in the trace of a step with a write of a variable that cannot be moved to the end of the step."""
 
     ag_pass_through = True
 
 
-class _Writes:
-    """Values that a step will write to its variables at its end."""
+class _CollectedWrites:
+    """Collect the values that a traced step writes to its variables, to write them at its end."""
 
     def __init__(self) -> None:
         self.graph = tf.compat.v1.get_default_graph()
         self.values: dict[int, tuple[Callable[[tf.Tensor], object], tf.Tensor]] = {}
 
     def write_all(self) -> None:
-        """Write the variables, and raise if another operation of the step could read or write one of them."""
+        """Write the variables, and raise a `WriteOrderError` if another operation of the step could access one."""
         for write, value in self.values.values():
             write(value)
         written = 0
@@ -58,14 +58,14 @@ class _Writes:
 def collect_write(
     variable: tf.Variable, compute: Callable[[], tf.Tensor], write: Callable[[tf.Tensor], object]
 ) -> bool:
-    """Collect the value of a variable that the step being traced writes, and return whether it is collected.
+    """Collect a write of a variable by the step that is being traced. Return False if no such step is traced.
 
     Args:
         variable: The variable.
         compute: Function that returns the value.
         write: Function that writes the value at the end of the step.
     """
-    writes: _Writes | None = getattr(_current, "writes", None)
+    writes: _CollectedWrites | None = getattr(_current, "writes", None)
     if writes is None or tf.executing_eagerly():
         return False
     if tf.compat.v1.get_default_graph() is not writes.graph:
@@ -74,42 +74,43 @@ def collect_write(
     return True
 
 
-def read_collected(variable: tf.Variable) -> tf.Tensor | None:
-    """Return the value of a variable that is collected, or None."""
-    writes: _Writes | None = getattr(_current, "writes", None)
+def read_collected_value(variable: tf.Variable) -> tf.Tensor | None:
+    """Return the collected value of a variable, or None if the step has not written it or no step is traced."""
+    writes: _CollectedWrites | None = getattr(_current, "writes", None)
     found = writes.values.get(id(variable)) if writes and not tf.executing_eagerly() else None
     if found is None:
         return None
     if not record.could_possibly_record():
         return found[1]
-    if variable.trainable:  # its gradient is that of the read value, not of the computation of it
+    # A gradient would flow into the computation of the collected value, and not to the variable, so do not collect.
+    if variable.trainable:
         raise WriteOrderError(variable.name)
     return tf.stop_gradient(found[1])
 
 
-class CombinedFunction:
-    """`tf.function` of a step that writes its variables at its end, or of the plain step where that could differ."""
+class StepFunction:
+    """Compile a step as a `tf.function` that writes its variables at its end, or unchanged if the order matters."""
 
     def __init__(self, step: Callable[..., object], **options: Any):
         @functools.wraps(step)
         def write_at_end(*args: object) -> object:
-            with set_temporarily(_current, "writes", _Writes()):
+            with set_temporarily(_current, "writes", _CollectedWrites()):
                 result = step(*args)
                 _current.writes.write_all()
             return result
 
         self._plain = tf.function(step, **options)
-        self._combined: Any = tf.function(write_at_end, **options)
+        self._writing_at_end: Any = tf.function(write_at_end, **options)
         self._compiled: set[Hashable] = set()
 
     @property
-    def is_combined(self) -> bool:
-        """Whether the step writes its variables at its end."""
-        return self._combined is not None
+    def writes_at_end(self) -> bool:
+        """Whether the step still writes its variables at its end. It stops after a `WriteOrderError`."""
+        return self._writing_at_end is not None
 
     def get_concrete_function(self, *args: object) -> Any:
         """Return the function traced for some arguments."""
-        return self._call("get_concrete_function", *args)
+        return self._call_method("get_concrete_function", *args)
 
     def __call__(self, *args: object) -> object:
         """Run the step."""
@@ -117,22 +118,22 @@ class CombinedFunction:
         signature = tuple((tuple(each.shape), each.dtype) for each in leaves if isinstance(each, tf.Tensor))
         if signature in self._compiled:
             try:
-                return (self._combined or self._plain)(*args)
-            except WriteOrderError:  # traced again, for another constant among the arguments
+                return (self._writing_at_end or self._plain)(*args)
+            except WriteOrderError:  # a new trace, for another constant argument, writes in another order
                 pass
-        result = self._call("__call__", *args)
+        result = self._call_method("__call__", *args)
         self._compiled.add(signature)
         return result
 
-    def _call(self, name: str, *args: object) -> Any:
+    def _call_method(self, method_name: str, *args: object) -> Any:
         with default_mesh_lock:
-            if self._combined is not None:
+            if self._writing_at_end is not None:
                 try:
                     with _combine_all_reduces():
-                        return getattr(self._combined, name)(*args)
+                        return getattr(self._writing_at_end, method_name)(*args)
                 except WriteOrderError:
-                    self._combined = None
-            return getattr(self._plain, name)(*args)
+                    self._writing_at_end = None
+            return getattr(self._plain, method_name)(*args)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Convert meshes and layouts to DTensor's meshes, layouts, and devices, and back.
 
-Devices are named `CPU:0`, `GPU:3`: the type, and a number that counts the devices of all processes, those of the first
-process first. TensorFlow's own full names (`/job:worker/replica:0/task:1/device:CPU:0`) are understood as well.
+Devices are named `CPU:0`, `GPU:3`: the type, and a number over the devices of all processes, starting with those of the
+first process. TensorFlow's own full names (`/job:worker/replica:0/task:1/device:CPU:0`) are accepted, too.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import (
     bind_devices,
-    check_auto_axes,
-    check_device_memory,
-    check_simulated,
-    explain_more_devices,
+    check_no_explicit_axes,
+    check_no_host_memory,
+    check_simulated_devices,
+    make_more_devices_fix,
     make_no_devices_error,
     resolve_device_names,
 )
-from layoutmap.engines.tensorflow.refusals import explain_refusals
+from layoutmap.engines.tensorflow.refusals import install_refusal_patches
 from layoutmap.engines.tensorflow.selfcheck import wait_for_devices
 
 dtensor = tf.experimental.dtensor
@@ -41,7 +41,7 @@ def list_device_names(device_type: str | None = None) -> tuple[str, ...]:
     if device_type is None:
         device_type = next((kind for kind in ("TPU", "GPU") if tf.config.list_logical_devices(kind)), "CPU")
     kind = device_type.upper()
-    number = _num_local(kind)
+    number = _count_local_devices(kind)
     if not number:
         there = sorted({device.device_type for device in tf.config.list_logical_devices()})
         why = f"it has devices of these types: {', '.join(there)}"
@@ -49,44 +49,44 @@ def list_device_names(device_type: str | None = None) -> tuple[str, ...]:
     return tuple(f"{kind}:{i}" for i in range(number * dtensor.num_clients()))
 
 
-def _num_local(device_type: str) -> int:
+def _count_local_devices(device_type: str) -> int:
     """Return the number of this process's devices of a type, which is equal in all processes."""
     mine = dtensor.client_id()
     devices = [tf.DeviceSpec.from_string(d.name) for d in tf.config.list_logical_devices(device_type)]
     return sum(spec.task in (None, mine) for spec in devices)
 
 
-def simulate_devices(number: int) -> None:
-    """Start TensorFlow with this number of simulated CPU devices (see `Engine.simulate`)."""
+def simulate_devices(num_devices: int) -> None:
+    """Start TensorFlow with this number of simulated CPU devices (see `Engine.simulate_devices`)."""
     try:
         tf.config.set_visible_devices([], "GPU")
-        dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=number)
+        dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=num_devices)
     except (RuntimeError, ValueError):
         there = list_device_names()
-        check_simulated("TensorFlow", number, there[: len(there) // dtensor.num_clients()])
+        check_simulated_devices("TensorFlow", num_devices, there[: len(there) // dtensor.num_clients()])
 
 
 def bind_mesh(mesh: Mesh) -> Mesh:
     """Bind a mesh to this machine: an abstract mesh gets the first devices, and other meshes keep theirs."""
-    check_auto_axes(mesh, "TensorFlow")
-    fix = explain_more_devices("TensorFlow", mesh.size)
-    names = resolve_device_names(mesh, list_device_names, "TensorFlow", fix, shorten_name)
-    here = (i for i, name in enumerate(names) if _expand_name(name).task == dtensor.client_id())
+    check_no_explicit_axes(mesh, "TensorFlow")
+    fix = make_more_devices_fix("TensorFlow", mesh.size)
+    names = resolve_device_names(mesh, list_device_names, "TensorFlow", fix, shorten_device_name)
+    here = (i for i, name in enumerate(names) if _expand_device_name(name).task == dtensor.client_id())
     return bind_devices(mesh, mesh.devices or names, here)
 
 
-def shorten_name(name: str) -> str:
+def shorten_device_name(name: str) -> str:
     """Shorten a device name: `CPU:5` for `/job:worker/replica:0/task:1/device:CPU:1`, with four devices per process."""
     found = _FULL_NAME.match(name)
     if not found:
         return name.upper()
     kind = found.group(3).upper()
-    return f"{kind}:{int(found.group(2)) * _num_local(kind) + int(found.group(4))}"
+    return f"{kind}:{int(found.group(2)) * _count_local_devices(kind) + int(found.group(4))}"
 
 
-def _expand_name(name: str) -> tf.DeviceSpec:
-    kind, _, number = shorten_name(name).partition(":")
-    task, index = divmod(int(number), _num_local(kind))
+def _expand_device_name(name: str) -> tf.DeviceSpec:
+    kind, _, number = shorten_device_name(name).partition(":")
+    task, index = divmod(int(number), _count_local_devices(kind))
     return tf.DeviceSpec(job=dtensor.job_name(), replica=0, task=task, device_type=kind, device_index=index)
 
 
@@ -95,8 +95,8 @@ def make_native_mesh(mesh: Mesh) -> NativeMesh:
     """Return DTensor's mesh for a mesh."""
     bound = bind_mesh(mesh)
     wait_for_devices()
-    explain_refusals()
-    everywhere = [_expand_name(name) for name in bound.devices or ()]
+    install_refusal_patches()
+    everywhere = [_expand_device_name(name) for name in bound.devices or ()]
     return dtensor.Mesh(
         dim_names=list(mesh.dim_names),
         global_device_ids=np.arange(mesh.size).reshape(mesh.shape),
@@ -116,10 +116,10 @@ def make_native_layout(layout: Layout, *, keep_single: bool = False) -> NativeLa
 def make_native_specs(layout: Layout, *, keep_single: bool = False) -> list[str]:
     """Return DTensor's sharding specs for a layout, without using a device.
 
-    A mesh dim of size 1 shards nothing. Without `keep_single` it is left out, because DTensor refuses such layouts
-    where it needs replicated ones.
+    Without `keep_single`, mesh dims of size 1 are left out, because DTensor does not accept such layouts as
+    replicated ones.
     """
-    check_device_memory(layout, "TensorFlow", "a layout of DTensor names no memory")
+    check_no_host_memory(layout, "TensorFlow", "a layout of DTensor names no memory")
     specs: list[str] = []
     for axis in range(layout.rank):
         sharding = [dim for dim in layout.list_mesh_dims(axis) if layout.mesh.dim_size(dim) > 1]
@@ -136,12 +136,14 @@ def make_native_specs(layout: Layout, *, keep_single: bool = False) -> list[str]
     return specs
 
 
-def to_mesh(native: NativeMesh) -> Mesh:
+def convert_native_mesh(native_mesh: NativeMesh) -> Mesh:
     """Return the mesh for a mesh of DTensor, with short device names."""
-    mesh = Mesh.from_string(native.to_string())
+    mesh = Mesh.from_string(native_mesh.to_string())
     names = mesh.devices or ()
-    if any(not name for name in names):  # TensorFlow does not know the names of other processes' devices
+    if any(not name for name in names):  # TensorFlow has no names for other processes' devices, so list all
         return mesh.with_devices(
             list_device_names(mesh.device_type)[: mesh.size], local_device_ids=mesh.local_device_ids
         )
-    return mesh.with_devices([shorten_name(name) for name in names], local_device_ids=mesh.local_device_ids)
+    return mesh.with_devices(
+        [shorten_device_name(name) for name in names], local_device_ids=mesh.local_device_ids
+    )

@@ -1,8 +1,7 @@
 """Create and shard tensors with `tf.experimental.dtensor`.
 
 A layout is a `tf.experimental.dtensor.Layout`. DTensor shards an axis over one mesh dim only, so an axis over several
-is refused. Only public names of TensorFlow are used; how far a random counter moves for each number is not documented,
-and is under test. Tested with TensorFlow 2.21.
+dims raises an error. Tested with TensorFlow 2.21.
 
 References:
     https://www.tensorflow.org/guide/dtensor_overview
@@ -27,26 +26,26 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
 from layoutmap.engines.checks import (
-    check_draws,
     check_initial_value,
     check_initializers,
     check_one_result,
+    check_random_mode,
     store_in_cache,
-    wrap_reader,
+    wrap_reader_with_checks,
 )
 from layoutmap.engines.tensorflow.arrays import (
-    canonicalize,
+    canonicalize_values,
     check_dtype,
+    convert_fitting_layout,
     convert_layout,
-    describe_placement,
-    fit_layout,
-    from_blocks,
+    create_from_blocks,
+    find_placement,
     get_layout,
-    iterate_by_device,
+    get_static_shape,
+    iterate_device_values,
     iterate_shards,
-    move_tensor,
-    name_single_dims,
-    read_shape,
+    relayout_tensor,
+    relayout_with_single_dims,
     to_numpy,
 )
 from layoutmap.engines.tensorflow.devices import (
@@ -56,13 +55,13 @@ from layoutmap.engines.tensorflow.devices import (
     simulate_devices,
 )
 from layoutmap.engines.tensorflow.pieces import PieceProgram
-from layoutmap.engines.tensorflow.processes import check_equal_everywhere, gather_values, share_seeds
+from layoutmap.engines.tensorflow.processes import check_same_checksums, gather_from_processes, share_seeds
 from layoutmap.engines.tensorflow.run_on import run_on
-from layoutmap.engines.tensorflow.selfcheck import check_computing
+from layoutmap.engines.tensorflow.selfcheck import check_dtensor_results
 from layoutmap.engines.tensorflow.variable import DVariable
-from layoutmap.engines.tested import Needed
+from layoutmap.engines.tested import ImportGuard
 
-with Needed("tensorflow"):
+with ImportGuard("tensorflow"):
     from tensorflow.python.autograph.core import config as autograph_config
     from tensorflow.python.autograph.core.config import DoNotConvert
 
@@ -80,15 +79,15 @@ class TensorFlowEngine:
     array_types: tuple[type, ...] = (tf.Tensor, tf.Variable)
     several_dims = False
     make_mover = None
-    devices = staticmethod(list_device_names)
-    simulate = staticmethod(simulate_devices)
-    bind = staticmethod(bind_mesh)
+    list_device_names = staticmethod(list_device_names)
+    simulate_devices = staticmethod(simulate_devices)
+    bind_mesh = staticmethod(bind_mesh)
     get_layout = staticmethod(get_layout)
-    describe_placement = staticmethod(describe_placement)
-    to_shards = staticmethod(iterate_shards)
-    iterate_by_device = staticmethod(iterate_by_device)
+    find_placement = staticmethod(find_placement)
+    iterate_shards = staticmethod(iterate_shards)
+    iterate_device_values = staticmethod(iterate_device_values)
     to_numpy = staticmethod(to_numpy)
-    canonicalize = staticmethod(canonicalize)
+    canonicalize_values = staticmethod(canonicalize_values)
     check_dtype = staticmethod(check_dtype)
 
     def __init__(self) -> None:
@@ -101,30 +100,29 @@ class TensorFlowEngine:
         """Raise for a layout that no DTensor can have on any machine. This starts nothing."""
         make_native_specs(layout)
 
-    def native(self, layout: Layout, rank: int) -> tf.experimental.dtensor.Layout:
+    def make_native_layout(self, layout: Layout, rank: int) -> tf.experimental.dtensor.Layout:
         """Return the `tf.experimental.dtensor.Layout` of a layout."""
         layout.check_rank((None,) * rank)
         return convert_layout(layout)
 
     # -- arrays
 
-    def create(
+    def create_initial_values(
         self,
         assignments: Mapping[str, Assignment],
         initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
     ) -> dict[str, tf.Tensor]:
-        """Compute initial values directly in their layouts, with the bits of the unsharded initializer.
+        """Compute initial values in their layouts. They equal those of the unsharded initializer bit for bit.
 
-        An initializer with a program is computed in pieces of at most 16 MiB, or one row: random numbers of TensorFlow
-        can be computed from any place on. The global value of one without a program, or with one that cannot be
-        computed in pieces, is computed, sharded, and freed before the next. Each process computes only what its devices
-        hold, from the seeds of process 0.
+        An initializer with a program is computed in pieces of at most 16 MiB, or one row. If it has no program, or its
+        program cannot be computed in pieces, its global value is computed, sharded, and freed before the next one. Each
+        process computes only the shards of its devices, from the seeds of process 0.
         """
-        natives = [self._check_assignment(assignment) for assignment in assignments.values()]
+        natives = [self._make_checked_layout(assignment) for assignment in assignments.values()]
         check_initializers(assignments, initializers)
         for native in natives[:1]:
-            check_computing(native.mesh)
+            check_dtensor_results(native.mesh)
         made: dict[str, tf.Tensor] = {}
         checksums: list[tuple[str, int]] = []
         try:
@@ -132,101 +130,105 @@ class TensorFlowEngine:
                 used = {key: initializers[key] for key in assignments}
                 seeds = share_seeds(used)
                 for key, assignment in assignments.items():
-                    made[key], computed = self._create_value(assignment, used[key], seeds.get(key))
+                    made[key], computed = self._create_initial_value(assignment, used[key], seeds.get(key))
                     checksums.append((assignment.variable.path, computed))
                     if progress is not None:
                         progress(key)
                 if dtensor.num_clients() > 1:
-                    check_equal_everywhere(checksums)
+                    check_same_checksums(checksums)
         except BaseException:
             made.clear()
             raise
         return made
 
-    def from_shards(self, assignment: Assignment, read: BlockReader, *, copy: bool = True) -> tf.Tensor:
-        """Create a tensor from shards that are read one by one (see `Engine.from_shards`)."""
-        self._check_assignment(assignment)
+    def create_from_shards(
+        self, assignment: Assignment, read: BlockReader, *, copy: bool = True
+    ) -> tf.Tensor:
+        """Create a tensor from shards that are read one by one (see `Engine.create_from_shards`)."""
+        self._make_checked_layout(assignment)
         variable = assignment.variable
         with tf.init_scope():
-            return from_blocks(variable.shape, assignment.layout, wrap_reader(variable, read), copy=copy)
+            return create_from_blocks(
+                variable.shape, assignment.layout, wrap_reader_with_checks(variable, read), copy=copy
+            )
 
     def get_writable_memory(self, array: object) -> tuple[()]:
         """Return no memory, because numpy only gets copies of TensorFlow's values."""
         return ()
 
     def relayout(self, array: Any, layout: Layout, *, pad: bool = False) -> tf.Tensor:
-        """Move values to another layout. Unsharded tensors and values that numpy converts are accepted, too.
+        """Return the same values in another layout. Unsharded tensors and values that numpy converts are accepted, too.
 
-        Gradients pass through it. Inside a `tf.function` DTensor does it, where the sign of a zero may be lost.
+        It has a gradient. Inside a `tf.function`, DTensor's relayout is used, which may lose the sign of a zero.
         """
         if isinstance(array, self.array_types):
             if array.shape.rank is not None:  # the rank may be unknown inside a tf.function
-                fit_layout(layout, tuple(array.shape))
-            return name_single_dims(move_tensor(array, layout), layout)
-        values = canonicalize(array)
-        fit_layout(layout, values.shape)
+                convert_fitting_layout(layout, tuple(array.shape))
+            return relayout_with_single_dims(relayout_tensor(array, layout), layout)
+        values = canonicalize_values(array)
+        convert_fitting_layout(layout, values.shape)
         with tf.init_scope():
-            made = from_blocks(values.shape, layout, values.__getitem__)
-        return name_single_dims(made, layout)
+            made = create_from_blocks(values.shape, layout, values.__getitem__)
+        return relayout_with_single_dims(made, layout)
 
-    def variable(self, array: object, *, name: str = "", trainable: bool = True) -> DVariable:
+    def make_variable(self, array: object, *, name: str = "", trainable: bool = True) -> DVariable:
         """Return a `DVariable` with the tensor as its value."""
         with tf.init_scope():  # a trailing slash makes the name ignore the current name scope
             return DVariable(array, name=f"{name or 'Variable'}/", trainable=trainable)
 
-    def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
+    def gather_from_processes(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
         """Gather values from each process, one row each. All processes must call this."""
-        return gather_values(values)
+        return gather_from_processes(values)
 
     def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[None]:
-        """Run operations on unsharded tensors replicated on the mesh, while the context is open.
+        """Run operations on unsharded tensors replicated on the mesh, until the block ends.
 
-        It is `tf.experimental.dtensor.default_mesh`, which an exception does not leave switched on.
+        It enters `tf.experimental.dtensor.default_mesh`, and also leaves it after an exception.
         """
-        check_draws(self.name, draws)
+        check_random_mode(self.name, draws)
         return run_on(mesh)
 
-    def call(
+    def call_with_layout(
         self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tf.Tensor:
-        """Compute the result of a function in a layout, with the bits of the unsharded call.
+        """Call a function, and return its result in a layout. It equals that of an unsharded call bit for bit.
 
-        A function that fills an array or draws random numbers, and takes no tensor, is computed in pieces. Any other is
-        called as it is, and its result sharded: DTensor would compute other random numbers.
+        A function that takes no tensor, and fills an array or draws random numbers, is computed in pieces. Any other
+        function is called without a mesh, and its result is sharded, since DTensor would draw other random numbers.
         """
         leaves = tf.nest.flatten((list(args), dict(kwargs)))
         if not any(isinstance(leaf, (tf.Tensor, tf.Variable, np.ndarray)) for leaf in leaves):
             program = PieceProgram(lambda _: function(*args, **kwargs), ())
             if not program.why_global:
-                shape = read_shape(program.outputs[0])
-                fit_layout(layout, shape)
+                shape = get_static_shape(program.outputs[0])
+                convert_fitting_layout(layout, shape)
                 with tf.init_scope():
-                    made = _create_in_pieces(program, (), shape, layout)
-                return name_single_dims(made, layout)
+                    made = _create_tensor_in_pieces(program, (), shape, layout)
+                return relayout_with_single_dims(made, layout)
         results = tf.nest.flatten(function(*args, **kwargs))
         check_one_result(function, len(results))
         return self.relayout(results[0], layout)
 
     # -- helpers
 
-    def _check_assignment(self, assignment: Assignment) -> tf.experimental.dtensor.Layout:
-        """Return DTensor's layout of an assignment after checks that need no tensor."""
+    def _make_checked_layout(self, assignment: Assignment) -> tf.experimental.dtensor.Layout:
+        """Return DTensor's layout of an assignment, or raise if it does not support the dtype or the layout."""
         variable = assignment.variable
         check_dtype(variable.dtype, variable.path)
-        return fit_layout(assignment.layout, variable.shape, variable.path)
+        return convert_fitting_layout(assignment.layout, variable.shape, variable.path)
 
-    def _create_value(
+    def _create_initial_value(
         self, assignment: Assignment, initializer: Initializer, seed: object
     ) -> tuple[tf.Tensor, int]:
-        """Create an initial value. With several processes, also return a checksum of each one's computation."""
+        """Create an initial value. Also return a checksum of it if each of several processes computed it, or else 0."""
         variable = assignment.variable
         if initializer.program is not None:
-            program = self._get_program(initializer)
+            program = self._get_or_make_program(initializer)
             if len(program.outputs) == 1:
                 (output,) = program.outputs
-                check_initial_value(variable, read_shape(output), output.dtype.name)
+                check_initial_value(variable, get_static_shape(output), output.dtype.name)
             if not program.why_global:
-                return _create_in_pieces(program, seed, variable.shape, assignment.layout), 0
+                return _create_tensor_in_pieces(program, seed, variable.shape, assignment.layout), 0
         across = dtensor.num_clients() > 1
         value = (
             initializer.program.function(seed)
@@ -235,12 +237,12 @@ class TensorFlowEngine:
         )
         values = to_numpy(value) if isinstance(value, self.array_types) else np.asarray(value)
         check_initial_value(variable, values.shape, values.dtype.name)
-        made = from_blocks(variable.shape, assignment.layout, values.__getitem__)
+        made = create_from_blocks(variable.shape, assignment.layout, values.__getitem__)
         return made, compute_checksum(values) if across else 0
 
-    def _get_program(self, initializer: Initializer) -> PieceProgram:
+    def _get_or_make_program(self, initializer: Initializer) -> PieceProgram:
         assert initializer.program is not None
-        key = (initializer.program.key, _make_signature(initializer.program.seed))
+        key = (initializer.program.key, _make_seed_signature(initializer.program.seed))
         with self._lock:
             if key in self._programs:
                 self._programs.move_to_end(key)
@@ -256,15 +258,15 @@ def engine() -> TensorFlowEngine:
     return TensorFlowEngine()
 
 
-def _create_in_pieces(
+def _create_tensor_in_pieces(
     program: PieceProgram, seed: object, shape: tuple[int, ...], layout: Layout
 ) -> tf.Tensor:
     native = convert_layout(layout)
     indices = [layout.shard_slices(shape, place) for place in native.mesh.local_device_ids()]
     blocks = program.compute_blocks(seed, indices)
-    return from_blocks(shape, layout, lambda index: blocks.pop(get_slice_ends(index)), copy=False)
+    return create_from_blocks(shape, layout, lambda index: blocks.pop(get_slice_ends(index)), copy=False)
 
 
-def _make_signature(seed: object) -> Hashable:
+def _make_seed_signature(seed: object) -> Hashable:
     leaves = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(seed)]
     return repr(tf.nest.map_structure(lambda _: 0, seed)), tuple((tuple(s.shape), s.dtype) for s in leaves)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.checks import make_difference_error
+from layoutmap.engines.checks import make_different_values_error
 from layoutmap.engines.tensorflow.devices import NativeMesh, list_device_names, make_native_mesh
 
 dtensor = tf.experimental.dtensor
@@ -32,34 +32,34 @@ def share_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
     return tf.nest.pack_sequence_as(seeds, common)
 
 
-def check_equal_everywhere(checksums: Sequence[tuple[str, int]]) -> None:
-    """Compare computed values between processes, and raise in all of them if any differ."""
+def check_same_checksums(checksums: Sequence[tuple[str, int]]) -> None:
+    """Compare the checksums of values, given with their paths, between processes. Raise in all if any differ."""
     rows = _gather_integers([zlib.crc32(path.encode()) ^ value for path, value in checksums])
     for i in np.flatnonzero((rows != rows[:1]).any(axis=0)):
-        raise make_difference_error(f"{checksums[int(i)][0]}: the processes have different values")
+        raise make_different_values_error(f"{checksums[int(i)][0]}: the processes have different values")
 
 
-def gather_values(values: NumpyArray) -> NumpyArray:
-    """Return the values of each process, one row each, in order of the processes."""
+def gather_from_processes(values: NumpyArray) -> NumpyArray:
+    """Return the values of each process, one row each, in process order."""
     if dtensor.num_clients() == 1:
         return values[None]
-    mesh = _make_device_mesh()
-    own = np.frombuffer(values.tobytes(), np.uint8).astype(np.int64)  # every device can send int64
-    rows = _gather_rows(mesh, own)[:: mesh.num_local_devices()]
+    mesh = _make_mesh_of_all_devices()
+    integers = np.frombuffer(values.tobytes(), np.uint8).astype(np.int64)  # every device can send int64
+    rows = _gather_rows(mesh, integers)[:: mesh.num_local_devices()]
     return np.frombuffer(rows.astype(np.uint8).tobytes(), values.dtype).reshape(-1, *values.shape)
 
 
 def _gather_integers(numbers: NumpyArray | list[int]) -> NumpyArray:
-    """Gather integers from each device's process, one row per device. Raise if their number differs."""
-    mesh = _make_device_mesh()
+    """Return the integers of each device's process, one row per device. Raise if their number differs."""
+    mesh = _make_mesh_of_all_devices()
     mine = np.asarray(numbers, np.int64)
     sizes = _gather_rows(mesh, np.array([mine.size], np.int64))[:, 0]
     if len(set(sizes.tolist())) > 1:
-        raise make_difference_error("the processes create different variables")
+        raise make_different_values_error("the processes create different variables")
     return _gather_rows(mesh, mine) if mine.size else np.zeros((mesh.size, 0), np.int64)
 
 
-def _make_device_mesh() -> NativeMesh:
+def _make_mesh_of_all_devices() -> NativeMesh:
     names = list_device_names(None)
     return make_native_mesh(Mesh(names, {"device": len(names)}))
 

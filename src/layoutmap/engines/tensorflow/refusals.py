@@ -1,4 +1,4 @@
-"""Errors of DTensor with a reason and a fix, in place of TensorFlow's text (decisions/0300)."""
+"""Replace errors of DTensor by errors with a reason and a fix (decisions/0300)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, ParamSpec, TypeVar
 import tensorflow as tf
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.patches import Attribute
-from layoutmap.engines.tested import Needed, check_names
+from layoutmap.engines.patches import AttributePatch
+from layoutmap.engines.tested import ImportGuard, check_names_exist
 
-with Needed("tensorflow"):
+with ImportGuard("tensorflow"):
     from tensorflow.python.eager import core, execute
     from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError
 
-check_names("tensorflow", (core, "_status_to_exception"), (execute, "execute"))
+check_names_exist("tensorflow", (core, "_status_to_exception"), (execute, "execute"))
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,8 +35,8 @@ _REGULAR = re.compile(r"op/function (\S+) got a regular tensor for input (\d+) (
 _NAMED = re.compile(r"\[Op:(\w+)\]|'?tf\.(\w+)'?|fused\[\"(\w+)")
 
 
-class _Refusal(EngineError, tf.errors.OpError):  # type: ignore[misc]
-    """An `EngineError` that code which expects TensorFlow's error catches, too."""
+class _RefusalError(EngineError, tf.errors.OpError):  # type: ignore[misc]
+    """An `EngineError` for a refusal of DTensor. It is also a TensorFlow error, so that `except tf.errors...` works."""
 
     def __init__(self, error: tf.errors.OpError, what: str, **parts: Any):
         tf.errors.OpError.__init__(self, error.node_def, error.op, error.message, error.error_code)
@@ -45,12 +45,12 @@ class _Refusal(EngineError, tf.errors.OpError):  # type: ignore[misc]
     __str__ = EngineError.__str__
 
 
-_CLASSES = {kind: type("EngineError", (_Refusal, kind), {}) for kind in _KINDS}
+_CLASSES = {kind: type("EngineError", (_RefusalError, kind), {}) for kind in _KINDS}
 
 
 def is_refusal(error: tf.errors.OpError) -> bool:
     """Return whether an error says that DTensor does not compute an operation or a function."""
-    # DTensor's own functions raise this class for invalid arguments, which are no refusals.
+    # DTensor's own functions raise this class for invalid arguments, too, so accept only one exact text.
     if isinstance(error, tf.errors.InvalidArgumentError):
         return bool(_UNPLACED.search(error.message))
     return isinstance(error, _KINDS) and bool(_REFUSAL.search(error.message))
@@ -61,7 +61,7 @@ def is_refusal_before_run(message: str) -> bool:
     return bool(_BEFORE_RUN.search(message))
 
 
-def find_first_line(message: str) -> str:
+def find_problem_line(message: str) -> str:
     """Return the line of a message of DTensor that states the problem."""
     lines = (line.strip() for line in message.splitlines() if "rror:" in line or "got a" in line)
     first = next(lines, "") or message.partition(" Input tensor is")[0]
@@ -73,9 +73,9 @@ def shorten_function_name(name: str) -> str:
     return name.removeprefix("__inference_").rpartition("_")[0] if name.startswith("__inference_") else name
 
 
-def explain_refusal(error: tf.errors.OpError) -> tf.errors.OpError:
+def convert_refusal(error: tf.errors.OpError) -> tf.errors.OpError:
     """Return a refusal of DTensor as an `EngineError` of TensorFlow's class, too, and any other error unchanged."""
-    if isinstance(error, _Refusal) or not is_refusal(error):
+    if isinstance(error, _RefusalError) or not is_refusal(error):
         return error
     if found := _UNPLACED.search(error.message):
         return _CLASSES[type(error)](
@@ -98,53 +98,56 @@ def explain_refusal(error: tf.errors.OpError) -> tf.errors.OpError:
     return _CLASSES[type(error)](
         error,
         f"TensorFlow's DTensor cannot compute {next(filter(None, named.groups())) if named else 'an operation'}",
-        facts={"TensorFlow": find_first_line(error.message)},
+        facts={"TensorFlow": find_problem_line(error.message)},
         why="DTensor has no rule for the operation, or for the layouts of its operands",
         fix="compute it eagerly in a block of layoutmap.dtensor.run_on(mesh); in a tf.function, relayout its operands "
         "to Layout.replicated before",
     )
 
 
-def _explain_conversion(
+def _wrap_status_conversion(
     convert: Callable[[object], tf.errors.OpError],
 ) -> Callable[[object], tf.errors.OpError]:
-    return lambda status: explain_refusal(convert(status))
+    """Wrap TensorFlow's conversion of a status to an error so that it converts refusals."""
+    return lambda status: convert_refusal(convert(status))
 
 
-def _explain_execution(plain: Callable[P, T]) -> Callable[P, T]:
-    @functools.wraps(plain)
-    def execute_explained(*args: P.args, **kwargs: P.kwargs) -> T:
+def _wrap_execution(original: Callable[P, T]) -> Callable[P, T]:
+    """Wrap TensorFlow's execution of an operation so that it raises refusals as errors of this library."""
+
+    @functools.wraps(original)
+    def execute_and_convert_refusals(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return plain(*args, **kwargs)
+            return original(*args, **kwargs)
         except _KINDS as error:
-            raise explain_refusal(error) from None
+            raise convert_refusal(error) from None
 
-    return execute_explained
+    return execute_and_convert_refusals
 
 
-def _leave_refusals(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Return the end of the block in which TensorFlow calls a function.
+def _wrap_block_exit(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Wrap the `__exit__` of TensorFlow's error interpolation so that it skips refusals.
 
-    TensorFlow looks there for tags from each character of a message on, which takes a quarter of an hour for the 400 kB
-    that DTensor's compiler says of a large step.
+    It searches for tags from each character of the message, which takes a quarter of an hour for the 400 kB that
+    DTensor's compiler writes about a large step.
     """
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def exit_block(self: object, kind: object, error: object, traceback: object) -> bool:
-        return not isinstance(error, _Refusal) and plain(self, kind, error, traceback)
+        return not isinstance(error, _RefusalError) and original(self, kind, error, traceback)
 
     return exit_block
 
 
 _PATCHES = (
-    Attribute(core, "_status_to_exception", _explain_conversion),
-    Attribute(execute, "execute", _explain_execution),
-    Attribute(InterpolateRuntimeError, "__exit__", _leave_refusals),
+    AttributePatch(core, "_status_to_exception", _wrap_status_conversion),
+    AttributePatch(execute, "execute", _wrap_execution),
+    AttributePatch(InterpolateRuntimeError, "__exit__", _wrap_block_exit),
 )
 
 
-# They stay until the process ends, because tensors on a mesh outlive every scope (decisions/0300).
-def explain_refusals() -> None:
-    """Raise refusals of DTensor as errors of this library from now on. The first mesh of the process calls this."""
+# Tensors on a mesh may exist after every scope, so the patches stay until the process ends (decisions/0300).
+def install_refusal_patches() -> None:
+    """Install patches that convert refusals of DTensor. The first mesh of the process calls this."""
     for patch in _PATCHES:
         patch.install()

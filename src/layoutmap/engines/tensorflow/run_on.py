@@ -1,6 +1,6 @@
 """Run operations with any operands on a mesh, which DTensor's default mesh supports only in part (decisions/0220).
 
-Variables on no mesh are written once (decisions/0273).
+Variables on no mesh are written once, and not by each device (decisions/0273).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import tensorflow as tf
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.patches import Attribute, Patches, set_temporarily
+from layoutmap.engines.patches import AttributePatch, Patches, set_temporarily
 from layoutmap.engines.tensorflow.arrays import (
     convert_layout,
     default_mesh_lock,
     get_layout,
-    is_number,
-    move_tensor,
+    is_numeric_dtype,
+    relayout_tensor,
     to_numpy,
 )
 from layoutmap.engines.tensorflow.refusals import is_refusal_before_run
-from layoutmap.engines.tensorflow.traces import check_called_function, is_function, is_read_operation
-from layoutmap.engines.tested import Needed
+from layoutmap.engines.tensorflow.traces import check_called_function, is_read_operation, is_traced_function
+from layoutmap.engines.tested import ImportGuard
 
-with Needed("tensorflow"):
+with ImportGuard("tensorflow"):
     from tensorflow.python import pywrap_tfe
 
 dtensor = tf.experimental.dtensor
@@ -42,7 +42,7 @@ _current = threading.local()
 def run_on(mesh: Mesh) -> Generator[None]:
     """Run operations on unsharded tensors on a mesh until the block ends.
 
-    DTensor has one such mesh for all threads, so a thread waits here for another one that is inside.
+    DTensor has one default mesh for all threads, so a thread waits here until no other thread is in such a block.
     """
     native_mesh = convert_layout(Layout.replicated(mesh, 0)).mesh
     with default_mesh_lock, _PATCHES.activate(), set_temporarily(_current, "mesh", mesh):
@@ -54,28 +54,30 @@ def run_on(mesh: Mesh) -> Generator[None]:
             default_mesh.__exit__(None, None, None)
 
 
-def _execute_on_mesh(position: int, execute: Callable[..., Any], *args: Any) -> object:
+def _execute_on_mesh(name_position: int, execute: Callable[..., Any], *args: Any) -> object:
     """Execute an operation or a function, also if DTensor refuses it or would run it on each device.
 
     An operation that writes a variable on no mesh, or draws random numbers that DTensor cannot draw, runs on one
-    device. Any other that DTensor refuses runs again with all operands replicated: DTensor takes no constants but
-    scalars, and has no rule for some layouts.
+    device. Any other operation that DTensor refuses runs again with all operands replicated, because DTensor accepts
+    no constants except scalars, and has no rule for some layouts.
 
     Args:
-        position: Place of the operation's name among the arguments.
+        name_position: Index of the operation's name among the arguments.
         execute: TensorFlow's function, which fails before it runs a part.
         *args: Its arguments.
     """
     mesh: Mesh | None = getattr(_current, "mesh", None)
     if mesh is None:
         return execute(*args)
-    name = args[position]
+    name = args[name_position]
     unplaced = [
-        i for i, each in enumerate(tf.nest.flatten(list(args[position + 1 :]))) if _is_unplaced_handle(each)
+        i
+        for i, each in enumerate(tf.nest.flatten(list(args[name_position + 1 :])))
+        if _is_handle_without_mesh(each)
     ]
     if unplaced and not is_read_operation(name):
-        if not is_function(name):
-            return _execute_on_one_device(position, execute, args)
+        if not is_traced_function(name):
+            return _execute_on_one_device(name_position, execute, args)
         check_called_function(name, unplaced)
     try:
         return execute(*args)
@@ -86,36 +88,36 @@ def _execute_on_mesh(position: int, execute: Callable[..., Any], *args: Any) -> 
             raise
     if draw:
         if draw[1] != name or (dtensor.num_clients() > 1 and not name.startswith("Stateless")):
-            raise _make_draw_error(draw[1])
-        return _execute_on_one_device(position, execute, args)
+            raise _make_random_operation_error(draw[1])
+        return _execute_on_one_device(name_position, execute, args)
 
-    def replicate(value: Any) -> object:
-        if not isinstance(value, (tf.Tensor, tf.Variable, np.ndarray)) or not is_number(value.dtype):
+    def replicate_if_array(value: Any) -> object:
+        if not isinstance(value, (tf.Tensor, tf.Variable, np.ndarray)) or not is_numeric_dtype(value.dtype):
             return value
-        return move_tensor(tf.convert_to_tensor(value), Layout.replicated(mesh, len(value.shape)))
+        return relayout_tensor(tf.convert_to_tensor(value), Layout.replicated(mesh, len(value.shape)))
 
-    return execute(*tf.nest.map_structure(replicate, list(args)))
+    return execute(*tf.nest.map_structure(replicate_if_array, list(args)))
 
 
-def _execute_on_one_device(position: int, execute: Callable[..., Any], args: Sequence[Any]) -> object:
-    """Execute an operation on one device, with gathered operands."""
+def _execute_on_one_device(name_position: int, execute: Callable[..., Any], args: Sequence[Any]) -> object:
+    """Execute an operation on one device with gathered operands, and return its result, which is on no mesh."""
 
-    def gather(value: Any) -> object:
+    def gather_if_on_mesh(value: Any) -> object:
         is_placed = isinstance(value, tf.Tensor) and get_layout(value) is not None
         return tf.constant(to_numpy(value)) if is_placed else value
 
     with set_temporarily(_current, "mesh", None), tf.device(None):
-        gathered = tf.nest.map_structure(gather, list(args))
-        if position == _POSITIONS["TFE_Py_Execute"]:
+        gathered = tf.nest.map_structure(gather_if_on_mesh, list(args))
+        if name_position == _POSITIONS["TFE_Py_Execute"]:
             gathered[1] = None  # None selects the device of the enclosing tf.device block
         return execute(*gathered)
 
 
-def _is_unplaced_handle(value: object) -> bool:
+def _is_handle_without_mesh(value: object) -> bool:
     return isinstance(value, tf.Tensor) and value.dtype == tf.resource and not dtensor.is_dtensor(value)
 
 
-def _make_draw_error(operation: str) -> EngineError:
+def _make_random_operation_error(operation: str) -> EngineError:
     return EngineError(
         f"a tf.function in run_on draws random numbers with {operation}, which DTensor cannot compute",
         why="its state would exist on each device, or DTensor has no rule for it",
@@ -130,7 +132,7 @@ _DRAW = re.compile(
 )
 _POSITIONS = {"TFE_Py_FastPathExecute": 1, "TFE_Py_Execute": 2}
 _PATCHES = Patches(
-    Attribute(
+    AttributePatch(
         pywrap_tfe,
         name,
         lambda execute, position=position: functools.wraps(execute)(

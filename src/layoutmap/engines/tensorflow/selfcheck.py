@@ -1,12 +1,11 @@
 """Check that DTensor computes correctly in this process.
 
-Two of its defaults give wrong numbers without a word. Its pass that combines all-reduces moves reads of variables
-before the writes that they come after, so that every optimizer with state trains wrongly. Its all-to-all mixes up the
-blocks of a tensor of four axes or more that goes from shards of one axis to shards of another, the first axis aside.
-The settings that switch both off are made when this module is loaded. The first is the number of all-reduces that are
-combined. DTensor reads it for each function, so `combined` can change it for a step that it cannot make wrong. The
-second is read once, at the process's first DTensor operation. If something else has used DTensor before, that is too
-late, and only an experiment shows it.
+Two of its defaults silently compute wrong numbers. Its pass that combines all-reduces moves reads of variables before
+earlier writes, so that every optimizer with state trains wrongly. Its all-to-all mixes up blocks if it moves the shards
+of a tensor with four or more axes from one axis to another, except to or from the first axis. This module sets two
+environment variables that disable both. The first is the number of all-reduces that are combined. DTensor reads it for
+each function, so `combined` can change it for a step that stays correct. DTensor reads the second once, at the first
+operation of the process. If other code has used DTensor before, that is too late, and only an experiment shows it.
 
 Private names of tensorflow.dtensor.python.api that are used, tested on TensorFlow 2.21: _dtensor_singleton,
 _dtensor_singleton_lock, reset_dtensor_device.
@@ -23,17 +22,17 @@ import numpy as np
 import tensorflow as tf
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.tested import Needed, check_names
+from layoutmap.engines.tested import ImportGuard, check_names_exist
 
-with Needed("tensorflow"):
+with ImportGuard("tensorflow"):
     from tensorflow.dtensor.python import api
 
-check_names("tensorflow", (api, "_dtensor_singleton _dtensor_singleton_lock reset_dtensor_device"))
+check_names_exist("tensorflow", (api, "_dtensor_singleton _dtensor_singleton_lock reset_dtensor_device"))
 dtensor = tf.experimental.dtensor
 
 GROUP_SIZE_SETTING = "DTENSOR_ALLREDUCE_COMBINE_OPTIMIZATION_GROUP_SIZE"
 _lock = threading.Lock()
-_sound: dict[tuple[str, str], bool] = {}
+_is_correct: dict[tuple[str, str], bool] = {}
 
 
 class Fault(NamedTuple):
@@ -50,7 +49,7 @@ class Fault(NamedTuple):
 def wait_for_devices() -> None:
     """Make DTensor's operations wait for their devices, unless the process has already used DTensor.
 
-    By default it does not, and one that fails on a device makes all later ones fail, such as reads of weights.
+    By default they do not wait. Then an operation that fails on a device makes all later ones fail, such as reads.
     """
     with api._dtensor_singleton_lock:
         if api._dtensor_singleton is None:
@@ -58,34 +57,34 @@ def wait_for_devices() -> None:
 
 
 # Two of DTensor's default passes compute wrong numbers, so a small test of each runs before training (decisions/0009).
-def check_computing(native_mesh: tf.experimental.dtensor.Mesh) -> None:
-    """Raise if DTensor computes wrong values in this process.
+def check_dtensor_results(native_mesh: tf.experimental.dtensor.Mesh) -> None:
+    """Raise an `EngineError` if DTensor computes wrong values in this process.
 
-    One small computation is made for each of its faults, once for each kind of device. On a mesh of one device there is
-    nothing to send.
+    It runs one small computation for each of DTensor's faults, once for each device type. A mesh of one device is not
+    checked, because it has no collectives.
     """
     if native_mesh.size == 1:
         return
     kind = native_mesh.device_type()
     for fault in FAULTS:
         with _lock:
-            if (kind, fault.setting) not in _sound:
-                _sound[kind, fault.setting] = fault.is_absent(native_mesh)
-            if _sound[kind, fault.setting]:
+            if (kind, fault.setting) not in _is_correct:
+                _is_correct[kind, fault.setting] = fault.is_absent(native_mesh)
+            if _is_correct[kind, fault.setting]:
                 continue
         raise EngineError(
             f"DTensor computes {fault.what} wrongly in this process",
             facts={fault.setting: os.environ.get(fault.setting, "not set")},
             why=fault.why,
-            fix=f"start again with {fault.setting}={fault.value} in the environment, or import layoutmap and make its "
-            "mesh before anything else uses DTensor",
+            fix=f"start again with {fault.setting}={fault.value} in the environment, or import layoutmap and create "
+            "its mesh before other code uses DTensor",
         )
 
 
-def _is_step_right(mesh: tf.experimental.dtensor.Mesh) -> bool:
+def _is_training_step_correct(mesh: tf.experimental.dtensor.Mesh) -> bool:
     """Return whether a step updates two variables correctly, each with its own sum over the mesh.
 
-    Its tensors are constants: in `run_on` the result of an operation is on the mesh, and DTensor does not pack it.
+    The step's input is packed from constants, because DTensor cannot pack the result of an operation inside `run_on`.
     """
     dim = max(mesh.dim_names, key=mesh.dim_size)
     replicated = dtensor.Layout.replicated(mesh, 1)
@@ -114,7 +113,7 @@ def _is_step_right(mesh: tf.experimental.dtensor.Mesh) -> bool:
     return got == [[size] * 4, [2 * size] * 4]
 
 
-def _is_relayout_right(mesh: tf.experimental.dtensor.Mesh) -> bool:
+def _is_four_axis_relayout_correct(mesh: tf.experimental.dtensor.Mesh) -> bool:
     """Return whether moving the shards of a tensor from its second axis to its third keeps the values."""
     dim = max(mesh.dim_names, key=mesh.dim_size)
     size = mesh.dim_size(dim)
@@ -137,7 +136,7 @@ FAULTS = (
         "training steps",
         "its pass that combines all-reduces reads variables before they are written; a step that should give 8 gave "
         "another number",
-        _is_step_right,
+        _is_training_step_correct,
     ),
     Fault(
         "DTENSOR_USE_ALL_TO_ALL_RELAYOUT",
@@ -145,7 +144,7 @@ FAULTS = (
         "relayouts of tensors with four axes",
         "its all-to-all mixes up their blocks, and was on when the process first used DTensor; a tensor that was "
         "sharded along another axis had its values in another order",
-        _is_relayout_right,
+        _is_four_axis_relayout_correct,
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Find variables outside the mesh that a traced function writes, because each device would write them (0273)."""
+"""Find variables outside the mesh that a traced function writes. Each device would write them (decisions/0273)."""
 
 from __future__ import annotations
 
@@ -11,39 +11,41 @@ import tensorflow as tf
 
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.tensorflow.refusals import shorten_function_name
-from layoutmap.engines.tested import Needed, check_names
+from layoutmap.engines.tested import ImportGuard, check_names_exist
 
-with Needed("tensorflow"):
+with ImportGuard("tensorflow"):
     from tensorflow.python.eager.context import context
     from tensorflow.python.framework import auto_control_deps_utils as resource_uses
     from tensorflow.python.framework.func_graph import FuncGraph
 
-check_names("tensorflow", (FuncGraph, "_add_scope_exit_callback"))
+check_names_exist("tensorflow", (FuncGraph, "_add_scope_exit_callback"))
 
 _context: Callable[[], Any] = context
 _CHECKED = "_layoutmap_is_checked"
 _REPLACED = "_layoutmap_replaced"
 
 
-def check_trace_at_end(what: str = "a tf.function") -> None:
+def check_writes_at_trace_end(function_name: str = "a tf.function") -> None:
     """Raise a `ScopeError` at the end of the trace if the function writes a variable outside the mesh.
 
     Args:
-        what: Function in the words of the message. The first call of a trace names it.
+        function_name: The function, for the message. Later calls in the same trace do not change it.
     """
     graph = _find_outer_graph()
     if not isinstance(graph, FuncGraph) or hasattr(graph, _CHECKED):
         return
     setattr(graph, _CHECKED, True)
-    # Do not hide an error that was raised before.
-    graph._add_scope_exit_callback(lambda: sys.exc_info()[0] or _check_written_variables(graph, what))
+    # An error of the trace itself must reach the user, so check only if none was raised.
+    graph._add_scope_exit_callback(
+        lambda: sys.exc_info()[0] or _check_written_variables(graph, function_name)
+    )
 
 
-def place_captured_arrays(place: Callable[[tf.Tensor], tf.Tensor]) -> None:
-    """Move arrays that the traced function captures onto the mesh, because DTensor refuses others as inputs.
+def relayout_captured_arrays(copy_to_mesh: Callable[[tf.Tensor], tf.Tensor]) -> None:
+    """Replace captured arrays of the traced function by copies on the mesh, because DTensor refuses other inputs.
 
     Args:
-        place: Function that returns an array on the mesh.
+        copy_to_mesh: Function that returns an array on the mesh.
     """
     graph = _find_outer_graph()
     with tf.init_scope():
@@ -52,27 +54,27 @@ def place_captured_arrays(place: Callable[[tf.Tensor], tf.Tensor]) -> None:
             for array, placeholder in (graph.captures if isinstance(graph, FuncGraph) else ())
             if not tf.is_symbolic_tensor(array) and array.dtype not in (tf.variant, tf.string)
         ]
-        # A function that captures nothing on the mesh may run on one device, as in a `tf.data` pipeline.
+        # A function that captures nothing on the mesh may run on one device, as in a `tf.data` pipeline, so keep it.
         if not any(is_placed for _, _, is_placed in captures):
             return
         for array, placeholder, is_placed in captures:
             if not is_placed and array.dtype != tf.resource:
                 # Use the old array's key, so that its later uses in the trace get the same placeholder. Keep the old
                 # array, because another one could get its id.
-                placed = place(array)
+                placed = copy_to_mesh(array)
                 graph.function_captures.add_or_replace(key=id(array), external=placed, internal=placeholder)
                 setattr(placed, _REPLACED, array)
 
 
 def _find_outer_graph() -> Any:
-    """Return the graph of the traced function, from which branches and loops take their captures."""
+    """Return the graph of the outermost function being traced, which contains the captures of branches and loops."""
     graph: Any = tf.compat.v1.get_default_graph()
     while isinstance(getattr(graph, "outer_graph", None), FuncGraph):
         graph = graph.outer_graph
     return graph
 
 
-def _check_written_variables(graph: FuncGraph, what: str) -> None:
+def _check_written_variables(graph: FuncGraph, function_name: str) -> None:
     inner_handles = {outer.ref(): inner for outer, inner in graph.captures}
     unplaced = {
         inner_handles[variable.handle.ref()].ref(): variable
@@ -82,7 +84,7 @@ def _check_written_variables(graph: FuncGraph, what: str) -> None:
     for operation in graph.get_operations() if unplaced else ():
         for handle in resource_uses.get_read_write_resource_inputs(operation)[1]:
             if (variable := unplaced.get(handle.ref())) is not None:
-                raise _make_write_error(variable.name, what)
+                raise _make_write_error(variable.name, function_name)
 
 
 def _is_on_mesh(variable: tf.Variable) -> bool:
@@ -95,24 +97,24 @@ def is_read_operation(name: str) -> bool:
     return name in resource_uses.RESOURCE_READ_OPS
 
 
-def is_function(name: str) -> bool:
+def is_traced_function(name: str) -> bool:
     """Return whether an operation is a call of a traced function."""
     return _context().has_function(name)
 
 
-def check_called_function(name: str, unplaced: Collection[int]) -> None:
+def check_called_function(name: str, unplaced_positions: Collection[int]) -> None:
     """Raise a `ScopeError` if a traced function writes a variable outside the mesh.
 
     Args:
         name: TensorFlow's name of the function.
-        unplaced: Numbers of the inputs that are variables on no mesh.
+        unplaced_positions: Positions of the inputs that are variables on no mesh.
     """
-    if not _find_written_inputs(name).isdisjoint(unplaced):
+    if not _find_written_input_positions(name).isdisjoint(unplaced_positions):
         raise _make_write_error(shorten_function_name(name), "a tf.function in run_on")
 
 
 @functools.lru_cache(1024)
-def _find_written_inputs(name: str) -> frozenset[int]:
+def _find_written_input_positions(name: str) -> frozenset[int]:
     """Return the positions of the inputs, all variables, that a traced function writes."""
     definition = _context().get_function_def(name)
     numbers = {argument.name: i for i, argument in enumerate(definition.signature.input_arg)}
@@ -126,9 +128,9 @@ def _find_written_inputs(name: str) -> frozenset[int]:
     return frozenset(written)
 
 
-def _make_write_error(name: str, what: str) -> ScopeError:
+def _make_write_error(variable_name: str, function_name: str) -> ScopeError:
     return ScopeError(
-        f"{name}: {what} writes to a variable that is not on the mesh",
+        f"{variable_name}: {function_name} writes to a variable that is not on the mesh",
         why="every device would write to it, so a counter would count each step several times",
         fix="create optimizers and metrics in the scope, tf.random.Generator in run_on, variables of "
         "layers with self.add_weight or keras.Variable in the scope, and other variables as "

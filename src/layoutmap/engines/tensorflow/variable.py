@@ -1,7 +1,7 @@
 """Define `DVariable`, a TensorFlow variable in a layout with the features that TensorFlow's lacks.
 
-TensorFlow's `DVariable` cannot be read when it is sharded (`numpy()` raises), nor be given a plain value. This
-subclass can, so what is written for a `tf.Variable` works: `get_weights`, saving to HDF5, callbacks, `repr`.
+TensorFlow's `DVariable` cannot be read when it is sharded (`numpy()` raises), and accepts no unsharded value. This
+subclass does both, so that code for a `tf.Variable` works: `get_weights`, saving to HDF5, callbacks, `repr`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.layout import Layout, convert_layout
 from layoutmap.engines.tensorflow.arrays import (
-    canonicalize,
+    canonicalize_values,
+    convert_fitting_layout,
     default_mesh_lock,
-    fit_layout,
     get_layout,
-    mark_layout,
-    move_tensor,
+    record_layout,
     relayout_in_trace,
+    relayout_tensor,
     to_numpy,
 )
-from layoutmap.engines.tensorflow.combined import collect_write, read_collected
+from layoutmap.engines.tensorflow.combined import collect_write, read_collected_value
 from layoutmap.engines.tensorflow.devices import make_native_layout
-from layoutmap.engines.tensorflow.selfcheck import check_computing
-from layoutmap.engines.tensorflow.traces import check_trace_at_end
+from layoutmap.engines.tensorflow.selfcheck import check_dtensor_results
+from layoutmap.engines.tensorflow.traces import check_writes_at_trace_end
 
 dtensor = tf.experimental.dtensor
 
@@ -49,7 +49,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
 
     Raises:
         LayoutError: There is no layout, it does not fit, or the first value has another one.
-        EngineError: TensorFlow cannot hold the layout or the value, or would compute training steps wrongly.
+        EngineError: TensorFlow does not support the layout or the value, or would compute training steps wrongly.
 
     Example:
         >>> import tensorflow as tf
@@ -73,14 +73,14 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         if callable(initial_value) and not isinstance(initial_value, (tf.Tensor, tf.Variable)):
             with tf.init_scope():
                 initial_value = initial_value()
-                # Inside run_on, a new value is already on the mesh.
+                # Inside run_on, the function's result is already on the mesh, so relayout it.
                 if layout is not None and get_layout(initial_value) is not None:
-                    initial_value = move_tensor(initial_value, convert_layout(layout))
+                    initial_value = relayout_tensor(initial_value, convert_layout(layout))
         if tf.is_symbolic_tensor(initial_value):
             raise EngineError(
                 "the initial value of a DVariable is not computed yet",
-                why="inside a tf.function a tensor has no values",
-                fix="create the variable outside of it, or pass a function without arguments that "
+                why="inside a tf.function, tensors have no values while it is traced",
+                fix="create the variable outside of the function, or pass a function without arguments that "
                 "returns the value",
             )
         with tf.init_scope():
@@ -91,7 +91,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
     ) -> None:
         wanted = convert_layout(layout) if layout is not None else None
         if dtype is not None or not isinstance(initial_value, (tf.Tensor, tf.Variable)):
-            initial_value = _convert_value(initial_value, dtype)
+            initial_value = _convert_to_tensor(initial_value, dtype)
         present = get_layout(initial_value)
         if wanted is None and present is None:
             raise LayoutError(
@@ -108,18 +108,18 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
                 "the initial value of a DVariable is in another layout",
                 facts={"layout": str(wanted), "initial value": str(present)},
                 why="values are not redistributed implicitly",
-                fix="leave layout out, or relayout the value first",
+                fix="leave out layout=, or relayout the value first",
             )
         used = present if wanted is None else wanted
         assert used is not None
         self._layout: Layout = used
         shape: Any = initial_value.shape
-        native = fit_layout(used, tuple(shape), kwargs.get("name") or "DVariable")
-        check_computing(native.mesh)
-        value = initial_value if present is not None else move_tensor(initial_value, used)
+        native = convert_fitting_layout(used, tuple(shape), kwargs.get("name") or "DVariable")
+        check_dtensor_results(native.mesh)
+        value = initial_value if present is not None else relayout_tensor(initial_value, used)
         with default_mesh_lock:
             super().__init__(value, *args, **kwargs)
-        mark_layout(self, used)
+        record_layout(self, used)
 
     @property
     def layout(self) -> Layout:
@@ -128,7 +128,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
 
     @layout.setter
     def layout(self, native: object) -> None:
-        # TensorFlow's constructor sets an equal layout object, so ignore it.
+        # TensorFlow's constructor sets its own layout object of the same layout, so ignore it.
         pass
 
     def numpy(self) -> NumpyArray:
@@ -141,13 +141,13 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, object]) -> DVariable:
         value = tf.identity(self.read_value())
-        memo[id(self)] = copied = DVariable(value, layout=self._layout, **self._list_settings())
+        memo[id(self)] = copied = DVariable(value, layout=self._layout, **self._get_constructor_arguments())
         return copied
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.numpy(), self._layout, self._list_settings())
+        return _rebuild, (self.numpy(), self._layout, self._get_constructor_arguments())
 
-    def _list_settings(self) -> dict[str, Any]:
+    def _get_constructor_arguments(self) -> dict[str, Any]:
         return {
             "name": self.name.removesuffix(":0"),
             "trainable": self.trainable,
@@ -165,31 +165,31 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         Raises:
             LayoutError: The value has another shape.
         """
-        if collect_write(self, lambda: self._convert_placed(value), super().assign):
+        if collect_write(self, lambda: self._relayout_and_convert(value), super().assign):
             return self
-        return self._replace_result(super().assign(self._place_value(value), *args, **kwargs))
+        return self._replace_result(super().assign(self._relayout_value(value), *args, **kwargs))
 
     def assign_add(self, delta: object, *args: object, **kwargs: object) -> Any:
         """Add a sharded or unsharded value (see `assign`)."""
-        if collect_write(self, lambda: self.read_value() + self._convert_placed(delta), super().assign):
+        if collect_write(self, lambda: self.read_value() + self._relayout_and_convert(delta), super().assign):
             return self
-        return self._replace_result(super().assign_add(self._place_value(delta), *args, **kwargs))
+        return self._replace_result(super().assign_add(self._relayout_value(delta), *args, **kwargs))
 
     def assign_sub(self, delta: object, *args: object, **kwargs: object) -> Any:
         """Subtract a sharded or unsharded value (see `assign`)."""
-        if collect_write(self, lambda: self.read_value() - self._convert_placed(delta), super().assign):
+        if collect_write(self, lambda: self.read_value() - self._relayout_and_convert(delta), super().assign):
             return self
-        return self._replace_result(super().assign_sub(self._place_value(delta), *args, **kwargs))
+        return self._replace_result(super().assign_sub(self._relayout_value(delta), *args, **kwargs))
 
-    def _convert_placed(self, value: object) -> tf.Tensor:
-        placed: Any = self._place_value(value)
+    def _relayout_and_convert(self, value: object) -> tf.Tensor:
+        placed: Any = self._relayout_value(value)
         return tf.convert_to_tensor(placed, dtype=self.dtype)
 
     def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
-        collected = read_collected(self)
+        collected = read_collected_value(self)
         return super()._read_variable_op(no_copy) if collected is None else collected
 
-    # DTensor gathers rows of a variable only if axis 0 is not sharded, and those of a tensor in any layout.
+    # DTensor gathers rows of a variable only if axis 0 is unsharded, but of a tensor in any layout, so read it first.
     def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         """Return some rows of the value."""
         return tf.gather(self.read_value(), indices, name=name)
@@ -199,19 +199,19 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         return tf.gather_nd(self.read_value(), indices, name=name)
 
     def _replace_result(self, result: object) -> Any:
-        """Return the variable instead of the unreadable result of TensorFlow's update."""
+        """Return the variable if executing eagerly, because TensorFlow's result cannot be read, or else the result."""
         return self if result is not None and tf.executing_eagerly() else result
 
-    def _place_value(self, value: Any) -> object:
-        """Move a value to the variable's layout."""
+    def _relayout_value(self, value: Any) -> object:
+        """Return a value in the variable's layout. It may stay replicated inside a `tf.function`."""
         if not tf.executing_eagerly():
-            check_trace_at_end()
+            check_writes_at_trace_end()
             # DTensor cannot assign a replicated value to a sharded variable, so relayout first.
             if self._layout.is_fully_replicated():
                 return value
             value = tf.convert_to_tensor(value, dtype=self.dtype)
-            # First relayout to the layout in which the layer read the variable. Otherwise DTensor propagates the
-            # variable's layout back into the layer, which cannot compute in it.
+            # DTensor would propagate the variable's layout back into the layer, which cannot compute in it. So relayout
+            # first to the layout in which the layer read the variable.
             for layout in filter(None, (self.read_layout, self._layout)):
                 value = relayout_in_trace(value, layout)
             return value
@@ -224,7 +224,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
                 why="a variable keeps its shape, and values are not broadcast",
                 fix="assign a value of the variable's shape",
             )
-        return move_tensor(value, self._layout)
+        return relayout_tensor(value, self._layout)
 
     def __repr__(self) -> str:
         return f"<DVariable {self.name!r} shape={tuple(self.shape)} dtype={self.dtype.name} layout={self._layout}>"
@@ -234,9 +234,9 @@ def _rebuild(values: NumpyArray, layout: Layout, settings: dict[str, Any]) -> DV
     return DVariable(values, layout=layout, **settings)
 
 
-def _convert_value(value: Any, dtype: Any) -> tf.Tensor:
+def _convert_to_tensor(value: Any, dtype: Any) -> tf.Tensor:
     """Return a value as an unsharded tensor of numbers."""
     if not isinstance(value, (tf.Tensor, tf.Variable)):
-        canonicalize(value)
+        canonicalize_values(value)
     tensor = tf.convert_to_tensor(value)
     return tensor if dtype is None else tf.cast(tensor, dtype)

@@ -6,7 +6,7 @@ and is silently wrong for some layouts of simulated ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +18,8 @@ from layoutmap.core.blocks import (
     Ends,
     Index,
     NumpyArray,
-    find_distinct_shards,
     get_slice_ends,
+    group_devices_by_shard,
     intersect_blocks,
     make_full_index,
     make_relative_index,
@@ -27,17 +27,17 @@ from layoutmap.core.blocks import (
 from layoutmap.core.errors import EngineError, MeshError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.checks import check_device_memory
-from layoutmap.engines.protocol import Unplaced
+from layoutmap.engines.checks import check_no_host_memory
+from layoutmap.engines.protocol import PlacementWithoutLayout
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import AutogradFunction, Ctx
 from layoutmap.engines.torch.devices import (
     bind_mesh,
-    convert_placements,
+    convert_layout_to_placements,
     explain_no_padding,
-    get_device,
+    find_layout,
+    get_local_device,
     make_device_mesh,
-    make_placements,
 )
 from layoutmap.engines.torch.dtensor_ops import refuse_outdated
 from layoutmap.engines.torch.element_types import to_numpy
@@ -46,7 +46,7 @@ from layoutmap.engines.torch.specs import (
     get_local,
     get_spec,
     make_dtensor,
-    make_tensor_spec,
+    make_row_major_spec,
     replace_placements,
 )
 
@@ -58,15 +58,15 @@ T = TypeVar("T", bound=torch.Tensor)
 
 
 def convert_layout(layout: Layout) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Convert a layout to `(DeviceMesh, placements)`."""
-    check_memory(layout)
+    """Return the `(DeviceMesh, placements)` of a layout."""
+    refuse_host_memory(layout)
     native = make_device_mesh(layout.mesh)
-    return native, make_placements(layout, native)
+    return native, convert_layout_to_placements(layout, native)
 
 
-def check_memory(layout: Layout) -> None:
-    """Refuse a layout in host memory: `fully_shard` offloads all weights that it gathers (decisions/0310)."""
-    check_device_memory(
+def refuse_host_memory(layout: Layout) -> None:
+    """Raise for a layout in host memory. Only `fully_shard` can keep weights there (decisions/0310)."""
+    check_no_host_memory(
         layout,
         "torch",
         "a DTensor has its shards on the devices of its mesh",
@@ -74,10 +74,10 @@ def check_memory(layout: Layout) -> None:
     )
 
 
-def fit_layout(
+def convert_fitting_layout(
     layout: Layout, shape: tuple[int, ...], name: str = "layout", *, pad: bool = False
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Convert a layout to `(DeviceMesh, placements)`, or raise if it does not fit a shape.
+    """Return the `(DeviceMesh, placements)` of a layout, after a check that the layout fits a shape.
 
     Raises:
         LayoutError: It does not fit. With `pad`, axes need not divide.
@@ -89,44 +89,48 @@ def fit_layout(
 
 
 def get_layout(array: torch.Tensor) -> Layout | None:
-    """Return the layout of a DTensor, or `None` if its mesh has no named dims or it is a partial sum."""
+    """Return the layout of a DTensor, or None for other tensors, partial sums, and meshes without dim names."""
     if not isinstance(array, DTensor):
         return None
     noted = getattr(array, _LAYOUT, None)
     if noted is not None and convert_layout(noted) == (array.device_mesh, array.placements):
         return noted
-    return convert_placements(array.device_mesh, array.placements, array.ndim)
+    return find_layout(array.device_mesh, array.placements, array.ndim)
 
 
-def describe_placement(array: torch.Tensor, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
+def find_placement(array: torch.Tensor, meshes: Sequence[Mesh] = ()) -> Layout | PlacementWithoutLayout:
     """Return the layout of a tensor from any program, or its placement without one."""
     if not isinstance(array, DTensor):
-        return _describe_unsharded(array)
+        return _describe_unsharded_placement(array)
     placements = ", ".join(map(str, array.placements))
     try:
         layout = get_layout(array)
     except MeshError as error:
-        return Unplaced(f"({placements}) on a mesh that has no form here: {error.what}")
+        return PlacementWithoutLayout(f"({placements}) on a mesh that layoutmap cannot express: {error.what}")
     if layout is not None:
         return layout
     if any(placement.is_partial() for placement in array.placements):
-        return Unplaced(f"({placements}): each device has a summand of it, and the sum is pending")
+        return PlacementWithoutLayout(
+            f"({placements}): each device has a summand of it, and the sum is pending"
+        )
     if array.device_mesh.mesh_dim_names is None:
-        return Unplaced(
+        return PlacementWithoutLayout(
             f"({placements}) on a mesh of {array.device_mesh.size()} devices, whose dims have no names"
         )
-    return Unplaced(f"({placements}), which is no order of mesh dims on an axis")
+    return PlacementWithoutLayout(f"({placements}): no order of mesh dims on an axis gives these shards")
 
 
-def _describe_unsharded(array: torch.Tensor) -> Unplaced:
-    """Describe a tensor that is not a DTensor. Each process has its own."""
+def _describe_unsharded_placement(array: torch.Tensor) -> PlacementWithoutLayout:
+    """Return where a tensor is stored that is not a DTensor."""
     if array.is_meta:
-        return Unplaced("a tensor without values, on the meta device", is_copied=True)
+        return PlacementWithoutLayout("a tensor without values, on the meta device", is_copied=True)
     kind = _format_device_type(array.device)
     if simulation.is_simulated():
-        return Unplaced(f"a plain tensor on {kind}", (f"{kind}:{array.device.index or 0}",), is_copied=True)
+        return PlacementWithoutLayout(
+            f"a plain tensor on {kind}", (f"{kind}:{array.device.index or 0}",), is_copied=True
+        )
     ranks = tuple(f"{kind}:{each}" for each in range(simulation.get_world_size()))
-    return Unplaced("a plain tensor: each process has its own", ranks, is_copied=True)
+    return PlacementWithoutLayout("a plain tensor: each process has its own", ranks, is_copied=True)
 
 
 def record_layout(tensor: T, layout: Layout) -> T:
@@ -138,46 +142,49 @@ def record_layout(tensor: T, layout: Layout) -> T:
 # -- shards
 
 
-def from_blocks(
-    shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, read: Callable[[Index], torch.Tensor]
+def create_from_blocks(
+    shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, read_block: Callable[[Index], torch.Tensor]
 ) -> DTensor:
-    """Create a DTensor from blocks. Each distinct block of this process is read once.
+    """Create a DTensor from blocks. `read_block` is called once for each distinct block of this process.
 
     Args:
         shape: The global shape.
         dtype: The element type.
         layout: The layout, which fits.
-        read: Gives the block at an index, with memory of its own.
+        read_block: Returns the block at an index, in memory that nothing else uses.
     """
     native, placements = convert_layout(layout)
     ranks = simulation.list_ranks(native)
-    device = get_device(native)
+    device = get_local_device(native)
     pieces: dict[int, torch.Tensor] = {}
-    for index, (first, *others) in find_distinct_shards(layout, shape, _find_local_places(ranks)).values():
-        piece = pieces[ranks[first]] = read(index).to(device)
+    for index, (first, *others) in _group_local_ranks_by_shard(layout, shape, ranks):
+        piece = pieces[ranks[first]] = read_block(index).to(device)
         # An in-place update must affect each rank once, so replicas need their own memory.
         pieces |= {ranks[other]: piece.clone() for other in others}
     with simulation.simulate_mesh(native), torch.no_grad():
-        local = simulation.join_pieces(dict(sorted(pieces.items())), dtype)
-        made = make_dtensor(local, make_tensor_spec(native, placements, torch.Size(shape), dtype))
+        local = simulation.make_local_tensor(dict(sorted(pieces.items())), dtype)
+        made = make_dtensor(local, make_row_major_spec(native, placements, torch.Size(shape), dtype))
     return record_layout(made, layout)
 
 
-def _find_local_places(ranks: Sequence[int]) -> list[int]:
-    """Return the positions of this process's ranks in the ranks of a mesh."""
+def _group_local_ranks_by_shard(
+    layout: Layout, shape: tuple[int, ...], ranks: Sequence[int]
+) -> Iterable[tuple[Index, list[int]]]:
+    """Return the index of each distinct shard of this process, and the positions in `ranks` that store it."""
     here = set(simulation.filter_local_ranks(ranks))
-    return [place for place, rank in enumerate(ranks) if rank in here]
+    local = [position for position, rank in enumerate(ranks) if rank in here]
+    return group_devices_by_shard(layout, shape, local).values()
 
 
 def iterate_shards(array: torch.Tensor, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
-    """Yield the shards of this process, each index once. See `Engine.to_shards`."""
-    for index, piece in _iterate_pieces(array):
-        yield index, to_numpy(piece) if copy else _share_memory(piece)
+    """Yield the shards of this process, each index once. See `Engine.iterate_shards`."""
+    for index, piece in _iterate_local_shards(array):
+        yield index, to_numpy(piece) if copy else _view_or_copy_as_numpy(piece)
 
 
 def get_writable_memory(array: torch.Tensor) -> list[tuple[Index, NumpyArray]]:
-    """Return the memory of this process's shards (see `Engine.get_writable_memory`), with each simulated replica."""
-    pieces = [(index, _get_numpy_memory(piece)) for index, piece in _iterate_pieces(array)]
+    """Return the index and memory of each shard of this process, or an empty list if one has no usable memory."""
+    pieces = [(index, _view_as_numpy(piece)) for index, piece in _iterate_local_shards(array)]
     has_all = not (simulation.is_simulated() and isinstance(array, DTensor)) or len(pieces) == len(
         simulation.list_ranks(array.device_mesh)
     )
@@ -185,26 +192,26 @@ def get_writable_memory(array: torch.Tensor) -> list[tuple[Index, NumpyArray]]:
     return found if has_all and len(found) == len(pieces) else []
 
 
-def _share_memory(tensor: torch.Tensor) -> NumpyArray:
-    """View a tensor's memory as a numpy array, or make a read-only copy if that is impossible."""
-    if (own := _get_numpy_memory(tensor)) is not None:
+def _view_or_copy_as_numpy(tensor: torch.Tensor) -> NumpyArray:
+    """Return a numpy array in a tensor's memory, or a read-only copy if numpy cannot use that memory."""
+    if (own := _view_as_numpy(tensor)) is not None:
         return own
     values = to_numpy(tensor)
     values.flags.writeable = False
     return values
 
 
-def _get_numpy_memory(tensor: torch.Tensor) -> NumpyArray | None:
-    """View a local tensor's memory as a numpy array, or return None if that is impossible."""
+def _view_as_numpy(tensor: torch.Tensor) -> NumpyArray | None:
+    """Return a numpy array in a local tensor's memory, or None if numpy cannot use that memory."""
     plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     if tensor.device.type != "cpu" or not plain or tensor.numel() <= 1:
-        return None  # strides of a single element are arbitrary
+        return None  # the strides of one element are arbitrary, so numpy could refuse them
     dtype = to_numpy(tensor.new_empty(0)).dtype
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tensor.shape)
 
 
-def _iterate_pieces(array: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]:
-    """Yield the distinct pieces of this process, without copies."""
+def _iterate_local_shards(array: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]:
+    """Yield the index and values of each distinct shard of this process, without copies."""
     if not isinstance(array, DTensor):
         yield make_full_index(array.shape), array.detach()
         return
@@ -213,19 +220,19 @@ def _iterate_pieces(array: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]
         raise EngineError(
             "the DTensor has no layout",
             facts={"placements": str(array.placements)},
-            why="it is a partial sum over the mesh, or its mesh has no dim names",
+            why="it is a partial sum, its mesh has no dim names, or no order of mesh dims gives its shards",
             fix="give it one: relayout(tensor, layout)",
         )
     refuse_outdated("values of a tensor", array)
     ranks = simulation.list_ranks(array.device_mesh)
     detached = array.detach()
-    held = simulation.get_pieces(get_local(detached))
-    for index, places in find_distinct_shards(layout, tuple(array.shape), _find_local_places(ranks)).values():
-        yield index, held[ranks[places[0]]]
+    held = simulation.get_tensors_by_rank(get_local(detached))
+    for index, positions in _group_local_ranks_by_shard(layout, tuple(array.shape), ranks):
+        yield index, held[ranks[positions[0]]]
 
 
-def iterate_by_device(array: torch.Tensor) -> Iterator[tuple[str, NumpyArray]]:
-    """Yield the values on each rank of this process, with the name of its device."""
+def iterate_device_values(array: torch.Tensor) -> Iterator[tuple[str, NumpyArray]]:
+    """Yield the device name and values of each rank of this process."""
     if array.is_meta:
         return
     kind = _format_device_type(array.device)
@@ -234,22 +241,22 @@ def iterate_by_device(array: torch.Tensor) -> Iterator[tuple[str, NumpyArray]]:
         return
     refuse_outdated("values of a tensor", array)
     detached = array.detach()
-    held = simulation.get_pieces(get_local(detached))
+    held = simulation.get_tensors_by_rank(get_local(detached))
     for rank in simulation.filter_local_ranks(simulation.list_ranks(array.device_mesh)):
         yield f"{kind}:{rank}", to_numpy(held[rank])
 
 
 def _format_device_type(device: torch.device) -> str:
-    """Return the type of a device as meshes name it."""
+    """Return the type of a device as it is written in meshes, such as `"GPU"` for `cuda`."""
     return {"cuda": "GPU"}.get(device.type, device.type.upper())
 
 
 def shard_tensor(tensor: torch.Tensor, layout: Layout, *, pad: bool = False) -> DTensor:
-    """Shard an unsharded tensor (see `fit_layout`). Gradients pass."""
-    fit_layout(layout, tuple(tensor.shape), pad=pad)
+    """Return an unsharded tensor as a DTensor in a layout (see `convert_fitting_layout`). Gradients pass."""
+    convert_fitting_layout(layout, tuple(tensor.shape), pad=pad)
     if tensor.requires_grad and torch.is_grad_enabled():
         return record_layout(_ShardTensor.apply(tensor, layout), layout)
-    return from_blocks(
+    return create_from_blocks(
         tuple(tensor.shape), tensor.dtype, layout, lambda index: tensor.detach()[index].clone()
     )
 
@@ -267,7 +274,7 @@ class _ShardTensor(AutogradFunction):
 
 
 def gather_tensor(array: Any) -> torch.Tensor:
-    """Gather all values of a tensor, without autograd. All processes with shards must call this."""
+    """Return all values of a tensor without autograd. All processes with shards of it must call this."""
     if not isinstance(array, DTensor):
         return array.detach()
     refuse_outdated("values of a tensor", array)
@@ -277,8 +284,8 @@ def gather_tensor(array: Any) -> torch.Tensor:
         with simulation.simulate_ranks(ranks):
             array = redistribute_tensor(array, [Replicate()] * array.device_mesh.ndim)
     if not simulation.is_simulated():
-        return get_local(_redistribute_bits(array, [Replicate()] * array.device_mesh.ndim))
-    pieces = list(_iterate_pieces(array))
+        return get_local(_redistribute_any_dtype(array, [Replicate()] * array.device_mesh.ndim))
+    pieces = list(_iterate_local_shards(array))
     if len(pieces) == 1:  # avoid a second copy of the full value
         return pieces[0][1].clone()
     made = torch.empty(array.shape, dtype=array.dtype, device=pieces[0][1].device)
@@ -290,22 +297,22 @@ def gather_tensor(array: Any) -> torch.Tensor:
 # -- relayout
 
 
-def move_tensor(array: DTensor, layout: Layout, *, pad: bool = False) -> torch.Tensor:
-    """Move a DTensor to another layout (see `fit_layout`). Gradients pass if the mesh is the same."""
-    native, placements = fit_layout(layout, tuple(array.shape), pad=pad)
+def relayout_dtensor(array: DTensor, layout: Layout, *, pad: bool = False) -> torch.Tensor:
+    """Return a DTensor in another layout (see `convert_fitting_layout`). Gradients pass if the mesh is the same."""
+    native, placements = convert_fitting_layout(layout, tuple(array.shape), pad=pad)
     refuse_outdated("values of a tensor", array)
-    # Simulated collectives need rank 0 in the mesh.
+    # Simulated collectives fail on a mesh without rank 0, so such a mesh uses `_move_by_broadcasts` below.
     if array.device_mesh == native and not (
         simulation.is_simulated() and 0 not in simulation.list_ranks(native)
     ):
         with simulation.simulate_mesh(native):
-            moved = _redistribute_bits(array, placements)
+            moved = _redistribute_any_dtype(array, placements)
             # `moved` may be the same tensor with another recorded layout, so record it on a view.
             return record_layout(moved.view_as(moved) if moved is array else moved, layout)
     if get_layout(array) is None:
         # Its placements have no equivalent layout, so gather first.
         return shard_tensor(gather_tensor(array), layout, pad=pad)
-    return _move_by_pieces(array, layout)
+    return _move_by_broadcasts(array, layout)
 
 
 # Collectives do not support these dtypes, so send the bits in a dtype of the same width.
@@ -319,7 +326,8 @@ _CARRIERS = {
 }
 
 
-def _redistribute_bits(array: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+def _redistribute_any_dtype(array: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """Redistribute a DTensor, also one of a dtype that collectives do not support."""
     carrier = _CARRIERS.get(array.dtype)
     if carrier is None:
         return redistribute_tensor(array, placements)
@@ -332,40 +340,40 @@ def _redistribute_bits(array: DTensor, placements: tuple[Placement, ...]) -> DTe
         return make_dtensor(bits, replace_placements(spec, tuple(placements), array.dtype))
 
 
-def _move_by_pieces(array: DTensor, layout: Layout) -> DTensor:
-    """Move a DTensor to any mesh: broadcast each distinct piece, and keep the needed parts."""
+def _move_by_broadcasts(array: DTensor, layout: Layout) -> DTensor:
+    """Return a DTensor in a layout on any mesh, by a broadcast of each shard to all processes."""
     shape, dtype = tuple(array.shape), array.dtype
-    wanted = list_local_indices(layout, shape)
+    wanted = find_local_indices_by_ends(layout, shape)
     made: dict[Ends, torch.Tensor] = {}
-    device = get_device(convert_layout(layout)[0])
+    device = get_local_device(convert_layout(layout)[0])
     for ends, index in wanted.items():
         made[ends] = torch.empty([part.stop - part.start for part in index], dtype=dtype, device=device)
-    for index, piece in _iterate_all_pieces(array):
+    for index, piece in _iterate_broadcast_shards(array):
         for ends, target in wanted.items():
             both = intersect_blocks(index, target) if shape else ()  # a scalar has one block, without axes
             if both is not None:
                 made[ends][make_relative_index(both, target)] = piece[make_relative_index(both, index)].to(
                     device
                 )
-    return from_blocks(shape, dtype, layout, lambda index: made[get_slice_ends(index)])
+    return create_from_blocks(shape, dtype, layout, lambda index: made[get_slice_ends(index)])
 
 
-def list_local_indices(layout: Layout, shape: tuple[int, ...]) -> dict[Ends, Index]:
-    """Return the distinct indices that this process stores in a layout."""
+def find_local_indices_by_ends(layout: Layout, shape: tuple[int, ...]) -> dict[Ends, Index]:
+    """Return the distinct indices that this process stores in a layout, by their starts and stops."""
     here = bind_mesh(layout.mesh).local_device_ids
-    return {ends: index for ends, (index, _) in find_distinct_shards(layout, shape, here).items()}
+    return {ends: index for ends, (index, _) in group_devices_by_shard(layout, shape, here).items()}
 
 
-def _iterate_all_pieces(array: DTensor) -> Iterator[tuple[Index, torch.Tensor]]:
-    """Yield each distinct piece of a DTensor in every process, one at a time."""
+def _iterate_broadcast_shards(array: DTensor) -> Iterator[tuple[Index, torch.Tensor]]:
+    """Yield the index and values of each distinct shard, which each process gets by a broadcast."""
     if simulation.is_simulated():
-        yield from _iterate_pieces(array)
+        yield from _iterate_local_shards(array)
         return
     layout = get_layout(array)
     assert layout is not None
     ranks, shape = simulation.list_ranks(array.device_mesh), tuple(array.shape)
-    for index, places in find_distinct_shards(layout, shape, range(len(ranks))).values():
-        owner = ranks[places[0]]
+    for index, positions in group_devices_by_shard(layout, shape, range(len(ranks))).values():
+        owner = ranks[positions[0]]
         if owner == simulation.get_rank():
             piece = get_local(array.detach()).contiguous()
         else:

@@ -1,9 +1,8 @@
 """Patch torch while tensors on a mesh exist, and remove the patches when none is left.
 
-DTensors compute right by what is changed in `DTensor` and beside it, so it is changed as long as anything needs it: a
-tensor that this library has placed, one that was computed of it, or an open call. Python's garbage collector tells when
-that may have ended: after each collection of all generations, as `gc.collect()` makes, it is looked for. Nothing is
-taken back while a function of this library runs.
+DTensors compute correctly because of these patches, so they stay as long as something needs them: a tensor on a mesh of
+this library, or an open call. After each full garbage collection, such as `gc.collect()`, this module looks for these,
+and removes the patches if there are none. It removes nothing while a function of this library runs.
 
 `docs/torch-changes.md` lists what is changed, and `tests/engines/torch/test_changes.py` compares all of torch with it.
 """
@@ -32,25 +31,25 @@ _keepers: weakref.WeakSet[Any] = weakref.WeakSet()
 _lock = threading.RLock()  # reentrant, because garbage collection may run while the lock is held
 
 
-def change(*patches: Patch) -> None:
-    """Install patches until no tensor on a mesh is left."""
+def install_patches(*patches: Patch) -> None:
+    """Install patches of torch. They are removed when no tensor on a mesh is left."""
     with _lock:
         for patch in patches:
-            if patch not in _installed:  # another scope has not installed it
+            if patch not in _installed:  # other scopes may have installed it
                 _installed.append(patch)
             patch.install()
         if _restore_if_unused not in gc.callbacks:
             gc.callbacks.append(_restore_if_unused)
 
 
-def call_on_restore(do: Callable[[], object]) -> None:
-    """Register a function to call when the patches are removed, the last one first."""
-    _restore_callbacks.callback(do)
+def call_when_restoring(function: Callable[[], object]) -> None:
+    """Register a function to call when the patches are removed, in reverse order of registration."""
+    _restore_callbacks.callback(function)
 
 
-def keep_patches(what: object) -> None:
-    """Keep the patches while an object exists, such as a sharded module or an open context."""
-    _keepers.add(what)
+def keep_patches(owner: object) -> None:
+    """Keep the patches as long as an object exists, such as a sharded module or an open context."""
+    _keepers.add(owner)
 
 
 # Weak references cannot tell when the last tensor is gone, so garbage collection triggers this (decisions/0150).
@@ -66,19 +65,20 @@ def restore_torch() -> None:
 
 
 def _restore_if_unused(phase: str, info: Mapping[str, int]) -> None:
-    if phase == "stop" and info["generation"] == 2 and not _keepers and not _is_needed():
+    """Remove the patches after a full garbage collection, if nothing needs them."""
+    if phase == "stop" and info["generation"] == 2 and not _keepers and not _has_users_of_patches():
         restore_torch()
 
 
-def _is_needed() -> bool:
-    """Return whether a function of this library runs, or a tensor on one of its meshes exists."""
-    return any(map(_is_inside, sys._current_frames().values())) or any(  # pyright: ignore[reportPrivateUsage]
+def _has_users_of_patches() -> bool:
+    """Return whether a thread runs code of this library, or a tensor on one of its meshes exists."""
+    return any(map(_is_running_layoutmap, sys._current_frames().values())) or any(  # pyright: ignore[reportPrivateUsage]
         issubclass(type(each), DTensor) and each.device_mesh in meshes for each in gc.get_objects()
     )
 
 
-def _is_inside(frame: types.FrameType | None) -> bool:
-    """Return whether a thread runs a function that may be about to use torch."""
+def _is_running_layoutmap(frame: types.FrameType | None) -> bool:
+    """Return whether a frame or one of its callers is code of this library that may use torch."""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.startswith(_PATCHED_PACKAGES) and name != __name__:

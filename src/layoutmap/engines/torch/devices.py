@@ -25,21 +25,21 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import (
     bind_devices,
-    check_auto_axes,
+    check_no_explicit_axes,
     make_no_devices_error,
     resolve_device_names,
 )
-from layoutmap.engines.tested import Needed, check_names
+from layoutmap.engines.tested import ImportGuard, check_names_exist
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.changes import call_on_restore, meshes
-from layoutmap.engines.torch.dtensor_ops import prepare_mesh
-from layoutmap.engines.torch.simulation import default_group
-from layoutmap.engines.torch.specs import DTensorSpec, cache_by_mesh
+from layoutmap.engines.torch.changes import call_when_restoring, meshes
+from layoutmap.engines.torch.dtensor_ops import install_patches_for_mesh
+from layoutmap.engines.torch.simulation import replace_default_group
+from layoutmap.engines.torch.specs import DTensorSpec, cache_while_meshes_exist
 
-with Needed("torch"):
+with ImportGuard("torch"):
     from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
 
-check_names(
+check_names_exist(
     "torch", (DTensorSpec, "_convert_shard_order_to_StridedShard _maybe_convert_StridedShard_to_shard_order")
 )
 
@@ -48,13 +48,13 @@ _NAME = re.compile(r"[A-Z]+:\d+$", re.IGNORECASE)
 _lock = threading.RLock()
 _device_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 _mesh_cache: dict[tuple[Mesh, Any], DeviceMesh] = {}  # cached for the current process group
-# An abstract mesh and the same mesh with devices map to one DeviceMesh. DTensors use the first one unless they record
-# another (see `arrays.mark`).
+# An abstract mesh and the same mesh with devices have one DeviceMesh. It maps to the one that was used first, so
+# DTensors record their own (see `arrays.record_layout`).
 _mesh_of: weakref.WeakKeyDictionary[DeviceMesh, Mesh] = weakref.WeakKeyDictionary()
 
 
 def list_device_names(device_type: str | None = None) -> tuple[str, ...]:
-    """Return the names of all devices of a type. The default is GPUs if the process group supports them."""
+    """Return the names of all devices of a type, by default GPUs if the process group supports them."""
     there = _list_device_types()
     kind = next(iter(there)) if device_type is None else device_type.upper()
     if kind not in there:
@@ -64,7 +64,7 @@ def list_device_names(device_type: str | None = None) -> tuple[str, ...]:
 
 
 def _list_device_types() -> list[str]:
-    """List the device types that the process group supports, the default one first."""
+    """Return the device types that the process group supports, the default type first."""
     if simulation.is_simulated():
         return ["CPU", "GPU"] if torch.cuda.is_available() else ["CPU"]
     if not dist.is_initialized():  # torch creates the process group from the launcher's environment variables
@@ -75,20 +75,20 @@ def _list_device_types() -> list[str]:
 
 
 def bind_mesh(mesh: Mesh) -> Mesh:
-    """Bind a mesh to this machine: an abstract mesh gets the first devices, and other meshes keep theirs."""
-    check_auto_axes(mesh, "torch")
-    names = resolve_device_names(mesh, list_device_names, "torch", _fix_too_few(mesh.size))
-    here = set(simulation.filter_local_ranks(map(_rank, names)))
-    return bind_devices(mesh, names, [i for i, name in enumerate(names) if _rank(name) in here])
+    """Return a mesh with devices of this machine. An abstract mesh gets the first devices."""
+    check_no_explicit_axes(mesh, "torch")
+    names = resolve_device_names(mesh, list_device_names, "torch", _format_fix_for_too_few_devices(mesh.size))
+    here = set(simulation.filter_local_ranks(map(_parse_rank, names)))
+    return bind_devices(mesh, names, [i for i, name in enumerate(names) if _parse_rank(name) in here])
 
 
-def _fix_too_few(size: int) -> str:
+def _format_fix_for_too_few_devices(num_devices: int) -> str:
     if simulation.is_simulated():
         return (
-            f"call lm.simulate_devices({size}) before the first mesh is used, or restart the program with "
-            f"torchrun --nproc-per-node {size}; or make the mesh smaller"
+            f"call lm.simulate_devices({num_devices}) before the first mesh is used, or restart the program with "
+            f"torchrun --nproc-per-node {num_devices}; or make the mesh smaller"
         )
-    return f"restart the program with torchrun --nproc-per-node {size}, or make the mesh smaller"
+    return f"restart the program with torchrun --nproc-per-node {num_devices}, or make the mesh smaller"
 
 
 def convert_device_type(device_type: str) -> str:
@@ -96,78 +96,78 @@ def convert_device_type(device_type: str) -> str:
     return _TYPES[device_type]
 
 
-def _rank(name: str) -> int:
+def _parse_rank(name: str) -> int:
     return int(name.rpartition(":")[2])
 
 
-def get_device(mesh: DeviceMesh) -> torch.device:
-    """Return the device for this process's shards of tensors on a mesh."""
+def get_local_device(mesh: DeviceMesh) -> torch.device:
+    """Return the device that stores this process's shards on a mesh."""
     if mesh.device_type == "cpu":  # the CPU has no device number in torch
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.cuda.current_device())  # DeviceMesh selected this device
 
 
 def make_device_mesh(mesh: Mesh) -> DeviceMesh:
-    """Make the `DeviceMesh` of a mesh. Equal meshes share one object and its process groups.
+    """Return the `DeviceMesh` of a mesh. Equal meshes share one object and its process groups.
 
     Raises:
         MeshError: The machine does not have the mesh's devices.
         EngineError: The devices do not come in an order that torch keeps.
     """
-    simulation.start()
-    group = simulation.get_group()  # discard the meshes of a group that has ended
+    simulation.ensure_process_group()
+    group = simulation.get_global_group()  # part of the key, because meshes of an ended group are invalid
     known = _mesh_cache.get((mesh, group))
     if known is None:
         known = _mesh_cache[mesh, group] = _create_device_mesh(mesh)
-    if known not in meshes:  # do not search for ended groups if the mesh is cached
-        prepare_mesh(known)
+    if known not in meshes:  # torch may have been restored since the mesh was cached
+        install_patches_for_mesh(known)
     _mesh_of.setdefault(known, mesh)
     return known
 
 
-def forget_process_group(group: dist.ProcessGroup | None) -> None:
-    """Discard the device meshes of a process group that ends."""
+def discard_meshes_of_group(group: dist.ProcessGroup | None) -> None:
+    """Remove the device meshes of a process group from the caches, because the group ends."""
     with _lock:
         for known in (_mesh_cache, _device_meshes):
             for key in [key for key in known if key[-1] is group]:
                 del known[key]
 
 
-def _end_process_groups(native: DeviceMesh) -> None:
-    """End the process groups of simulated ranks before the default group ends."""
+def _end_groups_of_mesh(device_mesh: DeviceMesh) -> None:
+    """End the process groups of a simulated mesh, before torch destroys the default group."""
     # torch creates no groups for a mesh without this rank.
-    is_here = simulation.get_rank() in simulation.list_ranks(native)
-    for group in native.get_all_groups() if is_here else ():
-        if group is not simulation.get_group():  # torch destroys the default group itself
+    is_here = simulation.get_rank() in simulation.list_ranks(device_mesh)
+    for group in device_mesh.get_all_groups() if is_here else ():
+        if group is not simulation.get_global_group():  # torch destroys the default group itself
             dist.destroy_process_group(group)
-    forget_process_group(simulation.get_group())
+    discard_meshes_of_group(simulation.get_global_group())
 
 
 def _create_device_mesh(mesh: Mesh) -> DeviceMesh:
     bound = bind_mesh(mesh)
     check_device_order(mesh)
     names = list(bound.devices or ())
-    ranks = np.array([_rank(name) for name in names]).reshape(bound.shape)
+    ranks = np.array([_parse_rank(name) for name in names]).reshape(bound.shape)
     kind = convert_device_type(names[0].partition(":")[0])
-    key = (kind, tuple(ranks.flat), bound.shape, bound.dim_names, simulation.get_group())
+    key = (kind, tuple(ranks.flat), bound.shape, bound.dim_names, simulation.get_global_group())
     with _lock:
         if key not in _device_meshes:
-            with default_group(simulation.get_group()), simulation.simulate_ranks(ranks.flat):
+            with replace_default_group(simulation.get_global_group()), simulation.simulate_ranks(ranks.flat):
                 _device_meshes[key] = DeviceMesh(kind, ranks.tolist(), mesh_dim_names=bound.dim_names)
             if simulation.is_simulated():
-                call_on_restore(functools.partial(_end_process_groups, _device_meshes[key]))
+                call_when_restoring(functools.partial(_end_groups_of_mesh, _device_meshes[key]))
         return _device_meshes[key]
 
 
 def check_device_order(mesh: Mesh) -> None:
-    """Raise for a device order that torch cannot keep, without using a device.
+    """Raise if torch cannot keep the order of a mesh's devices. No device is used.
 
     Raises:
         EngineError: It does.
     """
     if not all(map(_NAME.match, mesh.devices or ("",))):
-        return  # devices in default order, or of another framework
-    ranks = np.array([_rank(name) for name in mesh.devices or ()]).reshape(mesh.shape)
+        return  # no devices yet, which will be in order, or names of another framework
+    ranks = np.array([_parse_rank(name) for name in mesh.devices or ()]).reshape(mesh.shape)
     if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
         return
     raise EngineError(
@@ -178,49 +178,49 @@ def check_device_order(mesh: Mesh) -> None:
     )
 
 
-def find_mesh(native: DeviceMesh) -> Mesh | None:
-    """Return the mesh of a `DeviceMesh`, or None if its dims have no names."""
-    known = _mesh_of.get(native)
-    if known is not None or native.mesh_dim_names is None:
+def convert_device_mesh_to_mesh(device_mesh: DeviceMesh) -> Mesh | None:
+    """Return the layoutmap mesh of a `DeviceMesh`, or None if its dims have no names."""
+    known = _mesh_of.get(device_mesh)
+    if known is not None or device_mesh.mesh_dim_names is None:
         return known
-    return _convert_mesh(native)
+    return _make_mesh_of_device_mesh(device_mesh)
 
 
-@cache_by_mesh
-def _convert_mesh(native: DeviceMesh) -> Mesh:
-    assert native.mesh_dim_names is not None
-    kind = next(name for name, theirs in _TYPES.items() if theirs == native.device_type)
-    ranks = simulation.list_ranks(native)
+@cache_while_meshes_exist
+def _make_mesh_of_device_mesh(device_mesh: DeviceMesh) -> Mesh:
+    assert device_mesh.mesh_dim_names is not None
+    kind = next(name for name, theirs in _TYPES.items() if theirs == device_mesh.device_type)
+    ranks = simulation.list_ranks(device_mesh)
     here = set(simulation.filter_local_ranks(ranks))
     return Mesh(
         [f"{kind}:{each}" for each in ranks],
-        list(zip(native.mesh_dim_names, native.mesh.shape, strict=True)),
+        list(zip(device_mesh.mesh_dim_names, device_mesh.mesh.shape, strict=True)),
         local_device_ids=[i for i, each in enumerate(ranks) if each in here],
     )
 
 
 @functools.lru_cache(maxsize=4096)
-def make_placements(layout: Layout, native: DeviceMesh) -> tuple[Placement, ...]:
-    """Convert a layout to placements, one per mesh dim."""
+def convert_layout_to_placements(layout: Layout, device_mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """Return the placements of a layout, one per mesh dim."""
     dims = layout.mesh.dim_names
     axes = [[dims.index(dim) for dim in layout.list_mesh_dims(axis)] for axis in range(layout.rank)]
     placements: list[Placement] = [Replicate() for _ in dims]
     for axis, numbers in enumerate(axes):
         for number in numbers:
             placements[number] = Shard(axis)
-    if all(numbers == sorted(numbers) for numbers in axes):  # torch splits in this order
+    if all(numbers == sorted(numbers) for numbers in axes):  # the order in which torch splits an axis
         return tuple(placements)
     order = tuple(
         ShardOrderEntry(tensor_dim=axis, mesh_dims=tuple(numbers))
         for axis, numbers in enumerate(axes)
         if numbers
     )
-    return DTensorSpec._convert_shard_order_to_StridedShard(order, tuple(placements), native)  # pyright: ignore[reportPrivateUsage]
+    return DTensorSpec._convert_shard_order_to_StridedShard(order, tuple(placements), device_mesh)  # pyright: ignore[reportPrivateUsage]
 
 
 # DTensor splits an axis by one mesh dim after another, so uneven shards may differ from the layout's (decisions/0235).
 def explain_no_padding(layout: Layout, shape: Sequence[int]) -> str:
-    """Return why DTensor's uneven shards differ from those of a layout, or an empty text if they agree."""
+    """Return why DTensor would store other uneven shards than a layout has, or an empty text if it would not."""
     for axis in layout.find_uneven_axes(shape):
         sizes, dims = [shape[axis]], layout.list_mesh_dims(axis)
         for dim in dims:
@@ -232,20 +232,20 @@ def explain_no_padding(layout: Layout, shape: Sequence[int]) -> str:
     return ""
 
 
-def _split_size(size: int, number: int) -> list[int]:
-    part = -(-size // number)
-    return [max(0, min(part, size - i * part)) for i in range(number)]
+def _split_size(size: int, num_parts: int) -> list[int]:
+    part = -(-size // num_parts)
+    return [max(0, min(part, size - i * part)) for i in range(num_parts)]
 
 
-def convert_placements(native: DeviceMesh, placements: Sequence[Placement], rank: int) -> Layout | None:
-    """Convert placements to a layout, or return None for partial sums and meshes without dim names.
+def find_layout(device_mesh: DeviceMesh, placements: Sequence[Placement], rank: int) -> Layout | None:
+    """Return the layout of placements, or None if they have no layout or the mesh has no dim names.
 
     The order of the dims on one axis is that of the mesh where torch does not say it: among dims of size 1.
     """
-    mesh = find_mesh(native)
+    mesh = convert_device_mesh_to_mesh(device_mesh)
     if mesh is None or any(placement.is_partial() for placement in placements):
         return None
-    order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(placements), native)  # pyright: ignore[reportPrivateUsage]
+    order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(placements), device_mesh)  # pyright: ignore[reportPrivateUsage]
     if order is None:  # no order of the mesh dims gives these shards
         return None
     axes: list[tuple[str, ...]] = [()] * rank

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from layoutmap.core.blocks import NumpyArray
-from layoutmap.engines.checks import is_python_number, make_element_type_error, make_no_numbers_error
+from layoutmap.engines.checks import is_python_number_or_list, make_element_type_error, make_non_numeric_error
 
 
 def find_torch_dtype(name: str, path: str) -> torch.dtype:
-    """Return the torch dtype with a name.
+    """Return the torch dtype with a name, such as `"float32"`. The path of its variable is for the error.
 
     Raises:
         EngineError: Torch has none of that name.
@@ -26,7 +26,7 @@ def find_torch_dtype(name: str, path: str) -> torch.dtype:
 
 
 def format_dtype(dtype: torch.dtype) -> str:
-    """Return numpy's name of a torch dtype."""
+    """Return the name of a torch dtype without `torch.`, as numpy and `ml_dtypes` call it."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -54,7 +54,7 @@ def _is_numpy_dtype(dtype: torch.dtype) -> bool:
 
 
 def to_numpy(tensor: torch.Tensor) -> NumpyArray:
-    """Return a copy of an unsharded tensor's values. bfloat16 and float8 use the types of `ml_dtypes`."""
+    """Return a copy of an unsharded tensor as a numpy array. bfloat16 and float8 become types of `ml_dtypes`."""
     # torch conjugates and negates lazily, for example in `x.conj().imag`.
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if _is_numpy_dtype(tensor.dtype):
@@ -80,15 +80,15 @@ def to_torch(values: NumpyArray, *, copy: bool = True) -> torch.Tensor:
     try:
         return torch.from_numpy(values)  # pyright: ignore[reportUnknownMemberType]
     except TypeError:
-        raise make_no_numbers_error("torch", values.dtype) from None
+        raise make_non_numeric_error("torch", values.dtype) from None
 
 
-def canonicalize(values: Any) -> NumpyArray:
-    """Return values as a numpy array of the element type in which torch stores them.
+def canonicalize_values(values: Any) -> NumpyArray:
+    """Return values as a numpy array in the dtype that torch would give them.
 
     Raises:
         EngineError: Torch cannot store such elements.
     """
-    values = torch.as_tensor(values).numpy() if is_python_number(values) else np.asarray(values)
+    values = torch.as_tensor(values).numpy() if is_python_number_or_list(values) else np.asarray(values)
     to_torch(values[:0] if values.ndim else values)
     return values

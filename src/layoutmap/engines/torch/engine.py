@@ -28,88 +28,88 @@ from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
-from layoutmap.engines.agreement import check_computed
+from layoutmap.engines.agreement import check_same_initial_values
 from layoutmap.engines.checks import (
-    check_draws,
     check_initial_value,
     check_initializers,
     check_one_result,
+    check_random_mode,
     check_shard,
 )
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import (
-    check_memory,
+    convert_fitting_layout,
     convert_layout,
-    describe_placement,
-    fit_layout,
-    from_blocks,
+    create_from_blocks,
+    find_local_indices_by_ends,
+    find_placement,
     gather_tensor,
     get_layout,
     get_writable_memory,
-    iterate_by_device,
+    iterate_device_values,
     iterate_shards,
-    list_local_indices,
-    move_tensor,
     record_layout,
+    refuse_host_memory,
+    relayout_dtensor,
     shard_tensor,
 )
-from layoutmap.engines.torch.deferred_init import free_scratch_buffer, trace
+from layoutmap.engines.torch.deferred_init import free_scratch_buffer, trace_recipe
 from layoutmap.engines.torch.devices import bind_mesh, check_device_order, list_device_names
 from layoutmap.engines.torch.dtensor_ops import enable_dtensor_ops, has_local_tensor
 from layoutmap.engines.torch.element_types import (
-    canonicalize,
+    canonicalize_values,
     find_torch_dtype,
     format_dtype,
     to_numpy,
     to_torch,
 )
-from layoutmap.engines.torch.malloc import release_memory
+from layoutmap.engines.torch.malloc import return_freed_memory_to_system
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.moving import make_mover
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.processes import (
+    broadcast_seeds,
     compute_rng_checksum,
     gather_values,
     has_other_processes,
-    share_seeds,
 )
 from layoutmap.engines.torch.storages import is_view_of_another
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
-_LARGE = 1 << 20  # return memory to the system after variables of at least this many bytes
+_LARGE_BYTES = 1 << 20  # return memory to the system after variables of at least this many bytes
 
 
 class TorchEngine:
-    """Engine of DTensors. `engine()` returns the only instance. `Engine` lists the errors that it raises."""
+    """Create and compute with DTensors. `engine()` returns the only instance. `Engine` lists the errors."""
 
     name = "torch"
     array_types: tuple[type, ...] = (torch.Tensor,)
     several_dims = True
-    devices = staticmethod(list_device_names)
-    bind = staticmethod(bind_mesh)
-    simulate = staticmethod(simulation.simulate)
+    list_device_names = staticmethod(list_device_names)
+    bind_mesh = staticmethod(bind_mesh)
+    simulate_devices = staticmethod(simulation.simulate)
     get_layout = staticmethod(get_layout)
-    describe_placement = staticmethod(describe_placement)
-    to_shards = staticmethod(iterate_shards)
+    find_placement = staticmethod(find_placement)
+    iterate_shards = staticmethod(iterate_shards)
     get_writable_memory = staticmethod(get_writable_memory)
-    iterate_by_device = staticmethod(iterate_by_device)
-    canonicalize = staticmethod(canonicalize)
+    iterate_device_values = staticmethod(iterate_device_values)
+    canonicalize_values = staticmethod(canonicalize_values)
     check_dtype = staticmethod(find_torch_dtype)
     make_mover = staticmethod(make_mover)
 
     # -- devices and layouts
 
     def check_layout(self, layout: Layout) -> None:
-        """Refuse a layout that no DTensor can have. It needs no device and no process group.
+        """Raise for a layout that no DTensor can have. This uses no device and no process group.
 
         Raises:
             EngineError: It is in host memory, or the mesh's devices come in an order that torch does not keep.
         """
-        check_memory(layout)
+        refuse_host_memory(layout)
         check_device_order(layout.mesh)
 
     @skip_function_modes
-    def native(self, layout: Layout, rank: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    def make_native_layout(self, layout: Layout, rank: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Return the `(DeviceMesh, placements)` of a layout."""
         layout.check_rank((None,) * rank)
         return convert_layout(layout)
@@ -117,7 +117,7 @@ class TorchEngine:
     # -- arrays
 
     @skip_function_modes
-    def create(
+    def create_initial_values(
         self,
         assignments: Mapping[str, Assignment],
         initializers: Mapping[str, Initializer],
@@ -129,39 +129,39 @@ class TorchEngine:
         only what it holds. The global value of any other is computed, sharded, and freed before the next.
         """
         for assignment in assignments.values():
-            self._check_assignment(assignment)
+            self._find_checked_dtype(assignment)
         check_initializers(assignments, initializers)
         made: dict[str, torch.Tensor] = {}
         checksums: list[tuple[str, int]] = []
         try:
             used = {key: initializers[key] for key in assignments}
-            seeds = share_seeds(used)
+            seeds = broadcast_seeds(used)
             # Blocks differ between processes, so compare the random state that they come from. The scope has already
             # compared recipes, which include that state.
             if has_other_processes() and any(
                 each.blocks is not None and each.recipe is None for each in used.values()
             ):
-                check_computed([("the random state", compute_rng_checksum())], gather_values)
+                check_same_initial_values([("the random state", compute_rng_checksum())], gather_values)
             with torch.no_grad():
                 for key, assignment in assignments.items():
-                    made[key], computed = _create_value(assignment, used[key], seeds.get(key))
+                    made[key], computed = _create_value_and_checksum(assignment, used[key], seeds.get(key))
                     checksums.append((assignment.variable.path, computed))
-                    if assignment.variable.global_bytes >= _LARGE:
-                        release_memory()
+                    if assignment.variable.global_bytes >= _LARGE_BYTES:
+                        return_freed_memory_to_system()
                     if progress is not None:
                         progress(key)
             free_scratch_buffer()
             if has_other_processes() and checksums:
-                check_computed(checksums, gather_values)
+                check_same_initial_values(checksums, gather_values)
         except BaseException:
             made.clear()
             raise
         return made
 
     @skip_function_modes
-    def from_shards(self, assignment: Assignment, read: BlockReader, *, copy: bool = True) -> object:
-        """Read shards one by one, and return a DTensor of them (see `Engine.from_shards`)."""
-        dtype = self._check_assignment(assignment)
+    def create_from_shards(self, assignment: Assignment, read: BlockReader, *, copy: bool = True) -> object:
+        """Read shards one by one, and return a DTensor of them (see `Engine.create_from_shards`)."""
+        dtype = self._find_checked_dtype(assignment)
         variable = assignment.variable
 
         def read_block(index: Index) -> torch.Tensor:
@@ -169,7 +169,7 @@ class TorchEngine:
             check_shard(variable, index, block.shape, format_dtype(block.dtype))
             return block
 
-        return from_blocks(variable.shape, dtype, assignment.layout, read_block)
+        return create_from_blocks(variable.shape, dtype, assignment.layout, read_block)
 
     @skip_function_modes
     def relayout(self, array: object, layout: Layout, *, pad: bool = False) -> object:
@@ -178,12 +178,14 @@ class TorchEngine:
         Gradients pass through it, unless the array moves to another mesh. A plain tensor is the same in all processes.
         """
         if isinstance(array, DTensor):
-            return move_tensor(array, layout, pad=pad)
-        tensor = array if isinstance(array, torch.Tensor) else to_torch(canonicalize(array))
+            return relayout_dtensor(array, layout, pad=pad)
+        tensor = array if isinstance(array, torch.Tensor) else to_torch(canonicalize_values(array))
         return shard_tensor(tensor, layout, pad=pad)
 
     @skip_function_modes
-    def variable(self, array: torch.Tensor, *, name: str = "", trainable: bool = True) -> torch.nn.Parameter:
+    def make_variable(
+        self, array: torch.Tensor, *, name: str = "", trainable: bool = True
+    ) -> torch.nn.Parameter:
         """Return a `torch.nn.Parameter` with the tensor. Only floating-point tensors can be trained."""
         floating = array.is_floating_point() or array.is_complex()
         parameter = torch.nn.Parameter(array.detach(), requires_grad=trainable and floating)
@@ -197,7 +199,7 @@ class TorchEngine:
         """Return all values of a tensor, gathered from all processes. Each of these processes must call it."""
         return to_numpy(gather_tensor(array))
 
-    def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
+    def gather_from_processes(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
         """Return the values of each process, one row each. All processes must call it."""
         return gather_values(values)
 
@@ -207,8 +209,8 @@ class TorchEngine:
 
         What DTensor alone would compute wrongly is computed right, or refused: see `dtensor_ops.mode`.
         """
-        check_draws(self.name, draws, ("exact", "tiles"))
-        native = self.native(Layout.replicated(mesh, 0), 0)[0]
+        check_random_mode(self.name, draws, ("exact", "tiles"))
+        native = self.make_native_layout(Layout.replicated(mesh, 0), 0)[0]
         by_shards = draws == "tiles"
         with (
             simulation.simulate_mesh(native),
@@ -217,7 +219,7 @@ class TorchEngine:
         ):
             yield
 
-    def call(self, function: Function, layout: Layout, args: Args, kwargs: Kwargs) -> object:
+    def call_with_layout(self, function: Function, layout: Layout, args: Args, kwargs: Kwargs) -> object:
         """Return the result of a function in a layout, with the bits of the plain call.
 
         A function that fills a tensor or draws random numbers, and takes no tensor, is computed in pieces. Any other is
@@ -227,10 +229,10 @@ class TorchEngine:
         if not any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in leaves):
             recipe = None
             with contextlib.suppress(EngineError):  # results that are not tensors are refused below
-                recipe = trace(lambda: function(*args, **kwargs))
+                recipe = trace_recipe(lambda: function(*args, **kwargs))
             if recipe is not None and not recipe.why_global:
-                fit_layout(layout, recipe.shape)
-                made = _create_from_blocks(recipe.blocks, recipe.shape, recipe.dtype, layout)
+                convert_fitting_layout(layout, recipe.shape)
+                made = _create_from_computed_blocks(recipe.compute_blocks, recipe.shape, recipe.dtype, layout)
                 return made.requires_grad_(bool(kwargs.get("requires_grad")))
         results = [leaf for leaf in tree_leaves(function(*args, **kwargs)) if leaf is not None]
         check_one_result(function, len(results))
@@ -238,11 +240,11 @@ class TorchEngine:
 
     # -- helpers
 
-    def _check_assignment(self, assignment: Assignment) -> torch.dtype:
-        """Return the dtype of an assignment after all checks that need no tensor."""
+    def _find_checked_dtype(self, assignment: Assignment) -> torch.dtype:
+        """Return the dtype of an assignment, after checks that torch supports it and that the layout fits."""
         variable = assignment.variable
         dtype = find_torch_dtype(variable.dtype, variable.path)
-        fit_layout(assignment.layout, variable.shape, variable.path, pad=assignment.is_padded)
+        convert_fitting_layout(assignment.layout, variable.shape, variable.path, pad=assignment.is_padded)
         return dtype
 
 
@@ -256,11 +258,11 @@ _meshes = threading.local()
 
 
 # Frequent result types that cannot contain an unsharded tensor.
-_NOT_PLAIN = frozenset((DTensor, torch.Size, torch.dtype, torch.device, int, bool, float, str, type(None)))
+_SAFE_TYPES = frozenset((DTensor, torch.Size, torch.dtype, torch.device, int, bool, float, str, type(None)))
 
 
 class _ReplicatingMode(TorchFunctionMode):
-    """Function mode that replicates new unsharded tensors on a mesh. The innermost mesh counts."""
+    """Function mode that replicates new unsharded tensors on a mesh. Only the innermost of several acts."""
 
     def __init__(self, mesh: Mesh):
         super().__init__()
@@ -281,29 +283,31 @@ class _ReplicatingMode(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if has_local_tensor((args, kwargs)):  # each device continues with its local value
             return result
-        if type(result) in _NOT_PLAIN or _meshes.innermost is not self:
+        if type(result) in _SAFE_TYPES or _meshes.innermost is not self:
             return result
         given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         return tree_map(lambda value: self._replicate_result(value, given), result)
 
-    def _replicate_result(self, value: object, given: set[int]) -> object:
-        if type(value) is not torch.Tensor or id(value) in given or is_view_of_another(value):
+    def _replicate_result(self, value: object, argument_ids: set[int]) -> object:
+        if type(value) is not torch.Tensor or id(value) in argument_ids or is_view_of_another(value):
             return value
         return skip_function_modes(shard_tensor)(value, Layout.replicated(self._mesh, value.ndim))
 
 
-def _create_value(assignment: Assignment, initializer: Initializer, seed: object) -> tuple[torch.Tensor, int]:
-    """Return an initial value, and the checksum of an unsharded one, which must agree in all processes."""
+def _create_value_and_checksum(
+    assignment: Assignment, initializer: Initializer, seed: object
+) -> tuple[torch.Tensor, int]:
+    """Return an initial value, and the checksum of an unsharded one (otherwise 0) that processes compare."""
     variable, layout = assignment.variable, assignment.layout
     dtype = find_torch_dtype(variable.dtype, variable.path)
     if initializer.blocks is not None:
-        return _create_from_blocks(initializer.blocks, variable.shape, dtype, layout, assignment), 0
+        return _create_from_computed_blocks(initializer.blocks, variable.shape, dtype, layout, assignment), 0
     if initializer.program is not None:
-        recipe = trace(initializer.program.function, seed)
+        recipe = trace_recipe(initializer.program.function, seed)
         check_initial_value(variable, recipe.shape, format_dtype(recipe.dtype))
         if not recipe.why_global:
-            return _create_from_blocks(recipe.blocks, recipe.shape, dtype, layout), 0
-        value = recipe.global_value()
+            return _create_from_computed_blocks(recipe.compute_blocks, recipe.shape, dtype, layout), 0
+        value = recipe.compute_global_value()
     else:
         value = initializer.global_value()
     tensor = gather_tensor(value) if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
@@ -312,17 +316,18 @@ def _create_value(assignment: Assignment, initializer: Initializer, seed: object
     return made, compute_checksum(to_numpy(tensor)) if has_other_processes() else 0
 
 
-def _create_from_blocks(
-    blocks: Callable[[Sequence[Index]], Sequence[torch.Tensor]],
+def _create_from_computed_blocks(
+    compute_blocks: Callable[[Sequence[Index]], Sequence[torch.Tensor]],
     shape: tuple[int, ...],
     dtype: torch.dtype,
     layout: Layout,
     assignment: Assignment | None = None,
 ) -> DTensor:
-    indices = list_local_indices(layout, shape)
-    made = dict(zip(indices, blocks(list(indices.values())), strict=True))
+    """Return a DTensor of the blocks of this process, which `compute_blocks` returns for a list of indices."""
+    indices = find_local_indices_by_ends(layout, shape)
+    made = dict(zip(indices, compute_blocks(list(indices.values())), strict=True))
     for ends, block in made.items():
         if assignment is not None and block.dtype != dtype:
             check_initial_value(assignment.variable, shape, format_dtype(block.dtype))
         assert tuple(block.shape) == tuple(stop - start for start, stop in ends)
-    return from_blocks(shape, dtype, layout, lambda index: made.pop(get_slice_ends(index)))
+    return create_from_blocks(shape, dtype, layout, lambda index: made.pop(get_slice_ends(index)))

@@ -17,35 +17,35 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from layoutmap.engines.patches import Attribute
-from layoutmap.engines.tested import Needed, check_names
+from layoutmap.engines.patches import AttributePatch
+from layoutmap.engines.tested import ImportGuard, check_names_exist
 from layoutmap.engines.torch.modes import TorchDispatchMode, list_dispatch_modes, skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.per_rank import LocalIntNode as LocalIntNode
 from layoutmap.engines.torch.per_rank import LocalTensor as LocalTensor
 from layoutmap.engines.torch.per_rank import LocalTensorMode as LocalTensorMode
 from layoutmap.engines.torch.per_rank import (
-    cache_groups,
+    cache_collective_groups,
     can_run_directly,
+    flatten_args,
     get_rank_sizes,
-    list_leaves,
     local_collectives,
     local_tensors,
     make_meta_reader,
     make_rank_loop,
     read_common_size,
-    run_operator,
+    run_for_ranks,
 )
 from layoutmap.engines.torch.per_rank import enabled_local_tensor_mode as enabled_local_tensor_mode
 from layoutmap.engines.torch.per_rank import get_rank_tensors as get_rank_tensors
 from layoutmap.engines.torch.per_rank import get_ranks as get_ranks
 
-with Needed("torch"):
+with ImportGuard("torch"):
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
     from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
     from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
-check_names(
+check_names_exist(
     "torch",
     (torch, "_disable_dynamo"),
     (DeviceMesh, "_rank_map"),
@@ -64,18 +64,18 @@ check_names(
 )
 
 
-def list_root_ranks(mesh: DeviceMesh) -> list[int]:
-    """Return all ranks of the mesh that a mesh was sliced from."""
+def list_ranks_of_root_mesh(mesh: DeviceMesh) -> list[int]:
+    """Return all ranks of the root mesh, of which a device mesh may be a slice."""
     return mesh._rank_map.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 @contextmanager
-def _leave_modes_above(is_found: Callable[[object], bool]) -> Generator[None]:
-    """Leave the program's dispatch modes above a mode that `is_found` accepts, while the context is open."""
+def _leave_modes_above(is_target: Callable[[object], bool]) -> Generator[None]:
+    """Leave the program's dispatch modes that are above a mode that `is_target` accepts, while open."""
     above: list[Any] = []
     for mode in reversed(list_dispatch_modes()):
-        # Torch's modes are below the program's.
-        if is_found(mode) or getattr(mode, "_mode_key", None) is not None:
+        # Torch's own modes are below the program's, so stop at the first of them.
+        if is_target(mode) or getattr(mode, "_mode_key", None) is not None:
             break
         above.append(_pop_dispatch_mode())
     try:
@@ -86,7 +86,7 @@ def _leave_modes_above(is_found: Callable[[object], bool]) -> Generator[None]:
 
 
 class SimulationMode(LocalTensorMode):
-    """A `LocalTensorMode` that is entered below the modes of the program.
+    """Simulate ranks as a `LocalTensorMode` does, but below the dispatch modes of the program.
 
     So these see what they would see of real devices, such as collectives.
     """
@@ -102,14 +102,14 @@ class SimulationMode(LocalTensorMode):
             super().__exit__(*error)
 
 
-class _Modes(threading.local):
-    """Keep the simulations of each thread separate, because torch has one list for all threads."""
+class _ThreadModes(threading.local):
+    """Store the active simulations of each thread, because torch stores those of all threads in one list."""
 
     def __init__(self, first: object) -> None:
         self.value = [first]
 
 
-_UNUSED_CHANGES = tuple(
+_UNUSED_METHODS = tuple(
     f"{prefix}_{changed}"
     for changed in ("device_mesh", "dist", "random_functions")
     for prefix in ("_patch", "_unpatch")
@@ -117,7 +117,7 @@ _UNUSED_CHANGES = tuple(
 
 
 def _enter_mode(mode: LocalTensorMode) -> TorchDispatchMode:
-    """Enter a mode, and let its ranks draw from the one generator of this process.
+    """Replace `LocalTensorMode.__enter__`: enter a mode, and let all ranks draw from one generator.
 
     Torch copies the state of the generator for each rank here, which takes longer than most operators.
     """
@@ -127,70 +127,72 @@ def _enter_mode(mode: LocalTensorMode) -> TorchDispatchMode:
 
 
 def make_simulation_patches(
-    mode: Any, group: dist.ProcessGroup | None, coordinate: Function, pickled: Function
-) -> Sequence[Attribute]:
-    """Return the patches that simulate the ranks of DTensors with a `LocalTensor`, on all threads.
+    mode: Any, group: dist.ProcessGroup | None, find_coordinates: Function, make_reduce_ex: Function
+) -> Sequence[AttributePatch]:
+    """Return the patches with which DTensors simulate ranks by a `LocalTensor`, on all threads.
 
     Args:
-        mode: The simulation of all ranks, which is not entered: what computes with a `LocalTensor` enters one.
+        mode: The simulation of all ranks. It is not entered, because functions that compute enter one.
         group: The process group of all ranks.
-        coordinate: Returns the coordinates of the simulated ranks in a mesh: called with what torch does, and the mesh.
-        pickled: Returns `DTensor.__reduce_ex__`, of what that is.
+        find_coordinates: Called with torch's own method and a mesh. Returns the mesh coordinates of simulated ranks.
+        make_reduce_ex: Returns a `DTensor.__reduce_ex__` for torch's own.
     """
     mode._disable = False  # active for all threads, as if it had been entered
     of_mesh = vars(local_tensors._LocalDeviceMesh)
     methods = {name: of_mesh[name].__func__ for name in local_tensors._PATCHED_DEVICE_MESH_METHODS}
-    methods["get_coordinate"] = functools.partial(coordinate, methods["get_coordinate"])
+    methods["get_coordinate"] = functools.partial(find_coordinates, methods["get_coordinate"])
     return (
         # Meshes read the simulation of the thread, so modes need not patch them. Functions of torch such as
         # get_rank (from 2.14 on) stay unpatched for the rest of the program.
         *(
-            Attribute(LocalTensorMode, name, lambda _: lambda _: None)  # pyright: ignore[reportUnknownLambdaType]
-            for name in _UNUSED_CHANGES
+            AttributePatch(LocalTensorMode, name, lambda _: lambda _: None)  # pyright: ignore[reportUnknownLambdaType]
+            for name in _UNUSED_METHODS
             if hasattr(LocalTensorMode, name)
         ),
         *(
-            Attribute(DeviceMesh, name, functools.partial(_choose_method, local))
+            AttributePatch(DeviceMesh, name, functools.partial(_wrap_mesh_method, local))
             for name, local in methods.items()
         ),
-        Attribute(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _Modes(mode)),
-        Attribute(LocalTensorMode, "__enter__", lambda _: _enter_mode),  # pyright: ignore[reportUnknownLambdaType]
-        Attribute(local_tensors, "_PROCESS_MODE", lambda _: False),  # otherwise one mode serves all threads
+        AttributePatch(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _ThreadModes(mode)),
+        AttributePatch(LocalTensorMode, "__enter__", lambda _: _enter_mode),  # pyright: ignore[reportUnknownLambdaType]
+        AttributePatch(local_tensors, "_PROCESS_MODE", lambda _: False),  # so each thread has its own mode
         # Torch has no default group for simulated ranks.
-        Attribute(local_collectives, "_get_default_group", lambda _: lambda: group),
-        Attribute(local_collectives, "_prepare_collective_groups", cache_groups),
-        Attribute(Shard, "local_shard_size_and_offset", _cache_sizes),
-        Attribute(StridedShard, "local_shard_size_and_offset", _cache_sizes),
-        Attribute(StridedShard, "_to_replicate_tensor", functools.partial(_wrap_uneven_gather, type(mode))),
-        Attribute(local_tensors, "_for_each_rank_run_func", make_rank_loop),
-        Attribute(local_tensors, "_compute_local_tensor_meta", make_meta_reader),
-        Attribute(LocalTensor, "__torch_dispatch__", _skip_simulation),
-        Attribute(DTensor, "__reduce_ex__", pickled),
+        AttributePatch(local_collectives, "_get_default_group", lambda _: lambda: group),
+        AttributePatch(local_collectives, "_prepare_collective_groups", cache_collective_groups),
+        AttributePatch(Shard, "local_shard_size_and_offset", _cache_shard_sizes),
+        AttributePatch(StridedShard, "local_shard_size_and_offset", _cache_shard_sizes),
+        AttributePatch(
+            StridedShard, "_to_replicate_tensor", functools.partial(_make_gather_by_size, type(mode))
+        ),
+        AttributePatch(local_tensors, "_for_each_rank_run_func", make_rank_loop),
+        AttributePatch(local_tensors, "_compute_local_tensor_meta", make_meta_reader),
+        AttributePatch(LocalTensor, "__torch_dispatch__", _make_direct_dispatch),
+        AttributePatch(DTensor, "__reduce_ex__", make_reduce_ex),
     )
 
 
-def _choose_method(local: Function, plain: Function) -> Function:
-    """Return a mesh method that is simulated only while this thread simulates ranks."""
+def _wrap_mesh_method(simulated: Function, original: Function) -> Function:
+    """Return a mesh method that calls `simulated` while this thread simulates ranks, and otherwise `original`."""
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def call_method(*args: object, **kwargs: object) -> object:
-        return (plain if enabled_local_tensor_mode() is None else local)(*args, **kwargs)
+        return (original if enabled_local_tensor_mode() is None else simulated)(*args, **kwargs)
 
     return call_method
 
 
-def _skip_simulation(dispatch: Any) -> object:
-    """Run most operators without entering a simulation, which takes longer than the operator."""
+def _make_direct_dispatch(dispatch: Any) -> object:
+    """Return a `__torch_dispatch__` that runs most operators without entering a simulation, which would be slower."""
 
     def dispatch_or_read(
         cls: Any, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         if (size := read_common_size(func, args)) is not None:
             return size
-        leaves = list_leaves(args, kwargs or {})
+        leaves = flatten_args(args, kwargs or {})
         if can_run_directly(func, leaves):
             ranks = next(get_ranks(leaf) for leaf in leaves if isinstance(leaf, LocalTensor))
-            return run_operator(func, ranks, args, kwargs or {}, leaves)
+            return run_for_ranks(func, ranks, args, kwargs or {}, leaves)
         return dispatch.__func__(cls, func, types, args, kwargs)
 
     # Like torch's own function, exclude it from torch.compile.
@@ -198,33 +200,33 @@ def _skip_simulation(dispatch: Any) -> object:
     return cast(object, classmethod(apart))
 
 
-def _cache_sizes(find: Any) -> object:
-    """Return the function that finds each rank's shard size, with a cache."""
+def _cache_shard_sizes(find_size_and_offset: Any) -> object:
+    """Return a `local_shard_size_and_offset` that caches its results."""
     known: dict[tuple[object, ...], object] = {}
-    is_static = isinstance(find, staticmethod)
-    own = cast(Function, find.__func__ if is_static else find)  # pyright: ignore[reportUnknownMemberType]
+    is_static = isinstance(find_size_and_offset, staticmethod)
+    original = cast(Function, find_size_and_offset.__func__ if is_static else find_size_and_offset)  # pyright: ignore[reportUnknownMemberType]
 
-    @functools.wraps(own)
-    def find_size(*args: object, **named: object) -> object:
+    @functools.wraps(original)
+    def find_cached_size(*args: object, **named: object) -> object:
         nodes = [getattr(each, "node", each) for each in args]
         if named or not all(isinstance(node, (int, Placement, LocalIntNode)) for node in nodes):
-            return own(*args, **named)  # also handles symbolic sizes
+            return original(*args, **named)  # also handles symbolic sizes
         ranks = getattr(enabled_local_tensor_mode(), "ranks", None)
         key = (
             ranks,
             *((*get_rank_sizes(each).items(),) if isinstance(each, LocalIntNode) else each for each in nodes),
         )
         if key not in known:
-            known[key] = own(*args)
+            known[key] = original(*args)
         return known[key]
 
-    return staticmethod(find_size) if is_static else find_size
+    return staticmethod(find_cached_size) if is_static else find_cached_size
 
 
-def _wrap_uneven_gather(
-    simulation: Callable[[frozenset[int]], AbstractContextManager[Any]], gather: Function
+def _make_gather_by_size(
+    make_simulation: Callable[[frozenset[int]], AbstractContextManager[Any]], gather: Function
 ) -> object:
-    """Gather strided shards of ranks of equal sizes together, since torch makes one range for all ranks."""
+    """Return a gather of strided shards, apart for each shard size, because torch assumes one size for all ranks."""
 
     @functools.wraps(gather)
     def gather_by_size(
@@ -242,7 +244,7 @@ def _wrap_uneven_gather(
             ranks_of_shape.setdefault(tuple(sizes), []).append(rank)
         gathered: dict[int, torch.Tensor] = {}
         for sizes, ranks in ranks_of_shape.items():
-            with simulation(frozenset(ranks)):
+            with make_simulation(frozenset(ranks)):
                 some = LocalTensor({rank: pieces[rank] for rank in ranks})
                 gathered |= get_rank_tensors(gather(placement, some, mesh, mesh_dim, sizes))
         return LocalTensor(gathered)

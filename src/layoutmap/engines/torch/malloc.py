@@ -1,8 +1,7 @@
 """Return freed memory to the system while a model is created.
 
-A model is made in pieces that come and go between shards that stay. The heap of glibc keeps what was freed between
-them, and what is left between two shards is often too small for the next piece: the process would grow by more than it
-holds.
+Temporary pieces are freed between shards that stay. The heap of glibc keeps the freed memory, and the gap between two
+shards is often too small for the next piece, so the process would grow by more than the shards need.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import functools
 from collections.abc import Callable
 
 
-def release_memory() -> None:
-    """Return freed memory to the system, if the C library supports it."""
+def return_freed_memory_to_system() -> None:
+    """Return freed memory to the operating system, if the C library can."""
     trim = _find_malloc_trim()
     if trim is not None:
         trim(0)

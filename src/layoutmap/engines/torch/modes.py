@@ -10,9 +10,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from layoutmap.engines.tested import Needed
+from layoutmap.engines.tested import ImportGuard
 
-with Needed("torch"):
+with ImportGuard("torch"):
     import torch.utils._python_dispatch as _dispatch
     from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode  # pyright: ignore[reportUnknownVariableType]
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -22,16 +22,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 list_function_modes = _get_current_function_mode_stack
-"""The modes that functions are called in on this thread, the innermost last."""
+"""Return the active torch function modes of this thread, the innermost last."""
 
 list_dispatch_modes = _get_current_dispatch_mode_stack
-"""The modes that operators are called in on this thread, the innermost last."""
+"""Return the active torch dispatch modes of this thread, the innermost last."""
 
 correct_aliases: Callable[..., object] = cast(Any, _dispatch).return_and_correct_aliasing
-"""Make results of a view or in-place operator share the memory of its arguments, of wrapped tensors."""
+"""Make the wrapped results of a view or in-place operator share the memory of its wrapped arguments."""
 
 disable_function_modes = torch._C.DisableTorchFunction  # DisableTorchFunctionSubclass leaves modes active
-"""Opens a block in which no function mode sees what is called."""
+"""Make a context in which functions are called without function modes."""
 
 
 def skip_function_modes(function: Callable[P, R]) -> Callable[P, R]:
@@ -47,7 +47,7 @@ def skip_function_modes(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def leave_function_modes() -> Generator[None]:
-    """Leave this thread's function modes while open. It may enter others inside."""
+    """Leave all function modes of this thread while open. The block may enter other modes."""
     modes = list_function_modes()
     # torch has no context that skips modes, so pop them.
     for _ in modes:

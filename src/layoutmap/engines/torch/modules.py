@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle, unserializable_hook  # pyright: ignore[reportUnknownVariableType]
 
-from layoutmap.engines.tested import check_names
+from layoutmap.engines.tested import check_names_exist
 
-check_names(
+check_names_exist(
     "torch",
     (torch.nn.Module, "_parameters _buffers"),
     (torch.nn.Module, "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks"),
@@ -22,20 +22,20 @@ check_names(
 _IS_OWN = "_layoutmap_own"  # attribute of this library's hooks
 
 
-def get_members(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a module's own parameters and buffers by name, as the dicts that torch stores."""
+def get_parameters_and_buffers(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the dicts in which torch stores a module's own parameters and buffers by name."""
     return module._parameters, module._buffers
 
 
 def list_modules(
     root: torch.nn.Module, *, remove_duplicate: bool = True
 ) -> list[tuple[str, torch.nn.Module]]:
-    """Return a module and its submodules by name, optionally with each name of a shared one."""
+    """Return a module and its submodules with their names. A shared one has all names without `remove_duplicate`."""
     return [*root.named_modules(remove_duplicate=remove_duplicate)]
 
 
 def list_module_hooks(module: torch.nn.Module) -> list[list[object]]:
-    """Return the hooks that run before and after a module's forward and backward pass."""
+    """Return four lists of a module's hooks: before and after forward, and before and after backward."""
     kinds: list[dict[int, Any]] = [
         *(module._forward_pre_hooks, module._forward_hooks),  # pyright: ignore[reportUnknownMemberType]
         *(module._backward_pre_hooks, module._backward_hooks),  # pyright: ignore[reportUnknownMemberType]
@@ -43,38 +43,38 @@ def list_module_hooks(module: torch.nn.Module) -> list[list[object]]:
     return [list(hooks.values()) for hooks in kinds]
 
 
-def list_tensor_hooks(tensor: torch.Tensor) -> tuple[list[object], list[object]]:
-    """Return the program's hooks of a tensor's gradient, before and after it is added to `grad`."""
+def list_program_gradient_hooks(tensor: torch.Tensor) -> tuple[list[object], list[object]]:
+    """Return the program's hooks of a tensor's gradient: those before it is added to `grad`, and those after."""
     return (
         [hook for hook in (tensor._backward_hooks or {}).values() if not hasattr(hook, _IS_OWN)],
         [hook for hook in (_get_accumulation_hooks(tensor) or {}).values() if not hasattr(hook, _IS_OWN)],
     )
 
 
-def has_foreign_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether the program or torch has hooks on a tensor's gradient."""
-    return any(list_tensor_hooks(tensor))
+def has_hooks_of_others(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's gradient has hooks that are not this library's."""
+    return any(list_program_gradient_hooks(tensor))
 
 
-def add_first_hooks(
+def prepend_gradient_hooks(
     tensor: torch.Tensor,
-    before: Callable[[torch.Tensor], torch.Tensor | None],
-    after: Callable[[Any], None],
+    before_accumulation: Callable[[torch.Tensor], torch.Tensor | None],
+    after_accumulation: Callable[[Any], None],
 ) -> tuple[RemovableHandle, RemovableHandle]:
-    """Have functions called before all hooks of a tensor that there are.
+    """Register two gradient hooks that run before a tensor's other hooks. Return their handles.
 
     Args:
         tensor: The tensor, a leaf.
-        before: Called with its gradient; what it returns takes the gradient's place.
-        after: Called with the tensor when the gradient has been added.
+        before_accumulation: Called with the new gradient. A tensor that it returns replaces the gradient.
+        after_accumulation: Called with the tensor after the gradient was added to `grad`.
     """
-    for hook in (before, after):
+    for hook in (before_accumulation, after_accumulation):
         unserializable_hook(hook)  # avoids a warning of torch.save
         setattr(hook, _IS_OWN, True)
     untyped: Any = tensor
     handles: tuple[RemovableHandle, RemovableHandle] = (
-        untyped.register_hook(before),
-        untyped.register_post_accumulate_grad_hook(after),
+        untyped.register_hook(before_accumulation),
+        untyped.register_post_accumulate_grad_hook(after_accumulation),
     )
     kinds: tuple[Any, Any] = tensor._backward_hooks, _get_accumulation_hooks(tensor)
     for hooks, handle in zip(kinds, handles, strict=True):

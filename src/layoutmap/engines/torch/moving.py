@@ -20,9 +20,9 @@ from layoutmap.core.blocks import (
     make_relative_index,
 )
 from layoutmap.core.layout import Layout
-from layoutmap.core.pieces import Move, Piece, find_pieces
+from layoutmap.core.pieces import ArrayMove, BlockTransfer, find_block_transfers
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.arrays import convert_layout, from_blocks, get_layout
+from layoutmap.engines.torch.arrays import convert_layout, create_from_blocks, get_layout
 from layoutmap.engines.torch.dtensor_ops import refuse_outdated
 from layoutmap.engines.torch.element_types import to_numpy, to_torch
 from layoutmap.engines.torch.modes import skip_function_modes
@@ -36,11 +36,11 @@ Blocks = list[tuple[Index, torch.Tensor]]
 
 
 def make_mover(
-    moves: Sequence[Move], arrays: Tensors, likes: Tensors
+    moves: Sequence[ArrayMove], arrays: Tensors, likes: Tensors
 ) -> Callable[[Tensors], list[torch.Tensor]]:
-    """Return a function that moves tensors to the layouts and dtypes of others (see `Engine.make_mover`)."""
+    """Return a function that moves tensors to the layouts and dtypes of `likes` (see `Engine.make_mover`)."""
     transfers = [
-        _Transfer.find(number, place, arrays[source], like, move)
+        _Transfer.plan_transfer(number, place, arrays[source], like, move)
         for number, (move, like) in enumerate(zip(moves, likes, strict=True))
         for place, source in enumerate(move.sources)
     ]
@@ -50,11 +50,11 @@ def make_mover(
     def move_arrays(new: Tensors) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
         with torch.no_grad():
-            for step in _split_transfers(transfers):
-                received = _exchange(step, new)
-                for number in dict.fromkeys(each.number for each in step):
-                    parts = [pair for pair in zip(step, received, strict=True) if pair[0].number == number]
-                    made.append(_make_tensor(*targets[number], moves[number], parts))
+            for step in _group_transfers_into_steps(transfers):
+                received = _exchange_blocks(step, new)
+                for i in dict.fromkeys(each.target_index for each in step):
+                    parts = [pair for pair in zip(step, received, strict=True) if pair[0].target_index == i]
+                    made.append(_assemble_tensor(*targets[i], moves[i], parts))
         return made
 
     return move_arrays
@@ -62,47 +62,51 @@ def make_mover(
 
 @dataclass(frozen=True)
 class _Transfer:
-    """Pieces of one tensor that ranks send each other for another tensor.
+    """The pieces of one source tensor that ranks send each other to compute one target tensor.
 
     Args:
-        number: The number of the other tensor.
-        source: The number of the tensor with the values.
-        shape: Its shape.
-        held: The block that each rank holds.
-        pieces: The pieces, by the numbers of ranks.
-        wire: Dtype in which pieces are sent: the smaller one.
+        target_index: The index of the target tensor.
+        source_index: The index of the source tensor.
+        shape: The shape of the source.
+        blocks_by_rank: The index of the block of the source that each rank stores.
+        pieces: The pieces, with the ranks that send and receive them.
+        wire_dtype: The dtype in which pieces are sent: the smaller one of both tensors.
     """
 
-    number: int
-    source: int
+    target_index: int
+    source_index: int
     shape: tuple[int, ...]
-    held: Mapping[int, Index]
-    pieces: Sequence[Piece[int]]
-    wire: torch.dtype
+    blocks_by_rank: Mapping[int, Index]
+    pieces: Sequence[BlockTransfer[int]]
+    wire_dtype: torch.dtype
 
     @classmethod
-    def find(cls, number: int, place: int, array: torch.Tensor, like: torch.Tensor, move: Move) -> _Transfer:
-        held, wanted = _index_ranks(array), _index_ranks(like)
+    def plan_transfer(
+        cls, target_index: int, source_position: int, array: torch.Tensor, like: torch.Tensor, move: ArrayMove
+    ) -> _Transfer:
+        """Return the transfer from an array, which is the source at `source_position` of a move, to `like`."""
+        blocks_by_rank, wanted = _find_blocks_by_rank(array), _find_blocks_by_rank(like)
         conversion = move.conversion
         blocks = {
-            rank: [index] if conversion is None else conversion.list_blocks(index)[place]
+            rank: [index] if conversion is None else conversion.list_source_blocks(index)[source_position]
             for rank, index in wanted.items()
         }
-        wire = min(array.dtype, like.dtype, key=lambda each: each.itemsize)
-        return cls(number, move.sources[place], tuple(array.shape), held, find_pieces(held, blocks), wire)
+        wire_dtype = min(array.dtype, like.dtype, key=lambda each: each.itemsize)
+        source_index, pieces = move.sources[source_position], find_block_transfers(blocks_by_rank, blocks)
+        return cls(target_index, source_index, tuple(array.shape), blocks_by_rank, pieces, wire_dtype)
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes that one rank sends or gets."""
+        """The largest number of bytes that any rank sends or receives."""
         counts: dict[tuple[str, int], int] = {}
         for piece in self.pieces:
             for key in (("sent", piece.sender), ("received", piece.receiver)):
-                counts[key] = counts.get(key, 0) + piece.num_elements * self.wire.itemsize
+                counts[key] = counts.get(key, 0) + piece.num_elements * self.wire_dtype.itemsize
         return max(counts.values(), default=0)
 
 
-def _index_ranks(tensor: torch.Tensor) -> dict[int, Index]:
-    """Return the block of a tensor that each rank holds. Each process has its own unsharded tensors."""
+def _find_blocks_by_rank(tensor: torch.Tensor) -> dict[int, Index]:
+    """Return the index of the block that each rank stores. Without a layout, each process has the whole tensor."""
     shape = tuple(tensor.shape)
     layout = get_layout(tensor)
     if layout is None:
@@ -112,12 +116,12 @@ def _index_ranks(tensor: torch.Tensor) -> dict[int, Index]:
     return {rank: layout.shard_slices(shape, place) for place, rank in enumerate(ranks)}
 
 
-def _split_transfers(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:
-    """Yield the transfers in steps of bounded size, in one order on all ranks. Those for one tensor stay together."""
+def _group_transfers_into_steps(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:
+    """Yield lists of transfers of bounded size, equal on all ranks. Transfers to one target are in one list."""
     step: list[_Transfer] = []
     total = 0
     for each in transfers:
-        if step and total + each.peak_bytes > _STEP_BYTES and each.number != step[-1].number:
+        if step and total + each.peak_bytes > _STEP_BYTES and each.target_index != step[-1].target_index:
             yield step
             step, total = [], 0
         step.append(each)
@@ -126,41 +130,42 @@ def _split_transfers(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]
         yield step
 
 
-def _exchange(transfers: Sequence[_Transfer], arrays: Tensors) -> list[Blocks]:
-    """Return for each transfer the blocks that this process needs."""
-    locals_ = [_get_pieces(arrays[each.source]) for each in transfers]
+def _exchange_blocks(transfers: Sequence[_Transfer], arrays: Tensors) -> list[Blocks]:
+    """Exchange the pieces of transfers between ranks, and return for each transfer the blocks for this process."""
+    locals_ = [_get_local_tensors_by_rank(arrays[each.source_index]) for each in transfers]
     found: list[Blocks] = [[] for _ in transfers]
     if simulation.is_simulated():
         for blocks, each, held in zip(found, transfers, locals_, strict=True):
             shards = {
-                get_slice_ends(index): (index, held[rank].to(each.wire)) for rank, index in each.held.items()
+                get_slice_ends(index): (index, held[rank].to(each.wire_dtype))
+                for rank, index in each.blocks_by_rank.items()
             }
             blocks += shards.values()
         return found
     own, size = simulation.get_rank(), simulation.get_world_size()
     sent: list[list[torch.Tensor]] = [[] for _ in range(size)]
-    expected: list[list[tuple[int, Piece[int]]]] = [[] for _ in range(size)]
+    expected: list[list[tuple[int, BlockTransfer[int]]]] = [[] for _ in range(size)]
     for number, (each, held) in enumerate(zip(transfers, locals_, strict=True)):
         for piece in each.pieces:
             if piece.sender == own == piece.receiver:
-                found[number].append((piece.block, _cut_piece(each, piece, held)))
+                found[number].append((piece.block, _extract_piece(each, piece, held)))
             elif piece.sender == own:
-                sent[piece.receiver].append(_cut_piece(each, piece, held).reshape(-1).view(torch.uint8))
+                sent[piece.receiver].append(_extract_piece(each, piece, held).reshape(-1).view(torch.uint8))
             elif piece.receiver == own:
                 expected[piece.sender].append((number, piece))
     if all(piece.sender == piece.receiver for each in transfers for piece in each.pieces):
         return found
     device = next(iter(arrays)).device
     given = [sum(len(part) for part in parts) for parts in sent]
-    taken = [sum(piece.num_elements * transfers[n].wire.itemsize for n, piece in each) for each in expected]
+    taken = [sum(p.num_elements * transfers[n].wire_dtype.itemsize for n, p in each) for each in expected]
     empty = torch.empty(0, dtype=torch.uint8, device=device)
     outgoing = torch.cat([empty, *(part for parts in sent for part in parts)])
     incoming = torch.empty(sum(taken), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(incoming, outgoing, taken, given, group=simulation.get_group())  # pyright: ignore[reportUnknownMemberType]
+    dist.all_to_all_single(incoming, outgoing, taken, given, group=simulation.get_global_group())  # pyright: ignore[reportUnknownMemberType]
     del outgoing, sent
     begin = 0
     for number, piece in (pair for pairs in expected for pair in pairs):
-        wire = transfers[number].wire
+        wire = transfers[number].wire_dtype
         end = begin + piece.num_elements * wire.itemsize
         # Copy, because a wider dtype needs aligned bytes.
         values = incoming[begin:end].clone().view(wire).reshape(compute_block_shape(piece.block))
@@ -169,34 +174,37 @@ def _exchange(transfers: Sequence[_Transfer], arrays: Tensors) -> list[Blocks]:
     return found
 
 
-def _get_pieces(array: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the local tensor of each rank of this process."""
+def _get_local_tensors_by_rank(array: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Return the local tensors of this process by their ranks."""
     if not isinstance(array, DTensor):
         return {0 if simulation.is_simulated() else simulation.get_rank(): array.detach()}
     refuse_outdated("values of a tensor", array)
-    return simulation.get_pieces(get_local(array.detach()))
+    return simulation.get_tensors_by_rank(get_local(array.detach()))
 
 
-def _cut_piece(transfer: _Transfer, piece: Piece[int], held: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    inner = make_relative_index(piece.block, transfer.held[piece.sender])
-    return held[piece.sender][inner].to(transfer.wire).contiguous()
+def _extract_piece(
+    transfer: _Transfer, piece: BlockTransfer[int], local_tensors: Mapping[int, torch.Tensor]
+) -> torch.Tensor:
+    """Return the values of a piece from the local tensor of its sender, in the dtype in which they are sent."""
+    inner = make_relative_index(piece.block, transfer.blocks_by_rank[piece.sender])
+    return local_tensors[piece.sender][inner].to(transfer.wire_dtype).contiguous()
 
 
-def _make_tensor(
+def _assemble_tensor(
     layout: Layout | None,
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    move: Move,
+    move: ArrayMove,
     parts: Sequence[tuple[_Transfer, Blocks]],
 ) -> torch.Tensor:
-    """Return the new tensor of this process, made of the blocks of its sources."""
+    """Return the target tensor of a move, from the received blocks of its sources."""
 
-    def read(index: Index) -> torch.Tensor:
+    def read_block(index: Index) -> torch.Tensor:
         if move.conversion is not None:
-            readers = [_make_reader(*part) for part in parts]
-            wire = to_numpy(torch.empty(0, dtype=parts[0][0].wire)).dtype
-            return to_torch(move.conversion.fill(index, readers, wire)).to(dtype)
+            readers = [_make_block_reader(*part) for part in parts]
+            wire = to_numpy(torch.empty(0, dtype=parts[0][0].wire_dtype)).dtype
+            return to_torch(move.conversion.compute_block(index, readers, wire)).to(dtype)
         made = torch.empty(compute_block_shape(index), dtype=dtype, device=device)
         for block, values in parts[0][1]:
             both = intersect_blocks(block, index)
@@ -205,12 +213,12 @@ def _make_tensor(
         return made
 
     if layout is None:
-        return read(make_full_index(shape)).to(device)
-    return from_blocks(shape, dtype, layout, read)
+        return read_block(make_full_index(shape)).to(device)
+    return create_from_blocks(shape, dtype, layout, read_block)
 
 
-def _make_reader(transfer: _Transfer, blocks: Blocks) -> BlockReader:
-    """Return a function that reads blocks of a source."""
+def _make_block_reader(transfer: _Transfer, blocks: Blocks) -> BlockReader:
+    """Return a function that returns the values of a source tensor at an index, from its received blocks."""
     arrays = [(index, to_numpy(values)) for index, values in blocks]
-    dtype = to_numpy(torch.empty(0, dtype=transfer.wire)).dtype
+    dtype = to_numpy(torch.empty(0, dtype=transfer.wire_dtype)).dtype
     return lambda index: assemble_blocks(arrays, transfer.shape, dtype, index)

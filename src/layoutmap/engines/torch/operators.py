@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from layoutmap.engines.tested import Needed, check_names
+from layoutmap.engines.tested import ImportGuard, check_names_exist
 
-with Needed("torch"):
+with ImportGuard("torch"):
     from torch._ops import OpOverload as OpOverload
     from torch._ops import OpOverloadPacket
 
-check_names(
+check_names_exist(
     "torch", (torch.ops.aten.add.Tensor, "_schema _overloadname"), (OpOverloadPacket, "_qualified_op_name")
 )
-check_names("torch", (torch._C, "_jit_resolve_packet"))
+check_names_exist("torch", (torch._C, "_jit_resolve_packet"))
 
 Function = Callable[..., Any]
-"""A function or method of torch, an operator, or what takes its place."""
+"""A function or method of torch, an operator, or a replacement of one."""
 
 Args = Sequence[Any]
 """The positional arguments of a call."""
@@ -31,13 +31,13 @@ Kwargs = Mapping[str, Any]
 """The arguments of a call by name."""
 
 OPERATORS: tuple[type[Any], ...] = (OpOverload, OpOverloadPacket)
-"""The types of `torch.ops.<namespace>.<name>.<overload>`, and of that without an overload."""
+"""The types of `torch.ops.<namespace>.<name>.<overload>` and of `torch.ops.<namespace>.<name>`."""
 
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "device_mesh")
-"""Where the operators are that communicate."""
+"""The namespaces of the operators that communicate between devices."""
 
 get_overload_name = attrgetter("_overloadname")
-"""Which overload of its name an operation is."""
+"""Return the name of an operator's overload, such as `"Tensor"` or `"out"`."""
 
 
 @functools.cache

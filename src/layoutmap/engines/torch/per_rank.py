@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from layoutmap.engines.tested import Needed, check_names
+from layoutmap.engines.tested import ImportGuard, check_names_exist
 from layoutmap.engines.torch.modes import correct_aliases
 from layoutmap.engines.torch.operators import (
     OPERATORS,
@@ -32,7 +32,7 @@ from layoutmap.engines.torch.operators import (
 )
 from layoutmap.engines.torch.trees import is_sequence
 
-with Needed("torch"):
+with ImportGuard("torch"):
     import torch.distributed._local_tensor as local_tensors
     from torch.distributed._local_tensor import LocalIntNode as LocalIntNode
     from torch.distributed._local_tensor import LocalTensor as LocalTensor
@@ -42,7 +42,7 @@ with Needed("torch"):
 
 __all__ = ["local_collectives", "local_tensors"]
 
-check_names(
+check_names_exist(
     "torch",
     (local_tensors, "_combine_rank_results _get_rng_state _set_rng_state"),
     (LocalTensor, "_local_tensors _ranks"),
@@ -50,10 +50,10 @@ check_names(
 )
 
 get_ranks = attrgetter("_ranks")
-"""The simulated ranks that have a local tensor."""
+"""Return the simulated ranks of which a `LocalTensor` has tensors."""
 
 get_rank_sizes = attrgetter("_local_ints")
-"""The size of each simulated rank, of a size that differs between ranks."""
+"""Return the size on each simulated rank, from a symbolic size that differs between ranks."""
 
 
 def get_rank_tensors(local: LocalTensor) -> dict[int, torch.Tensor]:
@@ -68,7 +68,7 @@ _TENSOR_TYPES = frozenset((LocalTensor, torch.Tensor, torch.nn.Parameter, torch.
 _SPECIAL_NAMES = frozenset(("split", "hash_tensor", "dim"))
 
 
-_READ: dict[object, Callable[[torch.Tensor], object]] = {
+_SIZE_READERS: dict[object, Callable[[torch.Tensor], object]] = {
     torch.ops.aten.sym_size.default: torch.Tensor.size,
     torch.ops.aten.sym_stride.default: torch.Tensor.stride,
     torch.ops.aten.sym_storage_offset.default: torch.Tensor.storage_offset,
@@ -78,8 +78,8 @@ _READ: dict[object, Callable[[torch.Tensor], object]] = {
 
 
 def read_common_size(func: Function, args: Args) -> object:
-    """Return a tensor size that an operator reads if it is equal on all ranks, or None."""
-    read = _READ.get(func)
+    """Return the size or stride that an operator reads, or None if it differs between ranks or none is read."""
+    read = _SIZE_READERS.get(func)
     if read is None or not isinstance(args[0], LocalTensor):
         return None
     first, *others = map(read, args[0]._local_tensors.values())
@@ -97,7 +97,8 @@ class _OperatorTraits:
 
 
 @functools.cache
-def _find_traits(op: Any) -> _OperatorTraits:
+def _classify_operator(op: Any) -> _OperatorTraits:
+    """Return the properties of an operator, by its schema and tags."""
     name = get_operator_name(op).removeprefix("aten::")
     is_special = op.namespace != "aten" or name in _SPECIAL_NAMES or name.startswith("sym_")
     writes = list_written_arguments(op)
@@ -110,31 +111,31 @@ def _find_traits(op: Any) -> _OperatorTraits:
     )
 
 
-def list_leaves(args: Args, kwargs: Kwargs) -> list[object]:
-    """Return the arguments of an operator, with those in lists one by one."""
+def flatten_args(args: Args, kwargs: Kwargs) -> list[object]:
+    """Return all arguments of an operator in one list, with the items of lists in place of the lists."""
     leaves: list[object] = []
     for value in (*args, *kwargs.values()):
         if is_sequence(value):
-            leaves += list_leaves(value, {})
+            leaves += flatten_args(value, {})
         else:
             leaves.append(value)
     return leaves
 
 
 def can_run_directly(func: Function, leaves: Iterable[object]) -> bool:
-    """Return whether an operator can run for each rank without entering a `LocalTensorMode`.
+    """Return whether `run_for_ranks` can run an operator, which then needs no `LocalTensorMode`.
 
     Args:
         func: Operator that is dispatched.
         leaves: Flattened arguments, among them a `LocalTensor`.
     """
-    if not isinstance(func, OPERATORS) or _find_traits(func).is_special:
+    if not isinstance(func, OPERATORS) or _classify_operator(func).is_special:
         return False
     return all(type(leaf) in _TENSOR_TYPES for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def find_common_ranks(ranks: frozenset[int], leaves: Iterable[object]) -> frozenset[int]:
-    """Return the ranks that all arguments have, because backward passes run outside a simulation."""
+    """Return those of some ranks that all arguments have. Backward passes run outside a simulation of fewer ranks."""
     for leaf in leaves:
         leaf = getattr(leaf, "elem", leaf)  # unwrap results of collectives that are still running
         if isinstance(leaf, LocalTensor):
@@ -145,7 +146,7 @@ def find_common_ranks(ranks: frozenset[int], leaves: Iterable[object]) -> frozen
 
 
 def make_rank_loop(torch_loop: Function) -> Function:
-    """Return a replacement of torch's function that runs an operator for each rank.
+    """Return a replacement of `torch_loop`, the function of torch that runs an operator for each rank.
 
     It runs for the ranks of the arguments only. Unsharded tensors are changed by the first rank only, because each rank
     would change them again.
@@ -160,19 +161,19 @@ def make_rank_loop(torch_loop: Function) -> Function:
     ) -> object:
         if (size := read_common_size(func, args)) is not None:
             return size
-        leaves = list_leaves(args, kwargs)
+        leaves = flatten_args(args, kwargs)
         if options.get("alias", True) and can_run_directly(func, leaves):
-            return run_operator(func, ranks, args, kwargs, leaves)
+            return run_for_ranks(func, ranks, args, kwargs, leaves)
         ranks = find_common_ranks(ranks, leaves)
-        return _run_in_parts(functools.partial(torch_loop, **options), func, ranks, args, kwargs)
+        return _run_and_write_once(functools.partial(torch_loop, **options), func, ranks, args, kwargs)
 
     return run_for_common_ranks
 
 
-def run_operator(
+def run_for_ranks(
     func: Function, ranks: frozenset[int], args: Args, kwargs: Kwargs, leaves: Iterable[object]
 ) -> object:
-    """Run an operator that `can_run_directly` for each rank, and join the results.
+    """Run an operator that `can_run_directly` for each rank, and return the joined results.
 
     Args:
         func: Operator.
@@ -181,29 +182,29 @@ def run_operator(
         kwargs: Its arguments by name.
         leaves: All arguments, flattened.
     """
-    return _run_in_parts(_run_for_ranks, func, find_common_ranks(ranks, leaves), args, kwargs)
+    return _run_and_write_once(_run_for_each_rank, func, find_common_ranks(ranks, leaves), args, kwargs)
 
 
-def _run_in_parts(
-    loop: Function, func: Function, ranks: frozenset[int], args: Args, kwargs: Kwargs
+def _run_and_write_once(
+    run_loop: Function, func: Function, ranks: frozenset[int], args: Args, kwargs: Kwargs
 ) -> object:
-    """Run an operator for each rank, but change unsharded tensors only once."""
-    unsharded = _find_changed_unsharded(func, args)
+    """Run an operator for each rank, and return joined results. Unsharded tensors are changed only once."""
+    unsharded = _find_changed_unsharded_positions(func, args)
     if not unsharded:
-        return loop(func, ranks, args, kwargs)
+        return run_loop(func, ranks, args, kwargs)
     first = frozenset([min(ranks)])
     if unsharded == [None] or len(unsharded) == len(args[0]):
-        return loop(func, first, args, kwargs)
-    loop(func, first, _select_items(args, unsharded), kwargs)
+        return run_loop(func, first, args, kwargs)
+    run_loop(func, first, _select_list_items(args, unsharded), kwargs)
     others = [number for number in range(len(args[0])) if number not in unsharded]
-    return loop(func, ranks, _select_items(args, others), kwargs)
+    return run_loop(func, ranks, _select_list_items(args, others), kwargs)
 
 
-def _run_for_ranks(func: Any, ranks: frozenset[int], args: Args, kwargs: Kwargs) -> object:
-    """Run an operator of known traits for each rank, and join the results."""
-    traits, order = _find_traits(func), sorted(ranks)
-    columns = [_spread_value(value, order) for value in args]
-    named = [_spread_value(value, order) for value in kwargs.values()]
+def _run_for_each_rank(func: Any, ranks: frozenset[int], args: Args, kwargs: Kwargs) -> object:
+    """Run an operator that is not special for each rank, and return the joined results."""
+    traits, order = _classify_operator(func), sorted(ranks)
+    columns = [_iterate_value_by_rank(value, order) for value in args]
+    named = [_iterate_value_by_rank(value, order) for value in kwargs.values()]
     rows = zip(*columns, strict=False) if columns else repeat(())
     named_rows = zip(*named, strict=False) if named else repeat(())
     state = local_tensors._get_rng_state() if traits.is_random else None
@@ -221,7 +222,7 @@ def _run_for_ranks(func: Any, ranks: frozenset[int], args: Args, kwargs: Kwargs)
 
 
 def _join_results(results: dict[int, Any]) -> object:
-    """Return the result of an operator from the results of all ranks."""
+    """Return the results of all ranks as one result, with `LocalTensor`s in place of tensors."""
     first = next(iter(results.values()))
     if isinstance(first, torch.Tensor):
         return _NEW_LOCAL_TENSOR(LocalTensor, results)
@@ -232,21 +233,21 @@ def _join_results(results: dict[int, Any]) -> object:
     return local_tensors._combine_rank_results(results, None)
 
 
-def _spread_value(value: object, ranks: Sequence[int]) -> Iterable[object]:
-    """Return an argument's value for each rank, without end if all ranks have the same."""
+def _iterate_value_by_rank(value: object, ranks: Sequence[int]) -> Iterable[object]:
+    """Return an iterable of an argument's value on each rank. It is endless if the value is the same on all ranks."""
     if isinstance(value, LocalTensor):
         return [value._local_tensors[rank] for rank in ranks]
     if isinstance(value, torch.SymInt) and isinstance(value.node, LocalIntNode):  # pyright: ignore[reportUnknownMemberType]
         return [get_rank_sizes(value.node)[rank] for rank in ranks]
     if is_sequence(value):
-        columns = [_spread_value(item, ranks) for item in value]
+        columns = [_iterate_value_by_rank(item, ranks) for item in value]
         if not all(isinstance(column, repeat) for column in columns):
             return [list(row) for row in zip(*columns, strict=False)]
     return repeat(value)
 
 
 def make_meta_reader(read_meta: Function) -> Function:
-    """Return a replacement of torch's function that reads shape and strides off the tensors of all ranks.
+    """Return a replacement of torch's `read_meta`, which compares shapes and strides of the tensors of all ranks.
 
     Torch compares each size of each rank. Tensors of equal shape, strides, and type take one comparison per rank here.
     """
@@ -265,23 +266,23 @@ def make_meta_reader(read_meta: Function) -> Function:
     return read_common_meta
 
 
-def cache_groups(prepare_groups: Function) -> Function:
-    """Return torch's function that finds the groups of a collective, with a cache."""
+def cache_collective_groups(prepare_groups: Function) -> Function:
+    """Return a `prepare_groups`, torch's function that finds the ranks of a collective, that caches its results."""
     known: dict[tuple[int, ...], object] = {}
 
     @functools.wraps(prepare_groups)
-    def find_groups(group: Any) -> object:
+    def find_cached_groups(group: Any) -> object:
         opened = group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
         ranks = tuple(dist.get_process_group_ranks(opened))
         if ranks not in known:
             known[ranks] = prepare_groups(group)
         return known[ranks]
 
-    return find_groups
+    return find_cached_groups
 
 
-def _find_changed_unsharded(func: Function, args: Args) -> list[int | None]:
-    """Return the places of the unsharded tensors in a list that an operator changes, or [None] for no list."""
+def _find_changed_unsharded_positions(func: Function, args: Args) -> list[int | None]:
+    """Return the positions of unsharded tensors in the list that an operator changes, or [None] for no list."""
     if not isinstance(func, OPERATORS) or func is torch.ops.aten.copy_.default:
         return []
     if not any(place == 0 for place, _ in list_written_arguments(func)):
@@ -291,11 +292,11 @@ def _find_changed_unsharded(func: Function, args: Args) -> list[int | None]:
     return [number for number, each in enumerate(args[0]) if not isinstance(each, LocalTensor)]
 
 
-def _select_items(args: Args, numbers: Sequence[Any]) -> Args:
-    """Return the arguments of an operator of lists, for some places in the lists."""
+def _select_list_items(args: Args, positions: Sequence[Any]) -> Args:
+    """Return the arguments of an operator of lists, with only the items at some positions of each list."""
 
-    def select(value: Any) -> object:
+    def select_item(value: Any) -> object:
         is_list = isinstance(value, (list, tuple)) and len(value) == len(args[0])  # pyright: ignore[reportUnknownArgumentType]
-        return [value[number] for number in numbers] if is_list else value  # pyright: ignore[reportUnknownVariableType]
+        return [value[position] for position in positions] if is_list else value  # pyright: ignore[reportUnknownVariableType]
 
-    return tuple(map(select, args))
+    return tuple(map(select_item, args))

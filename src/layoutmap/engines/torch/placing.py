@@ -1,8 +1,7 @@
 """Redistribute DTensors, and convert between DTensors, local tensors, and unsharded tensors.
 
-It is what `DTensor.redistribute`, `to_local` and `from_local` do, with a way of its own for what a training step does
-most: a sum over one mesh dim, and a gradient that is placed right already. DTensor takes seven times the CPU time.
-What is random, or has no rule in DTensor, is computed on plain tensors: once in a simulation, else alike by all.
+It does what `DTensor.redistribute`, `to_local` and `from_local` do, in a seventh of the CPU time for the two most
+frequent cases of a training step: a sum over one mesh dim, and a gradient that has the right placements already.
 """
 
 # pyright: reportPrivateUsage=false
@@ -17,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from layoutmap.engines.tested import check_names
+from layoutmap.engines.tested import check_names_exist
 from layoutmap.engines.torch import simulation, unseen
 from layoutmap.engines.torch.backward import AutogradFunction, Ctx
 from layoutmap.engines.torch.modes import skip_function_modes
@@ -30,12 +29,12 @@ from layoutmap.engines.torch.specs import (
     has_even_shards,
     is_view_spec,
     make_dtensor,
-    make_shard_spec,
-    make_tensor_spec,
+    make_row_major_spec,
+    make_spec_from_shard,
     replace_placements,
 )
 
-check_names(
+check_names_exist(
     "torch", (torch._C, "_AutoDispatchBelowAutograd"), (torch.ops._c10d_functional, "all_reduce wait_tensor")
 )
 
@@ -44,20 +43,17 @@ _redistribute_by_torch = DTensor.redistribute  # saved before `dtensor_ops` repl
 
 
 def redistribute_tensor(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """Redistribute a DTensor. Its gradient is redistributed back."""
-    return _Redistributed.run(tensor, tuple(placements))
+    """Return a DTensor in other placements. Its gradient is redistributed back."""
+    return _Redistribute.compute_result(tensor, tuple(placements))
 
 
-def take_shard(tensor: DTensor, of_gradient: Sequence[Placement]) -> torch.Tensor:
-    """Return this device's shard of a DTensor. Its gradient has the given placements."""
-    return _Shard.run(tensor, tuple(of_gradient))
+def extract_shard(tensor: DTensor, gradient_placements: Sequence[Placement]) -> torch.Tensor:
+    """Return this device's shard of a DTensor. The gradient of the DTensor then gets `gradient_placements`."""
+    return _ExtractShard.compute_result(tensor, tuple(gradient_placements))
 
 
-def from_shards(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: Sequence[int] | None = None,
+def make_dtensor_from_shards(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None = None
 ) -> DTensor:
     """Return the DTensor of all devices' local tensors, which are shards or partial sums. Gradients pass.
 
@@ -67,24 +63,24 @@ def from_shards(
         placements: The placements of the DTensor.
         shape: The shape of the DTensor. `None`: shards have equal sizes.
     """
-    return _FromShards.run(local, mesh, tuple(placements), None if shape is None else tuple(shape))
+    return _WrapShards.compute_result(local, mesh, tuple(placements), None if shape is None else tuple(shape))
 
 
 def sum_over_devices(local: torch.Tensor, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
-    """Return the sum of local tensors along some mesh dims. Gradients pass."""
-    return _Sum.run(local, mesh, dims)
+    """Return the sum of local tensors over all devices along some mesh dims. Gradients pass."""
+    return _SumOverDevices.compute_result(local, mesh, dims)
 
 
 @skip_function_modes
 def compute_device_maximum(local: torch.Tensor, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
-    """Return the elementwise maximum of local tensors along some mesh dims, without a gradient."""
+    """Return the elementwise maximum of local tensors over all devices along some mesh dims. It has no gradient."""
     for dim in dims:
         local = reduce_over_devices(local.detach(), mesh, dim, "max")
     return local
 
 
 def reduce_over_devices(local: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, reduce_op: str) -> torch.Tensor:
-    """Return the reduction of local tensors along a mesh dim, on each device."""
+    """Return the all-reduced local tensor, over the devices along a mesh dim."""
     operators = torch.ops._c10d_functional
     with torch._C._AutoDispatchBelowAutograd():  # skip autograd, which does nothing here
         made = operators.all_reduce.default(local, reduce_op, mesh.get_group(mesh_dim).group_name)
@@ -101,11 +97,11 @@ def is_replicated(tensor: DTensor) -> bool:
     return all(placement.is_replicate() for placement in tensor.placements)
 
 
-def move_to_placements(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """Return a DTensor in other placements, or the DTensor itself if it has them."""
+def redistribute_if_needed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """Return a DTensor in other placements. It is the same DTensor if it has them already."""
     if tuple(placements) == tuple(tensor.placements):
         return tensor
-    if not simulation.is_simulated():  # simulated groups exist only inside the simulation
+    if not simulation.is_simulated():  # simulated groups work only inside a simulation
         return redistribute_tensor(tensor, placements)
     with simulation.simulate_mesh(tensor.device_mesh):
         return redistribute_tensor(tensor, placements)
@@ -115,50 +111,50 @@ def reduce_partial(value: R) -> R:
     """Return a DTensor with its partial sums reduced. Other values are returned unchanged."""
     if not isinstance(value, DTensor) or not any(p.is_partial() for p in value.placements):
         return value
-    return _ReducePartial.run(value)
+    return _ReducePartial.compute_result(value)
 
 
-def full_tensor(value: object) -> Any:
-    """Return all values of a DTensor as an unsharded tensor. Other values are returned unchanged."""
-    return _FullTensor.run(value) if isinstance(value, DTensor) else value
+def to_unsharded(value: object) -> Any:
+    """Return a DTensor as an unsharded tensor. Gradients pass. Other values are returned unchanged."""
+    return _GatherWithGradient.compute_result(value) if isinstance(value, DTensor) else value
 
 
 def replicate_tensor(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Return an unsharded tensor, equal in all processes, as a replicated DTensor (pytorch/pytorch#118461)."""
-    return _Replicate.run(tensor, mesh)
+    return _Replicate.compute_result(tensor, mesh)
 
 
 def replicate_gradient(gradient: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a gradient as a DTensor. A program's own formula may give it unsharded, equal in all processes."""
+    """Return a gradient as a DTensor. The program's own autograd functions may return an unsharded one."""
     return gradient if isinstance(gradient, DTensor) else replicate_tensor(gradient, mesh)
 
 
-def hook_gradient(value: torch.Tensor, change: Callable[[torch.Tensor], object]) -> torch.Tensor:
-    """Return the same tensor, with a function applied to its gradient."""
-    return _WithGradient.apply(value, change)
+def hook_gradient(value: torch.Tensor, transform: Callable[[torch.Tensor], object]) -> torch.Tensor:
+    """Return the same values, and apply `transform` to their gradient in the backward pass."""
+    return _TransformGradient.apply(value, transform)
 
 
-def place_like(tensor: torch.Tensor, other: DTensor) -> DTensor:
-    """Return an unsharded tensor in a DTensor's placements, replicated where that is a partial sum."""
-    return move_to_placements(replicate_tensor(tensor, other.device_mesh), find_reachable_placements(other))
+def shard_like(tensor: torch.Tensor, like: DTensor) -> DTensor:
+    """Return an unsharded tensor in a DTensor's placements, with `Replicate` for partial sums."""
+    return redistribute_if_needed(replicate_tensor(tensor, like.device_mesh), find_reachable_placements(like))
 
 
-def reduce_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """Return placements with replicated in place of partial ones."""
+def replace_partial(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """Return placements with `Replicate` in place of each partial placement."""
     return tuple(Replicate() if each.is_partial() else each for each in placements)
 
 
 def find_reachable_placements(tensor: torch.Tensor) -> tuple[Placement, ...]:
-    """Return a DTensor's placements without partial sums and without shards that only views have."""
+    """Return a tensor's placements, with `Replicate` for partial sums and for strided shards that only views have."""
     spec = get_spec(tensor)
-    placements = reduce_placements(spec.placements)
+    placements = replace_partial(spec.placements)
     if is_view_spec(spec):
         placements = tuple(each if type(each) is Shard else Replicate() for each in placements)
     return placements
 
 
-class OwnGradient(AutogradFunction):
-    """A function of a tensor with a gradient of its own, of which torch hears only where there is to be one.
+class CustomGradient(AutogradFunction):
+    """An autograd function that is skipped if its tensor needs no gradient.
 
     No function mode sees what it calls, forwards or backwards.
     """
@@ -167,28 +163,30 @@ class OwnGradient(AutogradFunction):
         own = skip_function_modes(cls.backward)
 
         def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-            unseen.check(ctx.numbers)  # autograd does not count writes to `tensor.data`
+            unseen.check_unchanged(ctx.numbers)  # autograd does not count writes to `tensor.data`
             return own(ctx, *upstream)
 
         cls.backward = staticmethod(backward)
 
     @classmethod
     @skip_function_modes
-    def run(cls, tensor: torch.Tensor, *others: object) -> Any:
-        """Return the function's result, with a gradient if one is needed."""
+    def compute_result(cls, tensor: torch.Tensor, *arguments: object) -> Any:
+        """Return the result of `forward`, with a gradient by `backward` if the tensor needs one."""
         if tensor.requires_grad and torch.is_grad_enabled():
-            result = cls.apply(tensor, *others)
-            result.grad_fn.numbers = unseen.snapshot_counters(*cls.list_checked(tensor, result))
+            result = cls.apply(tensor, *arguments)
+            result.grad_fn.numbers = unseen.snapshot_counters(*cls.list_tensors_to_check(tensor, result))
             return result
-        return cls.forward(SimpleNamespace(), tensor, *others)  # without a graph, `apply` only takes longer
+        return cls.forward(
+            SimpleNamespace(), tensor, *arguments
+        )  # without a graph, `apply` only takes longer
 
     @staticmethod
-    def list_checked(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that must not change unseen before the backward pass."""
+    def list_tensors_to_check(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that must not be changed through `tensor.data` before the backward pass."""
         return tensor, result
 
 
-class _Sum(OwnGradient):
+class _SumOverDevices(CustomGradient):
     @staticmethod
     def forward(ctx: Ctx, local: torch.Tensor, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
         ctx.mesh, ctx.dims = mesh, dims
@@ -198,16 +196,16 @@ class _Sum(OwnGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        return _Sum.run(upstream[0], ctx.mesh, ctx.dims), None, None
+        return _SumOverDevices.compute_result(upstream[0], ctx.mesh, ctx.dims), None, None
 
 
-class _Redistributed(OwnGradient):
+class _Redistribute(CustomGradient):
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
         now, attainable = get_spec(tensor).placements, find_reachable_placements(tensor)
         ctx.before = tuple(p if p.is_partial() else a for p, a in zip(now, attainable, strict=True))
         ctx.mesh = tensor.device_mesh
-        return _redistribute_local(tensor, placements)
+        return _redistribute_without_autograd(tensor, placements)
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
@@ -221,20 +219,20 @@ class _Redistributed(OwnGradient):
         return redistribute_tensor(gradient, wanted), None
 
 
-class _Shard(OwnGradient):
+class _ExtractShard(CustomGradient):
     @staticmethod
-    def forward(ctx: Ctx, tensor: torch.Tensor, of_gradient: object) -> torch.Tensor:
-        ctx.mesh, ctx.placements, ctx.shape = get_spec(tensor).mesh, of_gradient, tuple(tensor.shape)
+    def forward(ctx: Ctx, tensor: torch.Tensor, gradient_placements: object) -> torch.Tensor:
+        ctx.mesh, ctx.placements, ctx.shape = get_spec(tensor).mesh, gradient_placements, tuple(tensor.shape)
         local = get_local(tensor)
         return local.view_as(local)  # a new tensor, because autograd attaches the result to this function
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         # Contiguous, because expanded gradients have zero strides.
-        return from_shards(upstream[0].contiguous(), ctx.mesh, ctx.placements, ctx.shape), None
+        return make_dtensor_from_shards(upstream[0].contiguous(), ctx.mesh, ctx.placements, ctx.shape), None
 
 
-class _FromShards(OwnGradient):
+class _WrapShards(CustomGradient):
     @staticmethod
     def forward(
         ctx: Ctx,
@@ -245,31 +243,31 @@ class _FromShards(OwnGradient):
     ) -> DTensor:
         ctx.mesh, ctx.placements = mesh, placements
         if shape is not None and not has_even_shards(
-            spec := make_tensor_spec(mesh, placements, shape, local.dtype)
+            spec := make_row_major_spec(mesh, placements, shape, local.dtype)
         ):
             return make_dtensor(local.detach().contiguous(), spec)
-        spec = make_shard_spec(mesh, placements, local.shape, local.stride(), local.dtype)
+        spec = make_spec_from_shard(mesh, placements, local.shape, local.stride(), local.dtype)
         return make_dtensor(local.detach(), spec)
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         # The gradient of a summand is the gradient of the sum, and devices use it differently, so replicate it.
-        gradient, wanted = replicate_gradient(upstream[0], ctx.mesh), reduce_placements(ctx.placements)
+        gradient, wanted = replicate_gradient(upstream[0], ctx.mesh), replace_partial(ctx.placements)
         if gradient.placements != wanted:
             gradient = redistribute_tensor(gradient, wanted)
-        return take_shard(gradient, ctx.placements), None, None, None
+        return extract_shard(gradient, ctx.placements), None, None, None
 
 
-class _ReducePartial(OwnGradient):
-    # DTensor's own backward fails if a mean meets a sum.
+class _ReducePartial(CustomGradient):
+    # DTensor's own backward fails if a mean meets a sum, so this class has another one.
 
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor) -> DTensor:
         ctx.mesh = tensor.device_mesh
-        return move_to_placements(tensor, find_reachable_placements(tensor))
+        return redistribute_if_needed(tensor, find_reachable_placements(tensor))
 
     @staticmethod
-    def list_checked(tensor: DTensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def list_tensors_to_check(tensor: DTensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # The gradient of a maximum or norm needs the reduced value; that of a sum does not.
         pending = [p for p in tensor.placements if p.is_partial()]
         is_sum = all(type(p) is Partial and p.reduce_op in ("sum", "avg") for p in pending)  # pyright: ignore[reportUnknownMemberType]
@@ -280,12 +278,12 @@ class _ReducePartial(OwnGradient):
         return reduce_partial(replicate_gradient(upstream[0], ctx.mesh))
 
 
-class _FullTensor(OwnGradient):
+class _GatherWithGradient(CustomGradient):
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor) -> torch.Tensor:
         ctx.mesh, ctx.placements = tensor.device_mesh, find_reachable_placements(tensor)
-        plain = simulation.get_first_piece(
-            get_local(move_to_placements(tensor, make_replicated_placements(ctx.mesh)))
+        plain = simulation.get_first_local(
+            get_local(redistribute_if_needed(tensor, make_replicated_placements(ctx.mesh)))
         )
         if plain.stride() == tensor.stride() or 0 in tensor.stride() or not plain.numel():
             return plain
@@ -295,10 +293,10 @@ class _FullTensor(OwnGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        return move_to_placements(replicate_gradient(upstream[0], ctx.mesh), ctx.placements)
+        return redistribute_if_needed(replicate_gradient(upstream[0], ctx.mesh), ctx.placements)
 
 
-class _Replicate(OwnGradient):
+class _Replicate(CustomGradient):
     @staticmethod
     def forward(ctx: Ctx, tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
         simulated = simulation.is_simulated()
@@ -307,28 +305,29 @@ class _Replicate(OwnGradient):
         )
         return make_dtensor(
             local,
-            make_shard_spec(
+            make_spec_from_shard(
                 mesh, tuple(make_replicated_placements(mesh)), tensor.shape, tensor.stride(), tensor.dtype
             ),
         )
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: DTensor) -> object:
-        return full_tensor(upstream[0]), None
+        return to_unsharded(upstream[0]), None
 
 
-class _WithGradient(AutogradFunction):
+class _TransformGradient(AutogradFunction):
     @staticmethod
-    def forward(ctx: Ctx, value: torch.Tensor, change: Callable[[torch.Tensor], object]) -> torch.Tensor:
-        ctx.change = change
+    def forward(ctx: Ctx, value: torch.Tensor, transform: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        ctx.transform = transform
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        return ctx.change(upstream[0]), None
+        return ctx.transform(upstream[0]), None
 
 
-def _redistribute_local(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+def _redistribute_without_autograd(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """Return a DTensor in other placements, without a gradient. Common cases do not use DTensor's slow code."""
     local, spec = get_local(tensor), get_spec(tensor)
     changed = [dim for dim, (a, b) in enumerate(zip(spec.placements, placements, strict=True)) if a != b]
     if not changed:
@@ -339,7 +338,7 @@ def _redistribute_local(tensor: DTensor, placements: tuple[Placement, ...]) -> D
         is_sum = spec.mesh.size(dim) > 1
         reduce_op = moves[0][0].reduce_op  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         local = reduce_over_devices(local, spec.mesh, dim, reduce_op) if is_sum else local.detach()  # pyright: ignore[reportUnknownArgumentType]
-    elif not simulation.is_simulated() and _is_even_split(spec, placements, moves):
+    elif not simulation.is_simulated() and _is_even_local_split(spec, placements, moves):
         coordinates = spec.mesh.get_coordinate()
         for dim, (_, shard) in zip(changed, moves, strict=True):
             local = local.chunk(spec.mesh.size(dim), get_axis(shard))[coordinates[dim]]
@@ -353,7 +352,7 @@ def _redistribute_local(tensor: DTensor, placements: tuple[Placement, ...]) -> D
 
 
 def restore_axis_order(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """Return a local tensor with its axes in the memory order of the unsharded tensor, copied if needed.
+    """Return a local tensor with its axes in the memory order of the unsharded tensor. It is copied if needed.
 
     Redistributing leaves them in the order of the shape. DTensor goes by the strides of one device, from which autograd
     tells what can be viewed: such views of shards in another order fail.
@@ -369,20 +368,20 @@ def restore_axis_order(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 
 def has_no_gaps(shape: Sequence[int], strides: tuple[int, ...]) -> bool:
-    """Return whether strides belong to a tensor that fills its memory, in any order of its axes."""
+    """Return whether a tensor with these strides uses all of its memory once, in any order of its axes."""
     on_meta = torch.empty_strided(tuple(shape), strides, device="meta")
     return torch.empty_like(on_meta).stride() == strides
 
 
-def _is_even_split(
-    spec: DTensorSpec, placements: tuple[Placement, ...], moves: Sequence[tuple[Placement, Placement]]
+def _is_even_local_split(
+    spec: DTensorSpec, placements: tuple[Placement, ...], changes: Sequence[tuple[Placement, Placement]]
 ) -> bool:
-    """Return whether each device keeps an even part of its tensor, along unsharded axes."""
+    """Return whether a redistribution only splits replicated axes evenly, so that no device needs a collective."""
     if spec.mesh.get_coordinate() is None:  # this rank is not in the mesh
         return False
-    if not all(before.is_replicate() and type(after) is Shard for before, after in moves):
+    if not all(before.is_replicate() and type(after) is Shard for before, after in changes):
         return False
-    axes = {get_axis(after) for _, after in moves}
+    axes = {get_axis(after) for _, after in changes}
     if any(not p.is_replicate() and (type(p) is not Shard or get_axis(p) in axes) for p in spec.placements):
         return False
     return all(

@@ -1,4 +1,4 @@
-"""Agreement between several processes of torch."""
+"""Exchange seeds and values between the processes of a torch program."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch.distributed as dist
 
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.initializers import Initializer
-from layoutmap.engines.checks import make_difference_error
+from layoutmap.engines.checks import make_different_values_error
 from layoutmap.engines.torch import simulation
 
 
 def has_other_processes() -> bool:
-    """Return whether there are other processes. Those of torch's `fake` backend do not count."""
+    """Return whether the program has other processes. Torch's `fake` backend has none."""
     if simulation.is_simulated() or simulation.get_world_size() == 1:
         return False
     return not dist.is_initialized() or dist.get_backend() != "fake"
 
 
-def share_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
-    """Return the seed of each initializer with a program. Several processes use those of process 0.
+def broadcast_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
+    """Return the seed of each initializer that has a program. All processes get the seeds of process 0.
 
     Args:
         initializers: The initializers by key, in the same order in all processes.
@@ -37,17 +37,17 @@ def share_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
         return seeds
     keys = _gather_objects(sorted(initializers))
     if any(each != keys[0] for each in keys):
-        raise make_difference_error("the processes create different variables")
+        raise make_different_values_error("the processes create different variables")
     common = [seeds]
     dist.broadcast_object_list(common, src=0)
     return common[0]
 
 
 def gather_values(values: NumpyArray) -> NumpyArray:
-    """Return the values of each process, one row each, in order of the processes."""
+    """Return the values of all processes, one row per process, in the order of their ranks."""
     if not has_other_processes():
         return values[None]
-    simulation.start()
+    simulation.ensure_process_group()
     if "cpu:" not in dist.get_backend_config():  # with NCCL only, torch sends pickles through the GPU
         return np.stack(_gather_objects(values))
     # Send bytes, because gloo lacks unsigned and 8-bit floating types.
@@ -63,7 +63,7 @@ def compute_rng_checksum() -> int:
 
 
 def _gather_objects(value: object) -> list[Any]:
-    simulation.start()
+    simulation.ensure_process_group()
     rows: list[Any] = [None] * simulation.get_world_size()
     dist.all_gather_object(rows, value)  # pyright: ignore[reportUnknownMemberType]
     return rows

@@ -1,13 +1,12 @@
-"""Several devices in one process, for a program that was started as one process.
+"""Simulate several devices in one process, for a program that was started as one process.
 
-A program that a launcher has started, or that has a process group, uses that. Any other gets a process group of
-simulated ranks, eight unless `simulate` was told another number. A DTensor then holds a `LocalTensor`:
-the pieces of all ranks, on which each operation runs for one rank after the other.
+A program with a launcher or a process group uses that. Any other program gets a process group of eight simulated ranks,
+or of the number that `simulate` sets. The local tensor of a DTensor is then a `LocalTensor`, which stores the tensors
+of all ranks, and each operation runs for one rank after the other.
 
-A simulation begins with the first device mesh, and ends with the last tensor on one (`changes`). It is entered by what
-computes with tensors of simulated ranks, and their process group is the default one only while a mesh is made: nothing
-else in the program meets it. Questions about devices start nothing: they are answered as things will be, should the
-program not begin a process group of its own before.
+A simulation begins with the first device mesh, and ends after the last tensor on one is gone (see `changes`). Functions
+that compute with tensors of simulated ranks enter it. The simulated process group is the default group only while a
+mesh is made. Functions that only ask for the number of devices start nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning
-from layoutmap.engines.checks import check_simulated
+from layoutmap.engines.checks import check_simulated_devices
 from layoutmap.engines.launchers import detect_launcher
-from layoutmap.engines.tested import Needed
-from layoutmap.engines.torch.changes import call_on_restore, change
+from layoutmap.engines.tested import ImportGuard
+from layoutmap.engines.torch.changes import call_when_restoring, install_patches
 from layoutmap.engines.torch.local_tensors import (
     LocalIntNode,
     LocalTensor,
@@ -39,15 +38,15 @@ from layoutmap.engines.torch.local_tensors import (
     enabled_local_tensor_mode,
     get_rank_tensors,
     get_ranks,
-    list_root_ranks,
+    list_ranks_of_root_mesh,
     make_simulation_patches,
 )
 from layoutmap.engines.torch.modes import list_dispatch_modes, skip_function_modes
 from layoutmap.engines.torch.operators import COLLECTIVES, Function
-from layoutmap.engines.torch.per_rank import can_run_directly, list_leaves, read_common_size, run_operator
+from layoutmap.engines.torch.per_rank import can_run_directly, flatten_args, read_common_size, run_for_ranks
 from layoutmap.engines.torch.specs import clear_sharding_caches, get_local
 
-with Needed("torch"):
+with ImportGuard("torch"):
     from torch.distributed.distributed_c10d import GroupMember
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -58,53 +57,54 @@ _group: dist.ProcessGroup | None = None
 
 
 class _Simulation(SimulationMode):
-    """Simulation of ranks that leaves operators on other tensors alone."""
+    """Simulate ranks for operators with a `LocalTensor`, and run other operators unchanged."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         if (size := read_common_size(func, args)) is not None:
             return size
         kwargs = kwargs or {}
-        leaves = list_leaves(args, kwargs)
+        leaves = flatten_args(args, kwargs)
         locals_ = (get_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves)
         ranks = next((get_ranks(each) for each in locals_ if isinstance(each, LocalTensor)), self.ranks)
         if ranks != self.ranks:  # the mesh covers only some of the ranks
             with _Simulation(ranks):  # all pieces of an operation need the same ranks
                 return func(*args, **kwargs)
-        if func.namespace not in COLLECTIVES and not any(map(_is_per_rank, leaves)):
+        if func.namespace not in COLLECTIVES and not any(map(_has_value_per_rank, leaves)):
             return func(*args, **kwargs)
         if can_run_directly(func, leaves):
-            return run_operator(func, ranks, args, kwargs, leaves)
+            return run_for_ranks(func, ranks, args, kwargs, leaves)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @skip_function_modes  # torch holds a lock here, so a mode that called back would deadlock
-def _find_coordinate(of_all: Function, mesh: DeviceMesh) -> object:
-    """Return the ranks' coordinates in a mesh, which may have fewer ranks than this thread simulates."""
-    ranks = frozenset(list_root_ranks(mesh))
+def _find_rank_coordinates(find_coordinates: Function, mesh: DeviceMesh) -> object:
+    """Return the mesh coordinates of the simulated ranks that are in a mesh, by torch's method."""
+    ranks = frozenset(list_ranks_of_root_mesh(mesh))
     now: Any = enabled_local_tensor_mode()
     if now.ranks <= ranks:
-        return of_all(mesh)
+        return find_coordinates(mesh)
     with _Simulation(now.ranks & ranks):
         return mesh.get_coordinate()
 
 
-def _is_per_rank(value: object) -> bool:
+def _has_value_per_rank(value: object) -> bool:
+    """Return whether a value is a tensor or size that stores a value for each simulated rank."""
     return isinstance(value, LocalTensor) or (
         isinstance(value, torch.SymInt) and isinstance(value.node, LocalIntNode)  # pyright: ignore[reportUnknownMemberType]
     )
 
 
-def start() -> None:
-    """Make sure that there is a process group: the one there is, that of the launcher, or a simulated one."""
+def ensure_process_group() -> None:
+    """Create a process group if none exists: that of the launcher, or without a launcher a simulated one."""
     if has_process_group():
         return
     with _lock:  # lock before reading, because another thread may be starting the simulation
         if has_process_group():
             return
-        if _count_launched():
+        if _count_launched_processes():
             dist.init_process_group()
         else:
-            _begin(get_world_size())
+            _start_simulation(get_world_size())
 
 
 def has_process_group() -> bool:
@@ -112,35 +112,36 @@ def has_process_group() -> bool:
     return _simulation is not None or dist.is_initialized()
 
 
-def _begin(number: int) -> None:
+def _start_simulation(num_ranks: int) -> None:
+    """Create the process group of simulated ranks, and install the patches that simulate them."""
     global _simulation, _group
-    _warn_of_processes(number)
-    with default_group(None):  # hide the default group, because init_process_group refuses a second one
+    _warn_of_other_processes(num_ranks)
+    with replace_default_group(None):  # init_process_group refuses to create a second default group
         on_error = sys.excepthook
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
-        sys.excepthook = on_error  # torch's hook prints a rank
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+        sys.excepthook = on_error  # torch has set a hook that prints a rank
         _group = dist.group.WORLD
-    simulation = _Simulation(number)
-    change(
+    simulation = _Simulation(num_ranks)
+    install_patches(
         *make_simulation_patches(
             simulation,
             _group,
-            _find_coordinate,
+            _find_rank_coordinates,
             functools.partial(functools.partialmethod, _reduce_for_pickle),
         )
     )
-    call_on_restore(_end)
+    call_when_restoring(_end_simulation)
     _simulation = simulation
 
 
-def use_own_group() -> AbstractContextManager[None]:
-    """Make the process group of simulated devices the default one while open, if there is one."""
-    return default_group(_group) if _simulation is not None else nullcontext()
+def use_simulated_group() -> AbstractContextManager[None]:
+    """Make the process group of simulated ranks torch's default group while open, if ranks are simulated."""
+    return replace_default_group(_group) if _simulation is not None else nullcontext()
 
 
 @contextmanager
-def default_group(group: dist.ProcessGroup | None) -> Generator[None]:
-    """While open, a process group is the default one of this process."""
+def replace_default_group(group: dist.ProcessGroup | None) -> Generator[None]:
+    """Make a process group torch's default group while open. `None`: there is no default group."""
     before = GroupMember.WORLD
     GroupMember.WORLD = group
     try:
@@ -149,53 +150,55 @@ def default_group(group: dist.ProcessGroup | None) -> Generator[None]:
         GroupMember.WORLD = before
 
 
-def _end() -> None:
+def _end_simulation() -> None:
     global _simulation, _group
     dist.destroy_process_group(_group)
     clear_sharding_caches()
     _simulation = _group = None
 
 
-def get_group() -> dist.ProcessGroup | None:
+def get_global_group() -> dist.ProcessGroup | None:
     """Return the process group of all ranks, or None before it exists."""
     return _group if _simulation is not None else dist.group.WORLD
 
 
 # In torch each device is a process, so a program without a launcher simulates ranks (decisions/0150).
 def simulate(number: int) -> None:
-    """Set the number of simulated ranks (see `Engine.simulate`)."""
+    """Set the number of simulated ranks (see `Engine.simulate_devices`)."""
     global _num_devices
     if not is_simulated():
         raise EngineError(
             f"{number} devices cannot be simulated: this program is one of {get_world_size()} processes",
             why="each process of a launcher or a process group is a device",
-            fix="leave lm.simulate_devices out, or start the program alone",
+            fix="leave lm.simulate_devices out, or start the program without a launcher",
         )
     with _lock:
         if _simulation is not None:
-            check_simulated("torch's simulation", number, [f"CPU:{each}" for each in range(get_world_size())])
+            check_simulated_devices(
+                "torch's simulation", number, [f"CPU:{each}" for each in range(get_world_size())]
+            )
         _num_devices = number
 
 
-def _reduce_for_pickle(tensor: DTensor, own: Function, protocol: object) -> object:
-    """Return a DTensor's pickle form. A simulated one is pickled as an unsharded tensor."""
+def _reduce_for_pickle(tensor: DTensor, original: Function, protocol: object) -> object:
+    """Return the pickle form of a DTensor. A DTensor of simulated ranks is pickled as an unsharded tensor."""
     if not isinstance(get_local(tensor), LocalTensor):
-        return own(tensor, protocol)
+        return original(tensor, protocol)
     with simulate_mesh(tensor.device_mesh):
         detached: Any = tensor.detach()
-        value: Any = get_first_piece(detached.full_tensor())
+        value: Any = get_first_local(detached.full_tensor())
     if isinstance(tensor, torch.nn.Parameter):
         value = torch.nn.Parameter(value, tensor.requires_grad)
     return value.__reduce_ex__(protocol)
 
 
-def _warn_of_processes(number: int) -> None:
-    """Warn if there are other processes, which a simulation knows nothing of."""
+def _warn_of_other_processes(num_devices: int) -> None:
+    """Warn if a launcher started several processes, each of which would simulate all devices."""
     started_by = detect_launcher()
     if started_by is not None and started_by.num_processes > 1:
         warnings.warn(
-            f"{number} devices are simulated in each of {started_by.num_processes} processes that {started_by.name} "
-            "started, and they do not know of each other\n"
+            f"{num_devices} devices are simulated in each of {started_by.num_processes} processes that "
+            f"{started_by.name} started, and each process trains alone\n"
             "  why   torch reads RANK and WORLD_SIZE, which are not set\n"
             "  fix   start the program with torchrun, as in srun torchrun ..., or set them",
             LayoutMapWarning,
@@ -203,7 +206,7 @@ def _warn_of_processes(number: int) -> None:
         )
 
 
-def _count_launched() -> int:
+def _count_launched_processes() -> int:
     """Return the number of processes that a launcher started, or 0 without a launcher."""
     number = int(os.environ.get("WORLD_SIZE", "0"))
     # torchrun sets both variables, but a shell may set only one.
@@ -211,26 +214,26 @@ def _count_launched() -> int:
 
 
 def is_simulated() -> bool:
-    """Return whether this process simulates the ranks, now or later. Nothing is started."""
-    return _simulation is not None or not (dist.is_initialized() or _count_launched())
+    """Return whether this process simulates ranks, or would if a mesh were made now. Nothing is started."""
+    return _simulation is not None or not (dist.is_initialized() or _count_launched_processes())
 
 
 def get_world_size() -> int:
-    """Return the number of ranks. Nothing is started."""
+    """Return the number of ranks, including simulated ones. Nothing is started."""
     if has_process_group():
-        return dist.get_world_size(get_group())
-    return _count_launched() or _num_devices
+        return dist.get_world_size(get_global_group())
+    return _count_launched_processes() or _num_devices
 
 
 def get_rank() -> int:
     """Return the rank of this process, or 0 in a simulation. Nothing is started."""
     if _simulation is not None:  # torch reads the default group, which a simulation lacks
         return 0
-    return dist.get_rank(get_group()) if has_process_group() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank(get_global_group()) if has_process_group() else int(os.environ.get("RANK", "0"))
 
 
 def filter_local_ranks(ranks: Iterable[int]) -> list[int]:
-    """Return the ranks of a list that belong to this process."""
+    """Return those of some ranks that belong to this process. In a simulation, all do."""
     return list(ranks) if is_simulated() else [each for each in ranks if each == get_rank()]
 
 
@@ -238,7 +241,7 @@ def filter_local_ranks(ranks: Iterable[int]) -> list[int]:
 def simulate_ranks(ranks: Iterable[int]) -> Generator[None]:
     """Simulate only these ranks on this thread while open. Without a simulation it does nothing."""
     wanted = frozenset(ranks)
-    start()
+    ensure_process_group()
     if not is_simulated():
         yield
         return
@@ -263,8 +266,8 @@ def simulate_mesh(mesh: DeviceMesh) -> AbstractContextManager[None]:
     return simulate_ranks(list_ranks(mesh))
 
 
-def join_pieces(pieces: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return the local tensor of a DTensor, from the piece of each rank in this process.
+def make_local_tensor(pieces: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return the local tensor of a DTensor, from the tensor of each rank of this process.
 
     Args:
         pieces: The pieces by rank; each must have memory of its own.
@@ -275,15 +278,15 @@ def join_pieces(pieces: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch
     return pieces[get_rank()] if pieces else torch.empty(0, dtype=dtype)
 
 
-def get_pieces(local: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the piece of each rank in this process, from the local tensor of a DTensor."""
+def get_tensors_by_rank(local: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Return the tensor of each rank of this process, from the local tensor of a DTensor."""
     if isinstance(local, LocalTensor):
         return get_rank_tensors(local)
     return {get_rank(): local}
 
 
-def get_first_piece(local: torch.Tensor) -> torch.Tensor:
-    """Return the first simulated rank's tensor, outside of autograd, or any other tensor unchanged."""
+def get_first_local(local: torch.Tensor) -> torch.Tensor:
+    """Return the first simulated rank's tensor, without autograd. Other tensors are returned unchanged."""
     return next(iter(get_rank_tensors(local).values())) if isinstance(local, LocalTensor) else local
 
 

@@ -1,7 +1,7 @@
-"""DTensors and their specs, made and read without a step of autograd, and without DTensor's checks.
+"""Make and read DTensors and their specs without autograd and without DTensor's checks.
 
 A spec has the mesh, placements, shape, strides and element type of a `DTensor`. Making one takes longer than computing
-a small product, so they are remembered.
+a small product, so specs are cached.
 """
 
 from __future__ import annotations
@@ -16,86 +16,86 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from layoutmap.engines.tested import Needed, check_names
+from layoutmap.engines.tested import ImportGuard, check_names_exist
 
-with Needed("torch"):
+with ImportGuard("torch"):
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # pyright: ignore[reportPrivateUsage]
 
-check_names("torch", (DTensor, "_local_tensor _spec"))
+check_names_exist("torch", (DTensor, "_local_tensor _spec"))
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 get_local = attrgetter("_local_tensor")
-"""The local tensor of a `DTensor`, without a step of autograd."""
+"""Return the local tensor of a `DTensor`, without autograd."""
 
 get_spec = attrgetter("_spec")
-"""The mesh, placements, shape and element type of a `DTensor`."""
+"""Return the spec of a `DTensor`: its mesh, placements, shape, strides, and dtype."""
 
 get_meta = attrgetter("tensor_meta")
-"""The shape, strides and element type of a spec."""
+"""Return the shape, strides, and dtype of a spec."""
 
 get_axis: Callable[[Placement], int] = attrgetter("dim")
-"""The axis along which a placement shards."""
+"""Return the axis that a placement shards."""
 
 
-def set_pieces(array: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Have a `DTensor` hold another local tensor, placed as a spec says."""
+def set_local(array: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Replace the local tensor and the spec of a DTensor in place."""
     array._local_tensor, array._spec = local, spec  # pyright: ignore[reportPrivateUsage]
 
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Return a DTensor of a local tensor, outside of autograd and without the checks of `from_local`."""
+    """Return a DTensor of a local tensor and a spec, without autograd and without the checks of `from_local`."""
     make: Any = DTensor.__new__  # faster than the constructor, which does nothing more
     return make(DTensor, local, spec, requires_grad=False)
 
 
-def cache_by_mesh(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function with a cache that is cleared when DTensor is to forget its meshes."""
+def cache_while_meshes_exist(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that caches results until `clear_sharding_caches` is called."""
     # Bounded, because sequence lengths vary without limit.
     cached: Any = functools.lru_cache(maxsize=4096)(function)
-    _of_meshes.append(cached)
+    _cached_functions.append(cached)
     return cached
 
 
-_of_meshes: list[Any] = []
+_cached_functions: list[Any] = []
 
 
 def clear_sharding_caches() -> None:
-    """Have DTensor forget how operations on device meshes come out, and with that the meshes."""
+    """Clear DTensor's cache of shardings and those of this module, because they keep device meshes alive."""
     _clear_sharding_prop_cache()  # cache keys reference meshes, which reference the process group
-    for each in _of_meshes:
+    for each in _cached_functions:
         each.cache_clear()
 
 
-@cache_by_mesh
+@cache_while_meshes_exist
 def replace_placements(
     spec: DTensorSpec, placements: tuple[Placement, ...], dtype: torch.dtype
 ) -> DTensorSpec:
     """Return a spec with other placements and another dtype."""
-    keeps: dict[str, Any] = {_MEANING: False} if placements == spec.placements and is_view_spec(spec) else {}
+    keeps: dict[str, Any] = {_FLAG: False} if placements == spec.placements and is_view_spec(spec) else {}
     return DTensorSpec(spec.mesh, placements, tensor_meta=get_meta(spec)._replace(dtype=dtype), **keeps)
 
 
-_MEANING = "use_strided_shard_as_shard_order"
+_FLAG = "use_strided_shard_as_shard_order"
 
 
 def is_view_spec(spec: DTensorSpec) -> bool:
-    """Return whether a spec has strided shards that only views have. Nothing can be redistributed to them.
+    """Return whether a spec has strided shards that only a view can have. Nothing can be redistributed to them.
 
     `redistribute` takes what it is asked for to be in another order of mesh dims, as those of layouts are.
     """
-    return not getattr(spec, _MEANING, True) and any(
+    return not getattr(spec, _FLAG, True) and any(
         type(each) is not Shard and not each.is_replicate() and not each.is_partial()
         for each in spec.placements
     )
 
 
 def mark_view_spec(spec: Any, order: object) -> None:
-    """Mark the strided shards of a spec as those of a view, with this `shard_order`."""
+    """Mark the strided shards of a spec as those of a view, and set its `shard_order`."""
     spec.shard_order = order
-    setattr(spec, _MEANING, False)
+    setattr(spec, _FLAG, False)
 
 
 def replace_placement(
@@ -108,15 +108,15 @@ def replace_placement(
 
 def has_even_shards(spec: DTensorSpec) -> bool:
     """Return whether all devices have shards of equal size."""
-    return not any(size % count for size, count in zip(spec.shape, _count_shards(spec), strict=True))
+    return not any(size % count for size, count in zip(spec.shape, _count_shards_per_axis(spec), strict=True))
 
 
-def compute_largest_shard(spec: DTensorSpec) -> list[int]:
+def compute_largest_shard_shape(spec: DTensorSpec) -> list[int]:
     """Return the shape of the largest shard."""
-    return [-(-size // count) for size, count in zip(spec.shape, _count_shards(spec), strict=True)]
+    return [-(-size // count) for size, count in zip(spec.shape, _count_shards_per_axis(spec), strict=True)]
 
 
-def _count_shards(spec: DTensorSpec) -> list[int]:
+def _count_shards_per_axis(spec: DTensorSpec) -> list[int]:
     counts = [1] * len(spec.shape)
     for dim, placement in enumerate(spec.placements):
         if placement.is_shard():
@@ -124,15 +124,15 @@ def _count_shards(spec: DTensorSpec) -> list[int]:
     return counts
 
 
-@cache_by_mesh
-def make_shard_spec(
+@cache_while_meshes_exist
+def make_spec_from_shard(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     shape: Sequence[int],
     strides: Sequence[int],
     dtype: torch.dtype,
 ) -> DTensorSpec:
-    """Return the spec of a DTensor, from the shape and strides of each device's shard."""
+    """Return the spec of a DTensor with equal shards of this shape and these strides."""
     for dim, placement in enumerate(placements):
         if placement.is_shard():
             axis, number = get_axis(placement), mesh.size(dim)
@@ -149,8 +149,8 @@ def make_shard_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(strides), dtype))
 
 
-@cache_by_mesh
-def make_tensor_spec(
+@cache_while_meshes_exist
+def make_row_major_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
     """Return the spec of a DTensor with its axes in row-major order in memory."""

@@ -1,16 +1,16 @@
-"""The memory of tensors: which of them share it, and how often one was changed."""
+"""Inspect the memory of tensors: which tensors share it, and how often a tensor was changed."""
 
 from __future__ import annotations
 
 import torch
 
-from layoutmap.engines.tested import check_names
+from layoutmap.engines.tested import check_names_exist
 
-check_names("torch", (torch.Tensor, "_base _is_view _version"), (torch.UntypedStorage, "_cdata"))
+check_names_exist("torch", (torch.Tensor, "_base _is_view _version"), (torch.UntypedStorage, "_cdata"))
 
 
 def get_storage_key(tensor: torch.Tensor) -> int:
-    """Return a key that is equal for live tensors in the same memory."""
+    """Return a key of a tensor's storage. Live tensors with equal keys share their memory."""
     # Tensors without values have no `data_ptr`.
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
@@ -26,4 +26,4 @@ def get_base(tensor: torch.Tensor) -> torch.Tensor:
 
 
 is_view_of_another = torch.Tensor._is_view
-"""Whether a tensor is a view of another."""
+"""Return whether a tensor is a view of another tensor."""

@@ -1,16 +1,16 @@
-"""Lists, tuples, dicts and other containers of tensors, as torch takes them apart."""
+"""Flatten and map nested containers of tensors with torch's pytree functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from layoutmap.engines.tested import Needed
+from layoutmap.engines.tested import ImportGuard
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-with Needed("torch"):  # private in torch 2.13
+with ImportGuard("torch"):  # private in torch 2.13
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as _tree_map
 

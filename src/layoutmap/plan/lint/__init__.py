@@ -1,25 +1,25 @@
 """Find layouts that are valid but probably not intended, each with its evidence and a fix.
 
-    "sum over the batch dim" an axis that is summed over is sharded over the dim of the batch
+    "sum over the batch dim" a summed axis of a kernel is sharded over the dim of the batch
     "swapped"                a layer's output is sharded over another dim than the next layer's input
-    "replicated partner"     of two kernels in a row one is sharded along the axis between them, and one is replicated
-    "query, key, value"      the three of an attention layer are not sharded alike
-    "heads"                  sharding splits a head of attention
-    "replicated table"       a table of embeddings is replicated while the rest is sharded
-    "replicated kernel"      the same of an output layer as large as a table
+    "replicated partner"     a kernel is replicated, and the kernel before or after it is sharded along the common axis
+    "query, key, value"      these kernels of an attention layer are sharded differently
+    "heads"                  the shards of an attention kernel split a head
+    "replicated table"       an embedding table is replicated, while most other weights are sharded
+    "replicated kernel"      an output layer as large as such a table is replicated
     "contradicts its kernel" a bias, or the scale of a quantized weight, is sharded differently from its kernel
-    "contradicts its bias"   a kernel is sharded differently from its bias, and no other weight agrees with it
+    "contradicts its bias"   a kernel is sharded differently from its bias, and the bias is probably right
     "unused dim"             nothing is sharded over a dim of the mesh
-    "odd one out"            of repeated blocks one is not sharded as the others are
+    "odd one out"            one of the repeated blocks is sharded over fewer dims than the others
 
-and, where the plan has the cost of a step:
+and, if the plan has the cost of a step:
 
     "gathered weight"        a weight is gathered over a dim that does not shard the batch
-    "summed activation"      activations are summed over the dim of the batch
-    "dim that only costs"    bytes travel over a dim, whose devices compute the same
+    "summed activation"      activations are reduced over the dim of the batch
+    "dim that only costs"    bytes are sent along a dim, although its devices repeat the same computation
 
-Most of them need to know what a layer does with the axes of its weights (`Use`), which adapters know for the layers of
-their libraries. What is not known is not judged.
+Most checks need the roles of a weight's axes in its layer (`Use`), which adapters find for the layers of their
+libraries. A weight with unknown roles is not checked.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from dataclasses import dataclass
 
 from layoutmap.core.errors import PlanError, format_count
 from layoutmap.core.escaping import escape_text
-from layoutmap.core.mesh import Mesh, check_dim
-from layoutmap.core.specs import BatchDim, format_batch_dim, spec_from_dims
+from layoutmap.core.mesh import Mesh, check_dims_in_mesh
+from layoutmap.core.specs import BatchDim, format_batch_dim, make_spec
 from layoutmap.core.text_table import format_html_table
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.lint import checks
-from layoutmap.plan.lint.changes import write_changes
-from layoutmap.plan.lint.suggest import Suggestions
-from layoutmap.plan.lint.weights import Linted
-from layoutmap.plan.problems import Problem, group_problems
+from layoutmap.plan.lint.changes import add_changes_to_fixes
+from layoutmap.plan.lint.suggest import LayoutSuggestions
+from layoutmap.plan.lint.weights import LintedPlan
+from layoutmap.plan.problems import Problem, merge_problems
 from layoutmap.plan.table import PlanTable
 
 _NAMES_OF_BATCH = ("batch", "data", "dp", "fsdp")
@@ -46,14 +46,14 @@ _NAMES_OF_BATCH = ("batch", "data", "dp", "fsdp")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Findings:
-    """Problems that lint found in a plan. It is true if there are any.
+    """Problems that lint found in a plan. Its truth value is whether there are any.
 
     Args:
         problems: Each finding, with its evidence in `facts` and a fix.
-        batch_dim: The mesh dim that was taken for the one that the batch is sharded over; `None`: there is none or it
-            is not known, so nothing was judged by it.
-        is_known: Whether that was said or read off a model, and not assumed by rules for activations or by its name.
-        num_errors: Number of the plan's errors. Variables that do not fit their layouts are not judged.
+        batch_dim: The mesh dim over which the checks assumed batches to be sharded; `None`: none, or it is unknown.
+        is_known: Whether the user or the model determines `batch_dim`, so that it is not guessed from activation rules
+            or from the name of a dim.
+        num_errors: The number of the plan's errors. Variables that do not fit their layouts are not checked.
     """
 
     problems: tuple[Problem, ...]
@@ -68,20 +68,20 @@ class Findings:
         return len(self.problems)
 
     def __str__(self) -> str:
-        lines = [f"{escape_text(problem.kind)}: {problem}\n" for problem in group_problems(self.problems)]
-        return "\n".join([*lines, f"Lint: {self.line}"])
+        lines = [f"{escape_text(problem.kind)}: {problem}\n" for problem in merge_problems(self.problems)]
+        return "\n".join([*lines, f"Lint: {self.summary}"])
 
     def __repr__(self) -> str:
-        return f"<Findings: {self.line}>"
+        return f"<Findings: {self.summary}>"
 
     def _repr_html_(self) -> str:
-        rows = [(p.kind, p.what, p.why, p.fix) for p in group_problems(self.problems)]
-        return format_html_table(f"Lint: {self.line}", ("kind", "what", "why", "fix"), rows)
+        rows = [(p.kind, p.what, p.why, p.fix) for p in merge_problems(self.problems)]
+        return format_html_table(f"Lint: {self.summary}", ("kind", "what", "why", "fix"), rows)
 
     @property
-    def line(self) -> str:
-        """The number of findings, and the mesh dims over which batches are sharded, as one line."""
-        count = len(group_problems(self.problems))
+    def summary(self) -> str:
+        """The number of findings, and the mesh dims over which batches are sharded, in one line."""
+        count = len(merge_problems(self.problems))
         found = f"{count} finding{'' if count == 1 else 's'}" if count else "nothing found"
         if self.num_errors:
             found += f" beside {format_count(self.num_errors, 'error')} of the plan"
@@ -92,46 +92,47 @@ class Findings:
 
 
 def lint_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> Findings:
-    """Look for layouts that are probably not intended. See `Plan.lint`.
+    """Return the layouts of a plan that are probably not intended. See `Plan.lint`.
 
     Raises:
-        PlanError: The mesh has no such dim.
+        PlanError: The mesh lacks `batch_dim`.
     """
-    check_dim("lint: batch_dim", batch_dim, plan.mesh, "batches are sharded over it", PlanError)
-    linted, is_known = sort_weights(plan, batch_dim)
+    check_dims_in_mesh("lint: batch_dim", batch_dim, plan.mesh, "batches are sharded over it", PlanError)
+    linted, is_known = prepare_plan_for_lint(plan, batch_dim)
     findings = [finding for check in checks.CHECKS for finding in check(linted)]
     reported = {id(a) for finding in findings for a, _ in finding.changes}
     findings += checks.find_replicated_partners(linted, reported)
     reported |= {id(a) for finding in findings for a, _ in finding.changes}
     findings += checks.find_contradictions(linted, reported)
-    found = [*write_changes(findings, plan)]
+    found = [*add_changes_to_fixes(findings, plan)]
     if plan.cost is not None:
-        found += load_cost_package().lint(linted)
+        found += load_cost_package().find_cost_problems(linted)
     return Findings(tuple(found), linted.batch_dim, is_known, len(plan.errors))
 
 
-def sort_weights(plan: PlanTable, batch_dim: BatchDim | None = None) -> tuple[Linted, bool]:
-    """Return the plan sorted for the checks, and whether its batch dim is known and not guessed."""
-    of_cost = plan.cost.batch_dim if plan.cost else None
-    known = batch_dim or of_cost or (spec_from_dims(plan.batches) if plan.batches else None)
+def prepare_plan_for_lint(plan: PlanTable, batch_dim: BatchDim | None = None) -> tuple[LintedPlan, bool]:
+    """Return the plan in the form for the checks, and whether its batch dim is known and not guessed."""
+    cost_dim = plan.cost.batch_dim if plan.cost else None
+    known = batch_dim or cost_dim or (make_spec(plan.batches) if plan.batches else None)
     is_known = known is not None or plan.batches is not None
-    return Linted(plan, known if is_known else guess_batch_dim(plan)), is_known
+    return LintedPlan(plan, known if is_known else guess_batch_dim(plan)), is_known
 
 
-def make_suggestions(plan: PlanTable) -> Suggestions:
-    """Return the layouts that lint does not report for the replicated variables of a plan."""
-    return Suggestions(sort_weights(plan)[0])
+def make_layout_suggestions(plan: PlanTable) -> LayoutSuggestions:
+    """Return the object that suggests layouts for the replicated variables of a plan."""
+    return LayoutSuggestions(prepare_plan_for_lint(plan)[0])
 
 
 def list_named_batch_dims(mesh: Mesh) -> tuple[str, ...]:
-    """Return the mesh dims with a usual name for a dim over which batches are sharded."""
+    """Return the mesh dims with a name that is usual for a dim over which batches are sharded, such as `data`."""
     return tuple(dim for dim in mesh.dim_names if dim in _NAMES_OF_BATCH)
 
 
 def guess_batch_dim(plan: PlanTable) -> str | None:
-    """Return the mesh dim that the batch is probably sharded over, or None if nothing suggests one.
+    """Return the mesh dim over which batches are probably sharded, or None if nothing suggests one.
 
-    Rules for activations say it, or `fully_shard`, which shards weights over the devices of the batch, or its name.
+    It is the dim of most activation rules, else a dim of `fully_shard`, which shards weights over the devices of the
+    batch, else a dim with a usual name.
     """
     votes = Counter(
         dim

@@ -1,6 +1,6 @@
-"""Write the change of the rules that ends a finding.
+"""Write the change of the rules with which a finding disappears.
 
-Each check names the layouts that it wants, and the text is written here, so that all fixes are typed alike
+Each check gives the layouts that variables should have. The text of all fixes is written here, so that it has one form
 (decisions/0280).
 """
 
@@ -15,36 +15,36 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.match import Rule
 from layoutmap.core.paths import split_at_numbers
 from layoutmap.core.variables import Assignment
-from layoutmap.plan.problems import Problem, merge_problems
+from layoutmap.plan.problems import Problem, group_problems
 from layoutmap.plan.table import PlanTable
-from layoutmap.rules.merged_rules import find_full_pattern_parts, merge_patterns
+from layoutmap.rules.merged_rules import find_whole_path_pattern_parts, merge_patterns
 
-Change: TypeAlias = tuple[Assignment, Layout]
+LayoutChange: TypeAlias = tuple[Assignment, Layout]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem, and the layouts that end it.
+    """A problem that lint found, and the layouts with which it disappears.
 
     Args:
-        problem: The problem. The change of the rules is added to its fix.
+        problem: The problem. The change of the rules is added to its fix later.
         changes: Variables with the layouts that they should have.
     """
 
     problem: Problem
-    changes: tuple[Change, ...] = ()
+    changes: tuple[LayoutChange, ...] = ()
 
 
-def write_changes(findings: Sequence[Finding], plan: PlanTable) -> Iterator[Problem]:
-    """Yield the problems, each with the change of the rules in its fix.
+def add_changes_to_fixes(findings: Sequence[Finding], plan: PlanTable) -> Iterator[Problem]:
+    """Yield the problems of the findings, each with the change of the rules in its fix.
 
-    Problems that are shown as one have one change, which is for the variables of all of them.
+    Problems that are shown merged have the same text, which changes the variables of all of them.
     """
     writer = ChangeWriter(plan, [change for f in findings for change in f.changes])
     changes = {id(f.problem): f.changes for f in findings}
     texts: dict[int, str] = {}
-    for _, group in merge_problems([f.problem for f in findings]):
-        text = "; ".join(writer.list_changes([each for p in group for each in changes[id(p)]]))
+    for _, group in group_problems([f.problem for f in findings]):
+        text = "; ".join(writer.iterate_change_texts([change for p in group for change in changes[id(p)]]))
         texts |= {id(p): text for p in group}
     for f in findings:
         text = texts[id(f.problem)]
@@ -52,14 +52,14 @@ def write_changes(findings: Sequence[Finding], plan: PlanTable) -> Iterator[Prob
 
 
 class ChangeWriter:
-    """Write changes of rules as text.
+    """Writer of the changes of rules that give variables other layouts, as text for fixes.
 
     Args:
         plan: The plan.
-        changes: All variables that findings change, with their layouts.
+        changes: All variables to change, with their new layouts.
     """
 
-    def __init__(self, plan: PlanTable, changes: Sequence[Change]) -> None:
+    def __init__(self, plan: PlanTable, changes: Sequence[LayoutChange]) -> None:
         self._patterns = _PatternWriter(plan)
         kept: dict[int, set[tuple[str, str]]] = defaultdict(set)
         for a in plan.assignments:
@@ -77,11 +77,11 @@ class ChangeWriter:
                 if a.match.others and a.match.others[0].layout == layout:
                     kept[rule.number].discard(a.variable.key)
 
-    def list_changes(self, changes: Sequence[Change]) -> Iterator[str]:
-        """Yield the text of each rule to change, to delete, to put before another, or to add."""
+    def iterate_change_texts(self, changes: Sequence[LayoutChange]) -> Iterator[str]:
+        """Yield a text for each rule to change, to delete, to put before another rule, or to add."""
         groups: dict[tuple[Rule | None, bool, Layout], list[Assignment]] = defaultdict(list)
         for a, layout in changes:
-            has_no_map = a.match is None or a.match.is_found
+            has_no_map = a.match is None or a.match.has_existing_layout
             groups[a.match.rule if a.match else None, has_no_map, layout].append(a)
         deleted = set[int]()
         for (rule, has_no_map, layout), group in groups.items():
@@ -89,20 +89,20 @@ class ChangeWriter:
                 yield str(layout)
             elif rule is None:
                 for pattern in self._patterns.write_patterns(group):
-                    yield f'add a rule: layout_map[r"{pattern}"] = {format_specs(layout)}'
+                    yield f'add a rule: layout_map[r"{pattern}"] = {format_specs_as_python(layout)}'
             elif not self._kept_by_deletion[rule.number]:
                 if rule.number not in deleted:
                     yield f"delete rule {rule.number}"
                 deleted.add(rule.number)
             elif not self._kept_by_layout[rule.number, layout]:
-                yield f"change rule {rule.number} to {format_specs(layout)}"
+                yield f"change rule {rule.number} to {format_specs_as_python(layout)}"
             else:
                 for pattern in self._patterns.write_patterns(group):
-                    yield f'put before rule {rule.number}: layout_map[r"{pattern}"] = {format_specs(layout)}'
+                    yield f'put before rule {rule.number}: layout_map[r"{pattern}"] = {format_specs_as_python(layout)}'
 
 
 class _PatternWriter:
-    """Write patterns that match some variables of a plan and no others."""
+    """Writer of patterns that match some variables of a plan and no others."""
 
     def __init__(self, plan: PlanTable) -> None:
         self._paths: dict[tuple[str, ...], set[str]] = defaultdict(set)
@@ -111,17 +111,17 @@ class _PatternWriter:
                 self._paths[split_at_numbers(path)].add(path)
 
     def write_patterns(self, group: Sequence[Assignment]) -> Sequence[str]:
-        """Return the patterns for some variables."""
+        """Return patterns that match these variables and no other path of the plan."""
         forms: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for a in group:
             forms[split_at_numbers(a.variable.path)].append(a.variable.path)
-        # A pattern for whole paths matches only paths that differ from these in numbers.
+        # A pattern for whole paths matches no path with other words, so check it only against paths with other numbers.
         return merge_patterns(
-            find_full_pattern_parts(paths, paths, self._paths[form] - {*paths})
+            find_whole_path_pattern_parts(paths, paths, self._paths[form] - {*paths})
             for form, paths in forms.items()
         )
 
 
-def format_specs(layout: Layout) -> str:
-    """Return the specs of a layout as Python source."""
+def format_specs_as_python(layout: Layout) -> str:
+    """Return the specs of a layout as Python source, with None for unsharded axes."""
     return str(tuple(None if spec == UNSHARDED else spec for spec in layout.sharding_specs))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.changes import Finding
-from layoutmap.plan.lint.weights import Linted, find_compute_dims, format_rule_suffix
+from layoutmap.plan.lint.weights import LintedPlan, find_compute_dims, format_rule_suffix
 from layoutmap.plan.problems import Problem
 
 _NUMBER = re.compile(r"\d+")
@@ -20,7 +20,7 @@ _MAX_SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class _OddWeight:
-    """A weight of a block, one of its siblings, and how many of the siblings are sharded over more dims."""
+    """A weight that lacks the mesh dims `dims` of a sibling in another block. `share` of the siblings have them."""
 
     block: str
     assignment: Assignment
@@ -29,11 +29,11 @@ class _OddWeight:
     share: str
 
 
-# A block with less sharding than its siblings is likely a mistake, so lint reports it (decisions/0022).
-def find_odd_blocks(linted: Linted) -> Iterator[Finding]:
-    """Yield a problem for each block that is not sharded over all the mesh dims of its siblings."""
+# A block that is sharded over fewer dims than its siblings is probably a mistake, so report it (decisions/0022).
+def find_odd_blocks(linted: LintedPlan) -> Iterator[Finding]:
+    """Yield a finding for each repeated block with weights that lack mesh dims of most siblings."""
     found: dict[int, _OddWeight] = {}
-    for group in _group_siblings(linted).values():
+    for group in _group_sibling_weights(linted).values():
         if len(group) <= _LEAST_BLOCKS:
             continue
         dims = [_find_sharding_dims(a) for _, a in group]
@@ -43,17 +43,17 @@ def find_odd_blocks(linted: Linted) -> Iterator[Finding]:
         sibling = group[dims.index(usual)][1]
         for (block, a), over in zip(group, dims, strict=True):
             known = found.get(id(a))
-            # Report the innermost of nested blocks.
+            # A path with several numbers is in nested blocks, so report only the innermost one.
             if over < usual and (known is None or len(known.block) < len(block)):
                 found[id(a)] = _OddWeight(block, a, sibling, usual - over, f"{count} of {len(group)}")
     blocks: dict[tuple[str, str], list[_OddWeight]] = defaultdict(list)
     for odd in found.values():
         blocks[odd.assignment.variable.model, odd.block].append(odd)
-    return (_describe_block(linted, block, weights) for (_, block), weights in blocks.items())
+    return (_make_odd_block_finding(linted, block, weights) for (_, block), weights in blocks.items())
 
 
-def _group_siblings(linted: Linted) -> dict[object, list[tuple[str, Assignment]]]:
-    """Return weights of one shape with paths that differ in one number, each with the path of its block."""
+def _group_sibling_weights(linted: LintedPlan) -> dict[object, list[tuple[str, Assignment]]]:
+    """Return groups of weights of one shape with paths that differ in one number, each after the path of its block."""
     groups: dict[object, list[tuple[str, Assignment]]] = defaultdict(list)
     for a in linted.plan.assignments:
         v = a.variable
@@ -67,11 +67,12 @@ def _group_siblings(linted: Linted) -> dict[object, list[tuple[str, Assignment]]
 
 
 def _find_sharding_dims(a: Assignment) -> frozenset[str]:
-    """Return the mesh dims of several devices over which a weight is sharded, including those of `fully_shard`."""
+    """Return the mesh dims of size above 1 over which a weight is stored in shards, with those of `fully_shard`."""
     return frozenset(dim for axis in find_compute_dims(a.layout, (), ()) for dim in axis)
 
 
-def _describe_block(linted: Linted, block: str, weights: Sequence[_OddWeight]) -> Finding:
+def _make_odd_block_finding(linted: LintedPlan, block: str, weights: Sequence[_OddWeight]) -> Finding:
+    """Return the finding that some weights of a block are sharded over fewer dims than in most equal blocks."""
     first = weights[0]
     computes = first.dims - {*linted.batch_dims, *linted.plan.gathered_dims}
     over = " and ".join(dim for dim in first.assignment.layout.mesh.dim_names if dim in first.dims)

@@ -25,11 +25,11 @@ _TAKES_HEADS = re.compile(r"o|((attention_)?(o|out|output))(_(dense|proj|project
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Weight with known roles of its axes."""
+    """A weight with known roles of its axes, and the mesh dims that do not shard it while its layer computes."""
 
     assignment: Assignment
     use: Use
-    gathered: tuple[str, ...] = ()
+    gathered_dims: tuple[str, ...] = ()
     batch_dims: tuple[str, ...] = ()
 
     @property
@@ -64,39 +64,39 @@ class Weight:
 
     @property
     def name(self) -> str:
-        """The path from the block on, which is the same in all repeated blocks."""
+        """The path inside of the block, which is the same in all repeated blocks."""
         return self.path.removeprefix(f"{self.block}.")
 
-    def axes(self, role: str) -> tuple[int, ...]:
-        """Return the axes of a role, `"in"`, `"out"`, or `"rows"`, in the order of their numbers."""
-        return _group_axes(self.use.roles).get(role, ())
+    def list_axes(self, role: str) -> tuple[int, ...]:
+        """Return the axes with a role, `"in"`, `"out"`, or `"rows"`, in the order of the numbers in their roles."""
+        return _group_axes_by_role(self.use.roles).get(role, ())
 
-    def sizes(self, role: str) -> tuple[int, ...]:
-        """Return the sizes of the axes of a role."""
-        return tuple(self.shape[axis] for axis in self.axes(role))
+    def list_sizes(self, role: str) -> tuple[int, ...]:
+        """Return the sizes of the axes with a role, `"in"`, `"out"`, or `"rows"`."""
+        return tuple(self.shape[axis] for axis in self.list_axes(role))
 
-    def dims(self, axis: int) -> tuple[str, ...]:
+    def list_dims(self, axis: int) -> tuple[str, ...]:
         """Return the mesh dims over which an axis is sharded while its layer computes."""
-        return find_compute_dims(self.layout, self.gathered, self.batch_dims)[axis]
+        return find_compute_dims(self.layout, self.gathered_dims, self.batch_dims)[axis]
 
-    def num_shards(self, axis: int) -> int:
+    def count_shards(self, axis: int) -> int:
         """Return the number of shards of an axis while its layer computes."""
-        return math.prod(self.layout.mesh.dim_size(dim) for dim in self.dims(axis))
+        return math.prod(self.layout.mesh.dim_size(dim) for dim in self.list_dims(axis))
 
     def count_heads(self, role: str) -> int:
-        """Return the number of heads along the first axis of a role."""
-        return self.sizes(role)[0] // (self.use.head_size or 1)
+        """Return the number of attention heads along the first axis with a role, `"in"` or `"out"`."""
+        return self.list_sizes(role)[0] // (self.use.head_size or 1)
 
     @property
     def layout_text(self) -> str:
-        """The layout, and the rule that gave it."""
+        """The layout and the rule that gave it, as text."""
         return f"{self.layout}{format_rule_suffix(self.assignment)}"
 
 
-# Thousands of weights share few uses and layouts, so results are cached.
+# Thousands of weights have only a few different roles and layouts, so results are cached.
 @lru_cache(4096)
-def _group_axes(roles: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the axes of each role, in the order of the roles' numbers."""
+def _group_axes_by_role(roles: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the axes by role without its number: of `("out.0", "in.0", "in.1")`, `in` has the axes 1 and 2."""
     found: dict[str, list[int]] = {}
     for role, axis in sorted((role, axis) for axis, role in enumerate(roles)):
         found.setdefault(role.partition(".")[0], []).append(axis)
@@ -105,24 +105,24 @@ def _group_axes(roles: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
 
 @lru_cache(4096)
 def find_compute_dims(
-    layout: Layout, gathered: tuple[str, ...], batch_dims: tuple[str, ...]
+    layout: Layout, gathered_dims: tuple[str, ...], batch_dims: tuple[str, ...]
 ) -> tuple[tuple[str, ...], ...]:
     """Return for each axis the mesh dims over which a weight is sharded while its layer computes.
 
-    `fully_shard` gathers a weight over its dims before the product. Where rows are sharded over the batch's dim, a
-    product cannot keep another axis sharded over it, so an axis that is sharded over others too keeps these.
+    `fully_shard` gathers a weight over `gathered_dims` before the product. The rows of the batch are sharded over its
+    dim, so an axis that is sharded over the batch dim and other dims counts as sharded over the other dims only.
     """
 
-    def find_axis_dims(axis: int) -> tuple[str, ...]:
+    def find_compute_dims_of_axis(axis: int) -> tuple[str, ...]:
         dims = [dim for dim in layout.list_mesh_dims(axis) if layout.mesh.dim_size(dim) > 1]
-        dims = [dim for dim in dims if dim not in gathered]
+        dims = [dim for dim in dims if dim not in gathered_dims]
         return tuple(dim for dim in dims if dim not in batch_dims or len(dims) == 1)
 
-    return tuple(map(find_axis_dims, range(layout.rank)))
+    return tuple(map(find_compute_dims_of_axis, range(layout.rank)))
 
 
-class Linted:
-    """One plan, sorted for the checks."""
+class LintedPlan:
+    """A plan in the form for the checks: weights by their role, blocks of layers, and consecutive kernels."""
 
     def __init__(self, plan: PlanTable, batch_dim: BatchDim | None) -> None:
         self.plan = plan
@@ -136,82 +136,82 @@ class Linted:
 
     @cached_property
     def kernels(self) -> list[Weight]:
-        """The weights of matrix products: they sum over some axes and return others."""
-        return [w for w in self.weights if w.axes("in") and w.axes("out")]
+        """The weights of matrix products: those with summed axes and output axes."""
+        return [w for w in self.weights if w.list_axes("in") and w.list_axes("out")]
 
     @cached_property
     def blocks(self) -> list[list[Weight]]:
-        """Kernels of layers that stand side by side in one layer."""
+        """The kernels, grouped by the block (the parent layer) that contains their layers."""
         groups: dict[tuple[str, str], list[Weight]] = defaultdict(list)
         for w in self.kernels:
             groups[w.assignment.variable.model, w.block].append(w)
         return list(groups.values())
 
     @cached_property
-    def pairs(self) -> list[tuple[Weight, Weight]]:
-        """Pairs of kernels of which the second takes the output of the first."""
+    def kernel_pairs(self) -> list[tuple[Weight, Weight]]:
+        """The pairs of kernels in which the second takes the output of the first."""
         return [pair for block in self.blocks for pair in iterate_kernel_pairs(self, block)]
 
     @cached_property
     def kernels_before(self) -> Mapping[int, Sequence[Weight]]:
-        """The kernels before a kernel, by its id."""
-        return _group_by_id((then, first) for first, then in self.pairs)
+        """The kernels with outputs that a kernel takes, by the id of that kernel."""
+        return _group_by_id((then, first) for first, then in self.kernel_pairs)
 
     @cached_property
     def kernels_after(self) -> Mapping[int, Sequence[Weight]]:
-        """The kernels after a kernel, by its id."""
-        return _group_by_id(self.pairs)
+        """The kernels that take the output of a kernel, by the id of the kernel."""
+        return _group_by_id(self.kernel_pairs)
 
     @cached_property
     def biases(self) -> Mapping[tuple[str, str], Sequence[Weight]]:
-        """The weights without a summed axis of each layer, by the layer's model and path."""
+        """The weights with output axes but no summed axis, by the model and path of their layer."""
         found: dict[tuple[str, str], list[Weight]] = defaultdict(list)
         for w in self.weights:
-            if w.axes("out") and not w.axes("in"):
+            if w.list_axes("out") and not w.list_axes("in"):
                 found[w.assignment.variable.model, w.layer].append(w)
         return found
 
     def count_votes(self, w: Weight, axis: int, dims: tuple[str, ...]) -> int:
-        """Return the number of other weights that agree with sharding an axis of a kernel over some dims.
+        """Return the number of other weights that are sharded alike, if an axis of a kernel is sharded over dims.
 
-        These are its bias, the kernels on that side of it, and the same weight of other blocks. No axis between two
-        kernels should be sharded over the batch dim.
+        They are its bias, the kernels that share the axis, and the same weight in other blocks. For dims of the batch,
+        the number of all these weights is subtracted, because an axis between two kernels should not be sharded so.
         """
         role = w.use.roles[axis]
         is_out = role.startswith("out")
         biases = self.biases.get((w.assignment.variable.model, w.layer), ()) if is_out else ()
         near = (self.kernels_after if is_out else self.kernels_before).get(id(w), ())
-        votes = [b.dims(b.use.roles.index(role)) for b in biases if role in b.use.roles]
-        votes += [other.dims(other.axes("in" if is_out else "out")[0]) for other in near]
+        votes = [b.list_dims(b.use.roles.index(role)) for b in biases if role in b.use.roles]
+        votes += [other.list_dims(other.list_axes("in" if is_out else "out")[0]) for other in near]
         votes += [
-            other.dims(axis) for other in self.siblings[get_sibling_key(w.assignment)] if other is not w
+            other.list_dims(axis) for other in self.siblings[get_sibling_key(w.assignment)] if other is not w
         ]
         return votes.count(dims) - len(votes) * bool({*dims} & {*self.batch_dims})
 
     @cached_property
     def siblings(self) -> Mapping[object, Sequence[Weight]]:
-        """The weights of one path but for its numbers and one shape, by `get_sibling_key`."""
+        """The weights of one shape with paths that differ only in numbers, by `get_sibling_key`."""
         found: dict[object, list[Weight]] = defaultdict(list)
         for w in self.weights:
             found[get_sibling_key(w.assignment)].append(w)
         return found
 
-    def parts(self, block: Sequence[Weight]) -> dict[str, Weight]:
-        """Return the query, key, and value kernels of a block, or an empty dict unless it has each exactly once."""
+    def find_attention_kernels(self, block: Sequence[Weight]) -> dict[str, Weight]:
+        """Return the query, key, and value kernels of a block by these names, or an empty dict if one is not unique."""
         found = {
             part: [w for w in block if pattern.fullmatch(w.layer_name)] for part, pattern in _PARTS.items()
         }
-        return {part: each[0] for part, each in found.items()} if _are_unique(found) else {}
+        return {part: each[0] for part, each in found.items()} if _has_one_of_each(found) else {}
 
     def choose_head_dims(self, block: Sequence[Weight]) -> tuple[str, ...]:
-        """Return the mesh dims that most of query, key, value, and output kernels have their heads sharded over.
+        """Return the mesh dims over which most attention kernels of a block shard their heads, or an empty tuple.
 
-        Other dims come before those of the batch.
+        Dims of the batch are returned only if no kernel uses other dims.
         """
-        parts = self.parts(block)
+        parts = self.find_attention_kernels(block)
         takers = [w for w in block if is_attention_output(w)]
         members = [(w, "out") for w in parts.values()] + [(w, "in") for w in takers if len(takers) == 1]
-        dims = [found for w, role in members if (found := w.dims(w.axes(role)[0]))]
+        dims = [found for w, role in members if (found := w.list_dims(w.list_axes(role)[0]))]
         fitting = [
             each
             for each in dims
@@ -221,42 +221,42 @@ class Linted:
 
 
 def _group_by_id(pairs: Iterable[tuple[Weight, Weight]]) -> Mapping[int, Sequence[Weight]]:
-    """Return the second weights of pairs by the id of the first."""
+    """Return the second weights of pairs, grouped by the id of the first weight."""
     found: dict[int, list[Weight]] = defaultdict(list)
     for key, value in pairs:
         found[id(key)].append(value)
     return dict(found)
 
 
-def iterate_kernel_pairs(linted: Linted, block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
-    """Yield each pair of kernels in a block in which the second takes the first one's output.
+def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
+    """Yield each pair of kernels in a block in which the second takes the output of the first.
 
-    The sizes show it, where one kernel alone takes them in and outputs others. Where all sizes of an attention are
-    equal, the names of its layers do.
+    These are kernels with the output sizes that only one other kernel has as input sizes. If all sizes of an attention
+    layer are equal, the query and the output kernel are found by the names of their layers.
     """
     order = {id(w): number for number, w in enumerate(block)}
     outs: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
     ins: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
     for w in block:
-        outs[w.sizes("out")].append(w)
-        ins[w.sizes("in")].append(w)
+        outs[w.list_sizes("out")].append(w)
+        ins[w.list_sizes("in")].append(w)
     for sizes, makers in outs.items():
         takers = ins.get(sizes, [])
         if len(takers) == 1 and not any(w is takers[0] for w in makers):
             (taker,) = takers
             yield from ((maker, taker) for maker in makers if order[id(maker)] < order[id(taker)])
-    query = linted.parts(block).get("query")
+    query = linted.find_attention_kernels(block).get("query")
     takers = [w for w in block if is_attention_output(w)]
     if (
         query is not None
         and len(takers) == 1
-        and query.sizes("out") == query.sizes("in") == takers[0].sizes("in")
+        and query.list_sizes("out") == query.list_sizes("in") == takers[0].list_sizes("in")
     ):
         yield query, takers[0]
 
 
-def _are_unique(found: dict[str, list[Weight]]) -> bool:
-    return all(len(each) == 1 for each in found.values())
+def _has_one_of_each(kernels_by_part: dict[str, list[Weight]]) -> bool:
+    return all(len(each) == 1 for each in kernels_by_part.values())
 
 
 def is_attention_output(weight: Weight) -> bool:
@@ -270,18 +270,18 @@ def is_attention_output_name(layer_name: str) -> bool:
 
 
 def get_sibling_key(a: Assignment) -> object:
-    """Return a key that is equal for one weight of repeated blocks."""
+    """Return a key that is equal for the same weight in repeated blocks, and different for all other weights."""
     v = a.variable
     return (v.model, split_at_numbers(v.path), v.shape) if any(map(str.isdigit, v.path)) else id(a)
 
 
 def format_rule_suffix(assignment: Assignment) -> str:
-    """Return the rule that gave a layout, as text to put after the layout."""
+    """Return the rule that gave a layout, or that there is none, as text to append to the layout."""
     match = assignment.match
     return (
         f"     {match.rule}"
         if match and match.rule
         else "     no rule"
-        if match and not match.is_found
+        if match and not match.has_existing_layout
         else ""
     )

@@ -1,7 +1,7 @@
-"""Convert a plan to lists for its page. Shared texts are stored once.
+"""Convert a plan to JSON data for its page. Shared texts are stored once.
 
-A model has some thousand variables and a few dozen forms (a shape, a type and a layout), so a variable is its path and
-a few numbers. All bytes are counted here; the page's scripts compute only where each slice is.
+A model has thousands of variables but only dozens of shapes, dtypes, and layouts, so a variable refers to these by
+number. All bytes are counted here; the scripts of the page compute only the position of each slice.
 """
 
 from __future__ import annotations
@@ -15,34 +15,37 @@ from layoutmap.core.paths import replace_numbers
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.memory import Memory, count_memory
-from layoutmap.plan.problems import Problem, merge_problems, sort_problems
+from layoutmap.plan.problems import Problem, group_problems, sort_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.verdict import Verdict
-from layoutmap.report.explain import list_collectives
+from layoutmap.report.explain import iterate_collective_rows
 from layoutmap.report.rows import make_rows
-from layoutmap.report.text import format_activations
+from layoutmap.report.text import format_activation_rows
 
 NO_RULE, NOT_ASKED = -1, -2
 
 
 def make_page_data(plan: PlanTable, findings: Sequence[Problem] = ()) -> dict[str, object]:
-    """Convert a plan to lists and dicts for JSON. Equal plans give equal data."""
-    return _PageData(plan).make_data(findings)
+    """Return a plan as lists and dicts for JSON. Equal plans give equal data."""
+    return _PageData(plan).make_page_dict(findings)
 
 
 def make_verdict_data(verdict: Verdict) -> dict[str, object]:
-    """Convert a verdict to data for the page's scripts, which compute nothing."""
+    """Return a verdict as data for JSON, with complete texts that the scripts of the page only show."""
     return {
         "mood": verdict.mood,
         "fits": verdict.fits,
-        "so_far": verdict.is_so_far,
+        "so_far": verdict.is_lower_bound,
         "says": verdict.headline,
         "needed": verdict.needed_bytes,
         "available": verdict.available_bytes,
         "moment": verdict.moment,
         "because": [[cause.text, cause.num_bytes] for cause in verdict.because],
         "advice": [
-            [a.headline(verdict.available_bytes or 0), *filter(None, dict.fromkeys([a.command, a.python]))]
+            [
+                a.format_headline(verdict.available_bytes or 0),
+                *filter(None, dict.fromkeys([a.command, a.python])),
+            ]
             for a in verdict.advice
         ],
         "untried": verdict.untried,
@@ -50,9 +53,9 @@ def make_verdict_data(verdict: Verdict) -> dict[str, object]:
 
 
 class _UniqueValues(dict[Hashable, int]):
-    """Number distinct values in the order of their first use."""
+    """Numbers of distinct values, from 0 in the order of their first use."""
 
-    def number(self, value: Hashable) -> int:
+    def get_number(self, value: Hashable) -> int:
         return self.setdefault(value, len(self))
 
 
@@ -70,11 +73,11 @@ class _PageData:
             for path in (a.variable.path, *a.variable.aliases):
                 self.by_path.setdefault(path, []).append(i)
 
-    def make_data(self, findings: Sequence[Problem]) -> dict[str, Any]:
+    def make_page_dict(self, findings: Sequence[Problem]) -> dict[str, Any]:
         plan, memory = self.plan, count_memory(self.plan)
         rows = make_rows(plan)
         row_of = {id(a): i for i, row in enumerate(rows) for a in row.assignments}
-        variables = [self._describe_variable(a, row_of[id(a)]) for a in plan.assignments]
+        variables = [self._make_variable_entry(a, row_of[id(a)]) for a in plan.assignments]
         return {
             "mesh": {
                 "name": plan.mesh.name,
@@ -82,15 +85,15 @@ class _PageData:
                 "devices": plan.mesh.devices,
             },
             "bytes": [plan.global_bytes, plan.device_bytes],
-            "memory": _sum_bytes(plan, memory),
+            "memory": _sum_bytes_by_purpose(plan, memory),
             "variables": variables,
-            "rows": [[row.path, row.rule, row.follows] for row in rows],
-            "problems": [self._describe_problem(*group) for group in _group_problems(plan, findings)],
+            "rows": [[row.path, row.rule_text, row.matches_weights] for row in rows],
+            "problems": [self._make_problem_fields(*group) for group in _merge_problems(plan, findings)],
             "could_be_sharded": [
                 [row.path, row.axis, row.dim, row.saved_bytes, [self.number[id(a)] for a in row.assignments]]
                 for row in memory.rows
             ],
-            "activations": format_activations(plan),
+            "activations": format_activation_rows(plan),
             "forms": list(self.forms),
             "rules": list(self.rules),
             "lists": list(self.lists),
@@ -98,26 +101,29 @@ class _PageData:
             "layouts": list(self.layouts),
             "cost": plan.cost
             and load_cost_package().make_page_fields(
-                plan.cost, memory.total - memory.gradients, self._find_first
+                plan.cost, memory.total - memory.gradients, self._find_first_variable
             ),
         }
 
-    def _find_first(self, cause: str) -> int | None:
-        """Return the number of a cause's first variable, or None for a layer. The cause's path may have stars."""
+    def _find_first_variable(self, cause: str) -> int | None:
+        """Return the position of the first variable with a cause's path, which may have stars, or None for a layer."""
         if "*" in cause:
             return next(
-                (numbers[0] for path, numbers in self.by_path.items() if replace_numbers(path) == cause), None
+                (numbers[0] for path, numbers in self.by_path.items() if replace_numbers(path) == cause),
+                None,
             )
         return next(iter(self.by_path.get(cause, ())), None)
 
-    def _describe_variable(self, a: Assignment, row: int) -> list[object]:
+    def _make_variable_entry(self, a: Assignment, row: int) -> list[object]:
         v, match = a.variable, a.match
         shard = a.shard_bytes if a.fits else None
-        form = self.forms.number((v.shape, v.dtype, self._number_layout(a.layout), v.global_bytes, shard))
+        form = self.forms.get_number(
+            (v.shape, v.dtype, self._get_layout_number(a.layout), v.global_bytes, shard)
+        )
         rule = (
             NOT_ASKED
-            if match is None or match.is_found
-            else self._number_rule(match.rule)
+            if match is None or match.has_existing_layout
+            else self._get_rule_number(match.rule)
             if match.rule
             else NO_RULE
         )
@@ -125,48 +131,52 @@ class _PageData:
             "model": v.model,
             "aliases": v.aliases,
             "parent": v.parent and self._find_parent(a),
-            "step": tuple(self.texts.number(": ".join(row)) for row in list_collectives(self.plan, a)),
-            "global_init": a.global_init and self.texts.number(a.global_init),
-            **(self._match_rules(match, a) if match else {}),
+            "step": tuple(
+                self.texts.get_number(": ".join(row)) for row in iterate_collective_rows(self.plan, a)
+            ),
+            "global_init": a.global_init and self.texts.get_number(a.global_init),
+            **(self._make_match_fields(match, a) if match else {}),
         }
         written: list[Any] = [v.path, form, v.kind, row, rule]
         given = {name: value for name, value in more.items() if value not in (None, "", ())}
         return [*written, given] if given else written
 
-    def _match_rules(self, match: Match, a: Assignment) -> dict[str, object]:
-        others = tuple(self._number_rule(rule) for rule in match.others)
+    def _make_match_fields(self, match: Match, a: Assignment) -> dict[str, object]:
+        others = tuple(self._get_rule_number(rule) for rule in match.others)
         asked = match.rule.layout if match.rule and match.rule.layout != a.layout else None
         return {
-            "others": self.lists.number(others) if others else None,
-            "near": self.lists.number(match.near_misses) if match.near_misses else None,
-            "asked": asked and self._number_layout(asked),
-            "rest": match.is_rest or None,
-            "found": match.is_found or None,
+            "others": self.lists.get_number(others) if others else None,
+            "near": self.lists.get_number(match.near_misses) if match.near_misses else None,
+            "asked": asked and self._get_layout_number(asked),
+            "rest": match.has_rest_layout or None,
+            "found": match.has_existing_layout or None,
         }
 
     def _find_parent(self, a: Assignment) -> int | str:
-        """Return the number of a variable's parent, or the parent's path if the plan lacks it."""
+        """Return the position of a variable's parent in the plan, or the parent's path if the plan lacks it."""
         path, model = a.variable.parent or "", a.variable.model
         for i in self.by_path.get(path, ()):
             if self.plan.assignments[i].variable.model == model:
                 return i
         return path
 
-    def _number_rule(self, rule: Rule) -> int:
-        return self.rules.number((rule.number, rule.pattern, self._number_layout(rule.layout), rule.uneven))
+    def _get_rule_number(self, rule: Rule) -> int:
+        return self.rules.get_number(
+            (rule.number, rule.pattern, self._get_layout_number(rule.layout), rule.uneven)
+        )
 
-    def _number_layout(self, layout: Layout) -> int:
-        """Number a layout, and store its mesh dims per axis and its text."""
+    def _get_layout_number(self, layout: Layout) -> int:
+        """Return the number of a layout, under which the data has its mesh dims for each axis and its text."""
         if id(layout) in self._seen:
             return self._seen[id(layout)]
         dims = {name: i for i, name in enumerate(self.plan.mesh.dim_names)}
         dims_of_axes = tuple(
             tuple(dims[name] for name in layout.list_mesh_dims(i)) for i in range(layout.rank)
         )
-        self._seen[id(layout)] = self.layouts.number((dims_of_axes, str(layout)))
+        self._seen[id(layout)] = self.layouts.get_number((dims_of_axes, str(layout)))
         return self._seen[id(layout)]
 
-    def _describe_problem(self, merged: Problem, members: Sequence[Problem]) -> dict[str, object]:
+    def _make_problem_fields(self, merged: Problem, members: Sequence[Problem]) -> dict[str, object]:
         of = dict.fromkeys(
             i
             for p in members
@@ -179,14 +189,14 @@ class _PageData:
         return {**written, "count": len(members), "variables": list(of), "lint": by_lint}
 
 
-def _group_problems(
+def _merge_problems(
     plan: PlanTable, findings: Sequence[Problem]
 ) -> list[tuple[Problem, tuple[Problem, ...]]]:
-    """Merge the problems of repeated blocks, each with its members, without duplicates."""
-    return merge_problems(sort_problems(list(dict.fromkeys([*plan.problems, *findings]))))
+    """Return the problems of a plan and the findings, merged for repeated blocks, each with its unmerged problems."""
+    return group_problems(sort_problems(list(dict.fromkeys([*plan.problems, *findings]))))
 
 
-def _sum_bytes(plan: PlanTable, memory: Memory) -> dict[str, Mapping[str, int]]:
+def _sum_bytes_by_purpose(plan: PlanTable, memory: Memory) -> dict[str, Mapping[str, int]]:
     device = {name: getattr(memory, name) for name in ("weights", "gradients", "slots", "state")}
     weights = sum(a.variable.global_bytes for a in plan.assignments if a.variable.is_trained)
     slots = sum(a.variable.global_bytes for a in plan.assignments if a.variable.kind is Kind.SLOT)

@@ -1,7 +1,7 @@
 """Write a plan as one self-contained HTML page that works offline.
 
-The parts are in `assets`: a frame, a style sheet, and scripts, each one idea. They are put into one file with
-the plan's data as JSON. The data are never markup or script: a `<` in them is written as an escape.
+`assets` has an HTML template, a style sheet, and scripts. They are written into one file with the plan's data as JSON.
+The data cannot become markup or script, because a `<` in them is escaped.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from layoutmap.core.escaping import escape_html
 from layoutmap.plan.problems import Problem
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.verdict import judge_plan
-from layoutmap.report.contents import Contents, format_contents_line
+from layoutmap.report.contents import CheckpointContents, format_contents_summary
 from layoutmap.report.page.data import make_page_data, make_verdict_data
-from layoutmap.report.text import format_line
+from layoutmap.report.text import format_plan_summary
 
-# Each script uses earlier ones. All run in one scope that other scripts cannot access.
+# Each script uses the ones before it, so keep this order. All run in one scope that other scripts cannot access.
 _SCRIPTS = (
     *(
         "slices",
@@ -51,26 +51,26 @@ _SCRIPTS = (
 def make_plan_page(
     plan: PlanTable, findings: Sequence[Problem] = (), explained: Mapping[str, object] | None = None
 ) -> str:
-    """Write a plan as a self-contained HTML page. Equal plans give equal pages.
+    """Return a plan as a self-contained HTML page. Equal plans give equal pages.
 
     Args:
         plan: The plan.
         findings: More problems to show beside those of the plan.
-        explained: The figures of a compiled step, as `to_json` of `step.explain(..)` returns them.
+        explained: The explanation of a compiled step, as `to_json` of `step.explain(..)` returns it.
     """
     data = {
         "verdict": make_verdict_data(judge_plan(plan)),
         **make_page_data(plan, findings),
         "explained": explained,
     }
-    return _fill_template("plan", f"Plan: {format_line(plan)}", data)
+    return _fill_template("plan", f"Plan: {format_plan_summary(plan)}", data)
 
 
 def read_explained_step(explained: Any) -> Mapping[str, object]:
-    """Check and return the figures of a compiled step, which may come from a file.
+    """Return the explanation of a compiled step, which may come from a file, after checking its fields.
 
     Raises:
-        PlanError: Some are missing, or of another type.
+        PlanError: A field is missing, or of another type.
     """
     fields: dict[str, Any] = {**explained} if isinstance(explained, Mapping) else {}
     types = {"step": str, "mesh": dict, "collectives": list, "products": list, "recompilations": list}
@@ -85,18 +85,18 @@ def read_explained_step(explained: Any) -> Mapping[str, object]:
         raise PlanError(
             "this is not the explanation of a step",
             facts={"missing or of another type": ", ".join(wrong)},
-            why="the page shows the figures of a compiled step",
+            why="the page shows collectives, products, and bytes of a compiled step",
             fix="pass the result of step.explain(..).to_json(), or a file of it",
         )
     return fields
 
 
-def make_checkpoint_page(contents: Contents, problems: Sequence[Problem] | None) -> str:
-    """Write a checkpoint as a self-contained HTML page with its variables, saved layouts, and facts.
+def make_checkpoint_page(contents: CheckpointContents, problems: Sequence[Problem] | None) -> str:
+    """Return a checkpoint as a self-contained HTML page with its variables, saved layouts, and facts.
 
     Args:
         contents: The checkpoint.
-        problems: What is damaged; `None`: nobody has looked.
+        problems: The damage that was found; `None`: the checkpoint was not verified.
     """
     data = make_page_data(contents.table, problems or ())
     data["checkpoint"] = {
@@ -104,7 +104,7 @@ def make_checkpoint_page(contents: Contents, problems: Sequence[Problem] | None)
         "facts": list(contents.facts.items()),
         "verified": problems is not None,
     }
-    return _fill_template("checkpoint", f"Checkpoint {format_contents_line(contents)}", data)
+    return _fill_template("checkpoint", f"Checkpoint {format_contents_summary(contents)}", data)
 
 
 # A page must work offline, so it contains its styles, scripts, and data (decisions/0021).
@@ -117,9 +117,9 @@ def _fill_template(kind: str, title: str, data: Mapping[str, object]) -> str:
         "data": _dump_json(data),
         "script": f'(() => {{\n"use strict";\n{scripts}\n}})();',
     }
-    # Replace in one pass, so that a path that looks like a placeholder is kept.
-    page = re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _read_asset("page.html"))
-    # Paths may contain unpaired surrogates, which no encoding can write.
+    # A path in the data may look like a placeholder, so replace all placeholders in one pass.
+    page = re.sub(r"\{\{(\w+)\}\}", lambda placeholder: parts[placeholder[1]], _read_asset("page.html"))
+    # Paths may contain unpaired surrogates, which no encoding can write, so replace these.
     return page.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -128,5 +128,5 @@ def _read_asset(name: str) -> str:
 
 
 def _dump_json(data: object) -> str:
-    """Dump JSON that is safe inside a script element: ASCII only, with `<` escaped."""
+    """Return data as JSON that is safe inside a script element: ASCII only, with `<` escaped."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

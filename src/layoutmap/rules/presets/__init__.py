@@ -2,12 +2,12 @@
 
 A file here has no mesh, and its specs name two dims that stand for those of any mesh:
 
-    model    tensor parallel: layers that widen are sharded over their output features, layers that
-             narrow over their input features
-    fsdp     each weight along another axis, too; activations stay sharded along the batch, so
-             weights are gathered where they are used
+    model    tensor parallelism: layers that increase the number of features are sharded over their output
+             features, layers that decrease it over their input features
+    fsdp     FSDP: each weight is sharded along another axis, too; activations stay sharded along the batch,
+             so weights are gathered where they are used
 
-What is not sharded over a dim is replicated along it. Small weights, such as norms, are replicated.
+A weight that no spec shards over a dim is replicated along it. Small weights, such as norms, are replicated.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from layoutmap.core.errors import RuleError
-from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.mesh import Mesh, check_dims_in_mesh
 from layoutmap.core.old_names import warn_about_old_name
 from layoutmap.core.specs import BatchDim, Specs
-from layoutmap.rules.yaml_file import RulesFields, from_yaml
+from layoutmap.rules.yaml_file import RulesFields, read_rules_file
 
 _FOLDER = os.path.dirname(__file__)  # not pathlib, because it is slow to import
 _COMPATIBLE_FAMILIES = {
@@ -33,7 +33,7 @@ _COMPATIBLE_FAMILIES = {
     "distilbert": "bert",
     "electra": "bert",
 }
-"""The preset that fits other families of keras-hub, by their lower-case names."""
+"""The preset that also fits another model family of keras-hub, by the lower-case name of that family."""
 _OLD_NAMES = {"names": "list_presets", "about": "describe_preset", "read": "read_preset"}
 _MIN_SIMILARITY = 0.85  # names of different families reach 0.75, such as bart and bert
 
@@ -58,11 +58,11 @@ def describe_preset(name: str) -> str:
         >>> describe_preset("t5")
         'T5 of keras-hub, first version, 1.1 and Flan: T5Backbone, alone or in T5Seq2SeqLM.'
     """
-    return _read_file(name).partition("\n")[0].removeprefix("# ")
+    return _read_preset_file(name).partition("\n")[0].removeprefix("# ")
 
 
 def find_matching_preset(paths: Sequence[str]) -> str | None:
-    """Return the preset with a rule for each path and the fewest unused rules, or None.
+    """Return the name of the preset with a rule for each path and the fewest unused rules, or None without one.
 
     Example:
         >>> print(find_matching_preset(["token_embedding.embeddings", "up.kernel"]))
@@ -70,18 +70,18 @@ def find_matching_preset(paths: Sequence[str]) -> str | None:
     """
     unused: dict[str, int] = {}
     for name in list_presets() if paths else ():
-        patterns = [re.compile(pattern) for pattern in from_yaml(_read_file(name)).rules]
+        patterns = [re.compile(pattern) for pattern in read_rules_file(_read_preset_file(name)).rules]
         first = {next((n for n, each in enumerate(patterns) if each.match(path)), None) for path in paths}
         if None not in first:
             unused[name] = len(patterns) - len(first)
     return min(unused, key=unused.__getitem__, default=None)
 
 
-# Mesh dims have no standard names, so the given dims replace `model` and `fsdp` of the preset (decisions/0024).
+# Mesh dims have no standard names, so the caller's dims replace `model` and `fsdp` of the preset (decisions/0024).
 def read_preset(
     name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | None, batch_dim: BatchDim | None = None
 ) -> RulesFields:
-    """Read the rules of a preset, adapted to a mesh.
+    """Return the rules of a preset with its dims replaced by those of a mesh.
 
     Args:
         name: One of `list_presets`.
@@ -91,35 +91,37 @@ def read_preset(
         batch_dim: The mesh dims that batches, and so activations, are sharded over; `None`: `fsdp_dim`.
 
     Raises:
-        RuleError: There is none of that name, or the mesh has no such dim.
+        RuleError: There is no preset of that name, or the mesh has no such dim.
 
     Example:
         >>> from layoutmap import Mesh
         >>> read_preset("llama", Mesh(None, "tp=4"), "tp", None).rules[r"(.*\\.)?token_embedding\\.embeddings$"]
         ('tp', None)
     """
-    fields, dims = from_yaml(_read_file(name)), {"model": model_dim, "fsdp": fsdp_dim}
+    fields, dims = read_rules_file(_read_preset_file(name)), {"model": model_dim, "fsdp": fsdp_dim}
     for role, dim in dims.items():
         where, why = f"preset {name!r}: {role}_dim", "weights are sharded over it"
-        check_dim(where, dim, mesh, why, RuleError, ", or pass None")
-    check_dim(f"preset {name!r}: batch_dim", batch_dim, mesh, "activations are sharded over it", RuleError)
+        check_dims_in_mesh(where, dim, mesh, why, RuleError, ", or pass None")
+    check_dims_in_mesh(
+        f"preset {name!r}: batch_dim", batch_dim, mesh, "activations are sharded over it", RuleError
+    )
     return replace(
         fields,
-        rules=_rename_dims(fields.rules, dims),
-        activations=_rename_dims(fields.activations, {**dims, "fsdp": batch_dim or fsdp_dim})
+        rules=_replace_preset_dims(fields.rules, dims),
+        activations=_replace_preset_dims(fields.activations, {**dims, "fsdp": batch_dim or fsdp_dim})
         if fsdp_dim
         else {},
     )
 
 
-def _read_file(name: str) -> str:
-    there = list_presets()
-    if name not in there:
+def _read_preset_file(name: str) -> str:
+    presets = list_presets()
+    if name not in presets:
         fits = _COMPATIBLE_FAMILIES.get("".join(filter(str.isalpha, name.lower())))
-        near = difflib.get_close_matches(name.lower(), there, 1, _MIN_SIMILARITY)
+        near = difflib.get_close_matches(name.lower(), presets, 1, _MIN_SIMILARITY)
         raise RuleError(
             f"there is no preset {name!r}",
-            facts={"presets": ", ".join(there)},
+            facts={"presets": ", ".join(presets)},
             fix=f"use {fits!r}: its rules fit {name}, too"
             if fits
             else f"did you mean {near[0]!r}?"
@@ -130,7 +132,7 @@ def _read_file(name: str) -> str:
         return file.read()
 
 
-def _rename_dims(rules: Mapping[str, Specs], dims: Mapping[str, BatchDim | None]) -> dict[str, Specs]:
+def _replace_preset_dims(rules: Mapping[str, Specs], dims: Mapping[str, BatchDim | None]) -> dict[str, Specs]:
     return {
         pattern: tuple(dims[spec] if isinstance(spec, str) else spec for spec in specs)
         for pattern, specs in rules.items()

@@ -23,10 +23,10 @@ from layoutmap.engines.protocol import Engine
 from layoutmap.testing.old_names import OldMethodNames
 from layoutmap.testing.subjects import QUICK_XLA
 
-half_examples = settings(
+draw_half_as_many_examples = settings(
     deadline=None,
-    max_examples=settings().max_examples
-    // 2,  # half of the current profile, since each example creates many arrays
+    # Each example creates many arrays, so draw half of the current profile's number.
+    max_examples=settings().max_examples // 2,
     suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
 )
 
@@ -82,7 +82,7 @@ class EngineCases(OldMethodNames):
 
     def assemble_array(self, array: Any, shape: tuple[int, ...], dtype: str) -> NumpyArray:
         """Return the global values of an array. Fails if its shards leave gaps or overlap."""
-        return assemble_blocks(self.gather_shards(self.engine.to_shards(array)), shape, np.dtype(dtype))
+        return assemble_blocks(self.gather_shards(self.engine.iterate_shards(array)), shape, np.dtype(dtype))
 
     def can_hold(self, specs: tuple[ShardingSpec, ...]) -> bool:
         """Return whether the engine claims to support a layout."""
@@ -94,9 +94,10 @@ class EngineCases(OldMethodNames):
         mesh = Mesh(None, self._parse_dims(dims), name)
         if self.one_device is not None:
             return mesh.with_devices([self.one_device])
-        return mesh if first is None else mesh.with_devices(self.engine.devices()[first : first + mesh.size])
+        names = self.engine.list_device_names()
+        return mesh if first is None else mesh.with_devices(names[first : first + mesh.size])
 
-    def _to_numpy(self, value: Any, shape: tuple[int, ...], dtype: str) -> NumpyArray:
+    def _convert_to_numpy(self, value: Any, shape: tuple[int, ...], dtype: str) -> NumpyArray:
         """Return the global value of an initializer, as a numpy array."""
         if isinstance(value, np.ndarray):
             return value
@@ -120,16 +121,16 @@ class EngineCases(OldMethodNames):
         ]
         return list(dict.fromkeys(meshes))
 
-    def _draw_cases(
+    def _make_case_strategy(
         self, num_layouts: int
     ) -> st.SearchStrategy[tuple[Mesh, tuple[Layout, ...], tuple[int, ...], str]]:
-        """Return a strategy of a mesh, layouts on it, a shape that all of them divide, and an element type."""
+        """Return a strategy of a mesh, layouts on it, a shape that all layouts divide, and an element type."""
 
         @st.composite
-        def cases(draw: st.DrawFn) -> tuple[Mesh, tuple[Layout, ...], tuple[int, ...], str]:
+        def draw_case(draw: st.DrawFn) -> tuple[Mesh, tuple[Layout, ...], tuple[int, ...], str]:
             mesh = draw(st.sampled_from(self._list_meshes()))
             rank = draw(st.integers(0, 4))
-            one = st.builds(Layout, _draw_specs(mesh, rank), st.just(mesh)).filter(
+            one = st.builds(Layout, _make_specs_strategy(mesh, rank), st.just(mesh)).filter(
                 lambda layout: self.can_hold(layout.sharding_specs)
             )
             layouts = draw(st.tuples(*[one] * num_layouts))
@@ -138,11 +139,11 @@ class EngineCases(OldMethodNames):
             shape = tuple(n * count for n, count in zip(times, counts, strict=True))
             return mesh, layouts, shape, draw(st.sampled_from(self.dtypes))
 
-        return cases()
+        return draw_case()
 
     def _assert_each_device_has_its_shard(self, array: Any, layout: Layout, values: NumpyArray) -> None:
         """Assert that each device of this process has its shard of the values and nothing else."""
-        mesh = self.engine.bind(layout.mesh)
+        mesh = self.engine.bind_mesh(layout.mesh)
         shards = self.get_device_values(array)
         names = mesh.devices or ()
 
@@ -161,7 +162,7 @@ def generate_values(shape: tuple[int, ...], dtype: str, seed: int) -> NumpyArray
     if len(flat) > 1 and not np.issubdtype(element, np.integer):
         flat[:2] = (-0.0, np.inf)
     if dtype == "bfloat16" and QUICK_XLA in os.environ.get("XLA_FLAGS", ""):
-        bits = flat.view("uint16")  # with these flags, XLA on CPUs replaces each NaN by this one
+        bits = flat.view("uint16")  # with these flags, XLA on CPUs makes each NaN 0x7FC0, so use no others
         bits[bits & 0x7FFF > 0x7F80] = 0x7FC0
     return flat.reshape(shape)
 
@@ -177,11 +178,11 @@ def list_all_specs(mesh: Mesh, rank: int) -> list[tuple[ShardingSpec, ...]]:
     all_specs: dict[tuple[ShardingSpec, ...], None] = {}
     for axes in itertools.product(range(-1, rank), repeat=len(mesh.dim_names)):
         for order in itertools.permutations(range(len(axes))):
-            all_specs[_to_specs(mesh, axes, order, rank)] = None
+            all_specs[_make_specs(mesh, axes, order, rank)] = None
     return list(all_specs)
 
 
-def _to_specs(mesh: Mesh, axes: Sequence[int], order: Sequence[int], rank: int) -> tuple[ShardingSpec, ...]:
+def _make_specs(mesh: Mesh, axes: Sequence[int], order: Sequence[int], rank: int) -> tuple[ShardingSpec, ...]:
     """Return specs in which mesh dim `i` shards axis `axes[i]`. Dims on one axis have the given order."""
     dims: list[list[str]] = [[] for _ in range(rank)]
     for i in order:
@@ -199,10 +200,10 @@ def list_some_specs(mesh: Mesh) -> list[tuple[ShardingSpec, ...]]:
     return list(dict.fromkeys(Layout(each, mesh).sharding_specs for each in specs))
 
 
-def _draw_specs(mesh: Mesh, rank: int) -> st.SearchStrategy[tuple[ShardingSpec, ...]]:
+def _make_specs_strategy(mesh: Mesh, rank: int) -> st.SearchStrategy[tuple[ShardingSpec, ...]]:
     number = len(mesh.dim_names)
     return st.builds(
-        lambda axes, order: _to_specs(mesh, axes, order, rank),
+        lambda axes, order: _make_specs(mesh, axes, order, rank),
         st.tuples(*[st.integers(-1, rank - 1)] * number),
         st.permutations(range(number)),
     )
@@ -213,11 +214,11 @@ def make_assignment(shape: tuple[int, ...], dtype: str, layout: Layout, path: st
     return Assignment(VariableSpec(path, shape, dtype), layout)
 
 
-def make_recording_initializer(values: NumpyArray, used: list[str], key: str) -> Initializer:
-    """Return an initializer that appends `key` to `used` at each use."""
+def make_recording_initializer(values: NumpyArray, used_keys: list[str], key: str) -> Initializer:
+    """Return an initializer that appends `key` to `used_keys` at each use."""
 
     def get_value() -> NumpyArray:
-        used.append(key)
+        used_keys.append(key)
         return values
 
     return Initializer(global_value=get_value)

@@ -15,8 +15,8 @@ from layoutmap.core.layout import Layout
 from layoutmap.testing.engine.cases import (
     EngineCases,
     assert_same_bits,
+    draw_half_as_many_examples,
     generate_values,
-    half_examples,
     list_some_specs,
 )
 
@@ -25,29 +25,31 @@ class ComputingLaws(EngineCases):
     """Laws about calls, variables, conversion to numpy, and computation on a mesh."""
 
     def test_a_call_returns_the_values_in_the_layout(self):
-        """`call` returns the function's result in the layout, on every mesh."""
+        """`call_with_layout` returns the function's result in the layout, on every mesh."""
         values = generate_values((16, 8), "uint32", seed=12)
         array = self.make_array(values)
         for mesh in self._list_meshes():
             for specs in filter(self.can_hold, list_some_specs(mesh)):
                 layout = Layout(specs, mesh)
-                result = self.engine.call(lambda a, times: a * times, layout, [array], {"times": 3})
+                result = self.engine.call_with_layout(
+                    lambda a, times: a * times, layout, [array], {"times": 3}
+                )
 
                 assert layout == self.engine.get_layout(result)
                 self._assert_each_device_has_its_shard(result, layout, values * np.uint32(3))
 
     def test_a_call_that_does_not_fit_is_refused(self):
-        """`call` refuses a result of another rank, a result that does not divide, and several arrays."""
+        """`call_with_layout` refuses a result of another rank, a result that does not divide, and several arrays."""
         layout = Layout(["x"], self.make_mesh("x=2"))
-        # Every axis divides by one.
+        # On one device every axis divides, so only the rank can be wrong.
         shapes: list[tuple[int, ...]] = [(2, 2), *[(3,)] * (layout.mesh.size > 1)]
         for shape in shapes:
             array = self.make_array(np.zeros(shape, np.float32))
             with pytest.raises(LayoutError):
-                self.engine.call(lambda a: a, layout, [array], {})
+                self.engine.call_with_layout(lambda a: a, layout, [array], {})
         array = self.make_array(np.zeros(2, np.float32))
         with pytest.raises(EngineError, match="2 arrays"):
-            self.engine.call(lambda a: (a, a), layout, [array], {})
+            self.engine.call_with_layout(lambda a: (a, a), layout, [array], {})
 
     def test_a_variable_keeps_layout_and_values(self):
         """A variable has the layout and the values of its array."""
@@ -55,27 +57,27 @@ class ComputingLaws(EngineCases):
         for mesh in self._list_meshes():
             for specs in filter(self.can_hold, list_some_specs(mesh)):
                 array = self.engine.relayout(values, Layout(specs, mesh))
-                variable = self.engine.variable(array, name="w", trainable=False)
+                variable = self.engine.make_variable(array, name="w", trainable=False)
 
                 assert Layout(specs, mesh) == self.engine.get_layout(variable)
                 assert_same_bits(values, self.assemble_array(variable, values.shape, "float32"))
 
-    @half_examples
+    @draw_half_as_many_examples
     @given(data=st.data())
     def test_to_numpy_returns_all_values(self, data: st.DataObject):
         """`to_numpy` returns all values of an array, with or without a layout."""
-        _, (layout,), shape, dtype = data.draw(self._draw_cases(num_layouts=1))
+        _, (layout,), shape, dtype = data.draw(self._make_case_strategy(num_layouts=1))
         values = generate_values(shape, dtype, seed=14)
 
         assert_same_bits(values, self.engine.to_numpy(self.make_array(values)))
         assert_same_bits(values, self.engine.to_numpy(self.engine.relayout(values, layout)))
 
     def test_all_gather_in_one_process_returns_its_values(self):
-        """With one process, `all_gather` returns its values as one row."""
+        """With one process, `gather_from_processes` returns its values as one row."""
         for dtype in ("uint8", "float64"):
             values = generate_values((3, 2), dtype, seed=0)
 
-            assert_same_bits(values[None], self.engine.all_gather(values, self._list_meshes()[0]))
+            assert_same_bits(values[None], self.engine.gather_from_processes(values, self._list_meshes()[0]))
 
     def test_computing_on_a_mesh(self):
         """Arrays that are computed inside `run_on` are replicated on the mesh. An exception ends it."""
@@ -96,25 +98,25 @@ class ComputingLaws(EngineCases):
     def test_an_unknown_random_mode_is_refused(self):
         """`run_on` refuses an unknown mode of random numbers, and lists the known modes."""
         with (
-            pytest.raises(EngineError, match=r"ways +'exact'"),
+            pytest.raises(EngineError, match=r"modes +'exact'"),
             self.engine.run_on(self.make_mesh("x=2"), "fast"),
         ):
             pass
 
     @pytest.mark.parametrize("dtype", ["float64", "int64", "float32", "bool"])
     def test_canonical_predicts_the_element_type(self, dtype: str):
-        """An array of numpy values has the element type of `canonicalize`, which is idempotent."""
+        """An array of numpy values has the element type of `canonicalize_values`, which is idempotent."""
         values = np.ones(4, dtype)
-        canonical = self.engine.canonicalize(values)
+        canonical = self.engine.canonicalize_values(values)
         array = self.engine.relayout(values, Layout(["x"], self.make_mesh("x=2")))
 
         assert_same_bits(canonical, self.assemble_array(array, (4,), str(canonical.dtype)))
-        assert_same_bits(canonical, self.engine.canonicalize(canonical))
+        assert_same_bits(canonical, self.engine.canonicalize_values(canonical))
 
     def test_texts_and_objects_are_refused(self):
         """Texts and objects are refused with their element type."""
         for values in (np.array(["a", "b"]), np.array([None, None])):
             with pytest.raises(EngineError, match=str(values.dtype)):
-                self.engine.canonicalize(values)
+                self.engine.canonicalize_values(values)
             with pytest.raises(EngineError, match=str(values.dtype)):
                 self.engine.relayout(values, Layout(["x"], self.make_mesh("x=2")))

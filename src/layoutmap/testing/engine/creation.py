@@ -18,8 +18,8 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.testing.engine.cases import (
     EngineCases,
     assert_same_bits,
+    draw_half_as_many_examples,
     generate_values,
-    half_examples,
     list_some_specs,
     make_assignment,
     make_recording_initializer,
@@ -30,15 +30,17 @@ class CreationLaws(EngineCases):
     """Laws about initial values."""
 
     def test_created_values_do_not_depend_on_the_layout(self):
-        """A random initializer has the bits of the unsharded initializer on every mesh and in every layout."""
+        """On every mesh and in every layout, values of a random initializer equal unsharded ones bit for bit."""
         shape = (16, 8)
         for dtype in ("float32", "bfloat16"):
             initializer = self.make_random_initializer(shape, dtype, seed=7)
-            expected = self._to_numpy(initializer.global_value(), shape, dtype)
+            expected = self._convert_to_numpy(initializer.global_value(), shape, dtype)
             for mesh in self._list_meshes() if dtype == "float32" else [self.make_mesh("x=2,y=4")]:
                 layouts = [Layout(specs, mesh) for specs in list_some_specs(mesh) if self.can_hold(specs)]
                 assignments = {str(i): make_assignment(shape, dtype, each) for i, each in enumerate(layouts)}
-                arrays = self.engine.create(assignments, dict.fromkeys(assignments, initializer))
+                arrays = self.engine.create_initial_values(
+                    assignments, dict.fromkeys(assignments, initializer)
+                )
                 for i, layout in enumerate(layouts):
                     actual = self.assemble_array(arrays[str(i)], shape, dtype)
 
@@ -46,13 +48,13 @@ class CreationLaws(EngineCases):
                     assert_same_bits(expected, actual)
                     self._assert_each_device_has_its_shard(arrays[str(i)], layout, expected)
 
-    @half_examples
+    @draw_half_as_many_examples
     @given(data=st.data())
     def test_created_arrays_are_the_initial_values(self, data: st.DataObject):
         """An initializer has its values for any shape, element type, mesh, and layout."""
-        _, (layout,), shape, dtype = data.draw(self._draw_cases(num_layouts=1))
+        _, (layout,), shape, dtype = data.draw(self._make_case_strategy(num_layouts=1))
         values = generate_values(shape, dtype, seed=8)
-        arrays = self.engine.create(
+        arrays = self.engine.create_initial_values(
             {"w": make_assignment(shape, dtype, layout)}, {"w": Initializer(global_value=lambda: values)}
         )
 
@@ -62,13 +64,13 @@ class CreationLaws(EngineCases):
         self._assert_each_device_has_its_shard(arrays["w"], layout, values)
 
     def test_check_dtype_agrees_with_create(self):
-        """`check_dtype` and `create` accept the same element types, and raise the same error for others."""
+        """`check_dtype` and `create_initial_values` accept the same element types, and raise equal errors."""
         layout = Layout(["x"], self.make_mesh("x=2"))
         for dtype in ("float32", "bfloat16", "int8", "uint64", "int64", "float64", "complex128", "no_type"):
             results: list[str] = []
             for check in (
                 lambda: self.engine.check_dtype(dtype, "w"),  # noqa: B023
-                lambda: self.engine.create(
+                lambda: self.engine.create_initial_values(
                     {"w": make_assignment((4,), dtype, layout, "w")},  # noqa: B023
                     {"w": Initializer(global_value=lambda: np.ones(4, dtype))},  # noqa: B023
                 ),
@@ -88,9 +90,9 @@ class CreationLaws(EngineCases):
             str(seed): self.make_random_initializer((16, 8), "float32", seed) for seed in range(3)
         }
         assignments = {key: make_assignment((16, 8), "float32", layout) for key in initializers}
-        arrays = self.engine.create(assignments, initializers)
+        arrays = self.engine.create_initial_values(assignments, initializers)
         for key, initializer in initializers.items():
-            expected = self._to_numpy(initializer.global_value(), (16, 8), "float32")
+            expected = self._convert_to_numpy(initializer.global_value(), (16, 8), "float32")
 
             assert_same_bits(expected, self.assemble_array(arrays[key], (16, 8), "float32"))
 
@@ -99,7 +101,7 @@ class CreationLaws(EngineCases):
         layout = Layout(["x"], self.make_mesh("x=2"))
         initializers = {key: self.make_random_initializer((4,), "float32", seed=9) for key in "cab"}
         called: list[str] = []
-        arrays = self.engine.create(
+        arrays = self.engine.create_initial_values(
             {k: make_assignment((4,), "float32", layout) for k in initializers}, initializers, called.append
         )
 
@@ -129,7 +131,7 @@ class CreationLaws(EngineCases):
             if path == "missing":
                 del initializers[path]
             with pytest.raises(kind, match=path):
-                self.engine.create({"good": good, path: assignment}, initializers)
+                self.engine.create_initial_values({"good": good, path: assignment}, initializers)
 
             assert [] == used
 
@@ -144,11 +146,11 @@ class CreationLaws(EngineCases):
             raise error("broken initializer")
 
         initializers = {key: self.make_random_initializer((4,), "float32", seed=10) for key in "abc"}
-        self.engine.create(assignments, initializers)
+        self.engine.create_initial_values(assignments, initializers)
         gc.collect()
         before = self.num_live_arrays()
         with pytest.raises(error, match="broken initializer"):
-            self.engine.create(
+            self.engine.create_initial_values(
                 assignments, {**initializers, "c": Initializer(global_value=fail)}, called.append
             )
         gc.collect()
@@ -162,11 +164,13 @@ class CreationLaws(EngineCases):
         assignments = {"w": make_assignment((4,), "float32", layout, "block.w")}
         for wrong in (np.zeros(8, np.float32), np.zeros((4, 1), np.float32), np.zeros(4, np.int8)):
             with pytest.raises(EngineError, match=r"block\.w"):
-                self.engine.create(assignments, {"w": Initializer(global_value=lambda: wrong)})  # noqa: B023
+                self.engine.create_initial_values(assignments, {"w": Initializer(global_value=lambda: wrong)})  # noqa: B023
         for shape, dtype in (((8,), "float32"), ((4,), "bfloat16")):
             with pytest.raises(EngineError, match=r"block\.w"):
-                self.engine.create(assignments, {"w": self.make_random_initializer(shape, dtype, seed=11)})
+                self.engine.create_initial_values(
+                    assignments, {"w": self.make_random_initializer(shape, dtype, seed=11)}
+                )
 
     def test_creating_no_variables_returns_no_arrays(self):
         """Creating no variables returns no arrays."""
-        assert {} == self.engine.create({}, {})
+        assert {} == self.engine.create_initial_values({}, {})

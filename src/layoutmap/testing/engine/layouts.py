@@ -10,7 +10,7 @@ from layoutmap.core.errors import EngineError, LayoutError, MeshError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import find_engine
-from layoutmap.engines.protocol import Unplaced
+from layoutmap.engines.protocol import PlacementWithoutLayout
 from layoutmap.testing.engine.cases import (
     EngineCases,
     generate_values,
@@ -25,56 +25,56 @@ class LayoutLaws(EngineCases):
 
     def test_devices_are_named(self):
         """Each device has a unique name, which contains its type and its number."""
-        names = self.engine.devices(self._device_type)
+        names = self.engine.list_device_names(self._device_type)
         number = 8 if self.one_device is None else 1
 
         assert number <= len(names)
         assert self.one_device in (None, *names)
         assert len(names) == len(set(names))
         assert tuple(names[:number]) == Mesh(names[:number], {"x": number}).devices
-        assert names == self.engine.devices(names[0].partition(":")[0].lower())
+        assert names == self.engine.list_device_names(names[0].partition(":")[0].lower())
 
     def test_devices_cannot_be_simulated_after_the_framework_started(self):
         """Another number of simulated devices is refused, and changes nothing."""
-        before = self.engine.devices()
+        before = self.engine.list_device_names()
         self.engine.relayout(np.zeros(2, np.float32), Layout([None], self.make_mesh("x=2")))
 
         with pytest.raises(EngineError, match="cannot be simulated"):
-            self.engine.simulate(len(before) + 1)
-        assert before == self.engine.devices()
+            self.engine.simulate_devices(len(before) + 1)
+        assert before == self.engine.list_device_names()
 
     def test_an_unknown_device_type_is_refused(self):
         """An unknown device type is refused with its name."""
         with pytest.raises(EngineError, match="NOSUCH"):
-            self.engine.devices("nosuch")
+            self.engine.list_device_names("nosuch")
 
     def test_an_abstract_mesh_is_bound_to_the_first_devices(self):
-        """`bind` gives the first devices to an abstract mesh, and returns a bound mesh unchanged."""
+        """`bind_mesh` gives the first devices to an abstract mesh, and returns a bound mesh unchanged."""
         abstract = Mesh(None, self._parse_dims("x=2,y=2"), "name")
-        bound = self.engine.bind(abstract)
+        bound = self.engine.bind_mesh(abstract)
 
-        assert abstract.with_devices(self.engine.devices()[: abstract.size]) == bound
+        assert abstract.with_devices(self.engine.list_device_names()[: abstract.size]) == bound
         for mesh in (bound, self.make_mesh("x=2,y=2", first=0)):
-            assert mesh == self.engine.bind(mesh)
+            assert mesh == self.engine.bind_mesh(mesh)
 
     def test_a_mesh_of_more_devices_than_there_are_is_refused(self):
         """A mesh with too many devices is refused with the number of available devices."""
         mesh = Mesh(None, {"x": 1 << 20})
-        number = str(len(self.engine.devices()))
+        number = str(len(self.engine.list_device_names()))
 
         with pytest.raises(MeshError, match=number):
-            self.engine.bind(mesh)
+            self.engine.bind_mesh(mesh)
         with pytest.raises(MeshError, match=number):
-            self.engine.native(Layout(["x"], mesh), 1)
+            self.engine.make_native_layout(Layout(["x"], mesh), 1)
 
     def test_a_mesh_of_unknown_devices_is_refused(self):
         """A mesh with an unknown device is refused with the device's name."""
-        known = self.engine.devices(self._device_type)[0]
+        known = self.engine.list_device_names(self._device_type)[0]
         unknown = f"{known.partition(':')[0]}:77777"
         mesh = Mesh([known, unknown], "x=2") if self.one_device is None else Mesh([unknown], "x=1")
 
         with pytest.raises(MeshError, match=unknown):
-            self.engine.bind(mesh)
+            self.engine.bind_mesh(mesh)
         with pytest.raises(MeshError, match=unknown):
             self.engine.relayout(np.zeros(2, np.float32), Layout(["x"], mesh))
 
@@ -89,36 +89,36 @@ class LayoutLaws(EngineCases):
         assert self.engine.get_layout(array) is None
 
     def test_an_array_without_layout_is_reported_as_unplaced(self):
-        """`describe_placement` returns `Unplaced` for an array without a layout, and otherwise the layout."""
-        unplaced = self.engine.describe_placement(self.make_array(np.zeros(2, np.float32)))
+        """`find_placement` returns `PlacementWithoutLayout` for an array without a layout, and otherwise the layout."""
+        unplaced = self.engine.find_placement(self.make_array(np.zeros(2, np.float32)))
         layout = Layout(["x"], self.make_mesh("x=2"))
         array = self.engine.relayout(np.zeros(2, np.float32), layout)
 
-        assert isinstance(unplaced, Unplaced)
+        assert isinstance(unplaced, PlacementWithoutLayout)
         assert unplaced.is_copied
-        assert {*unplaced.devices} <= {*self.engine.devices(self._device_type)}
-        assert layout == self.engine.describe_placement(array) == self.engine.get_layout(array)
-        assert layout == self.engine.describe_placement(array, [self.make_mesh("x=2,y=2")])
+        assert {*unplaced.devices} <= {*self.engine.list_device_names(self._device_type)}
+        assert layout == self.engine.find_placement(array) == self.engine.get_layout(array)
+        assert layout == self.engine.find_placement(array, [self.make_mesh("x=2,y=2")])
 
     def test_by_device_returns_the_shard_of_each_device(self):
-        """`iterate_by_device` returns the shard of each device with all bits, also of replicas."""
-        mesh = self.engine.bind(self.make_mesh("x=2,y=4"))
+        """`iterate_device_values` returns the shard of each device with all bits, also of replicas."""
+        mesh = self.engine.bind_mesh(self.make_mesh("x=2,y=4"))
         values = generate_values((8, 8), "float32", seed=5)
         for specs in ((None, None), ("x", None), ("x", "y")):
             array = self.engine.relayout(values, Layout(specs, mesh))
-            shards = dict(self.engine.iterate_by_device(array))
+            shards = dict(self.engine.iterate_device_values(array))
 
             assert {*(mesh.devices or ())} == {*shards}
             assert len(shards) == len(self.get_device_values(array))
             for device, shard in self.get_device_values(array).items():
                 np.testing.assert_array_equal(shard, shards[device])
-        ((_, only_shard),) = self.engine.iterate_by_device(self.make_array(values))
+        ((_, only_shard),) = self.engine.iterate_device_values(self.make_array(values))
         np.testing.assert_array_equal(values, only_shard)
 
     def test_native_checks_the_rank(self):
-        """`native` refuses a layout of another rank."""
+        """`make_native_layout` refuses a layout of another rank."""
         with pytest.raises(LayoutError, match="rank"):
-            self.engine.native(Layout(["x", None], self.make_mesh("x=2")), 1)
+            self.engine.make_native_layout(Layout(["x", None], self.make_mesh("x=2")), 1)
 
     def test_unsupported_layouts_are_refused(self):
         """An unsupported layout is refused before any initializer runs."""
@@ -128,9 +128,9 @@ class LayoutLaws(EngineCases):
             used: list[str] = []
             for refuse in (
                 lambda: self.engine.check_layout(layout),  # noqa: B023
-                lambda: self.engine.native(layout, layout.rank),  # noqa: B023
+                lambda: self.engine.make_native_layout(layout, layout.rank),  # noqa: B023
                 lambda: self.engine.relayout(np.zeros(shape, np.float32), layout),  # noqa: B023
-                lambda: self.engine.create(
+                lambda: self.engine.create_initial_values(
                     {"w": make_assignment(shape, "float32", layout, "w")},  # noqa: B023
                     {"w": make_recording_initializer(np.zeros(shape, np.float32), used, "w")},  # noqa: B023
                 ),
@@ -163,7 +163,7 @@ class LayoutLaws(EngineCases):
 
     def test_arrays_keep_their_own_layouts(self):
         """Arrays on meshes of the same devices keep their layouts if order, shape, or names of the meshes differ."""
-        names = self.engine.devices(self._device_type)
+        names = self.engine.list_device_names(self._device_type)
         grids = [self._parse_dims(dims) for dims in ("x=2,y=4", "x=4,y=2", "y=2,x=4")]
         meshes = [
             Mesh(None, grids[0]),
@@ -178,7 +178,7 @@ class LayoutLaws(EngineCases):
         arrays = [self.engine.relayout(values, layout) for layout in layouts]
         moved = [self.engine.relayout(first, layout) for layout in layouts]
         read = [
-            self.engine.from_shards(make_assignment((8, 8), "float32", layout), values.__getitem__)
+            self.engine.create_from_shards(make_assignment((8, 8), "float32", layout), values.__getitem__)
             for layout in layouts
         ]
 

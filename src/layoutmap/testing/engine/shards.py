@@ -21,19 +21,19 @@ from layoutmap.core.blocks import (
 from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
-from layoutmap.core.pieces import Move
+from layoutmap.core.pieces import ArrayMove
 from layoutmap.testing.engine.cases import (
     EngineCases,
     assert_same_bits,
+    draw_half_as_many_examples,
     generate_values,
-    half_examples,
     list_all_specs,
     make_assignment,
 )
 
 
 class ShardLaws(EngineCases):
-    """Tests that relayouts keep values, and that each device holds its shard."""
+    """Laws about relayouts, and about arrays that are read and written by shard."""
 
     def test_every_relayout_is_exact(self):
         """A relayout between any two layouts keeps all bits and gives the new layout."""
@@ -47,11 +47,11 @@ class ShardLaws(EngineCases):
             assert after == self.engine.get_layout(moved), (before, after)
             assert_same_bits(values, self.assemble_array(moved, values.shape, "float32"))
 
-    @half_examples
+    @draw_half_as_many_examples
     @given(data=st.data())
     def test_relayout_keeps_every_bit(self, data: st.DataObject):
         """An array keeps its bits through two relayouts, for any mesh, shape, and element type."""
-        _, (first, second), shape, dtype = data.draw(self._draw_cases(num_layouts=2))
+        _, (first, second), shape, dtype = data.draw(self._make_case_strategy(num_layouts=2))
         values = generate_values(shape, dtype, seed=2)
         source = self.make_array(values) if data.draw(st.booleans()) else values
         array = self.engine.relayout(source, first)
@@ -79,16 +79,16 @@ class ShardLaws(EngineCases):
             assert after == self.engine.get_layout(moved)
             self._assert_each_device_has_its_shard(moved, after, values)
 
-    @half_examples
+    @draw_half_as_many_examples
     @given(data=st.data())
     def test_a_mover_keeps_every_bit(self, data: st.DataObject):
         """A mover gives an array the layout of another one, keeps all bits, and leaves both arrays unchanged."""
         if self.engine.make_mover is None:
             return
-        _, (first, second), shape, dtype = data.draw(self._draw_cases(num_layouts=2))
+        _, (first, second), shape, dtype = data.draw(self._make_case_strategy(num_layouts=2))
         values, zeros = generate_values(shape, dtype, seed=5), np.zeros(shape, np.dtype(dtype))
         array, like = self.engine.relayout(values, first), self.engine.relayout(zeros, second)
-        (moved,) = self.engine.make_mover([Move((0,))], [array], [like])([array])
+        (moved,) = self.engine.make_mover([ArrayMove((0,))], [array], [like])([array])
 
         assert second == self.engine.get_layout(moved)
         self._assert_each_device_has_its_shard(moved, second, values)
@@ -110,7 +110,7 @@ class ShardLaws(EngineCases):
                 self.engine.relayout(values, before),
                 self.engine.relayout(np.zeros_like(values), after),
             )
-            (moved,) = self.engine.make_mover([Move((0,))], [array], [like])([array])
+            (moved,) = self.engine.make_mover([ArrayMove((0,))], [array], [like])([array])
 
             assert after == self.engine.get_layout(moved)
             self._assert_each_device_has_its_shard(moved, after, values)
@@ -147,18 +147,20 @@ class ShardLaws(EngineCases):
         source = np.zeros(64, np.float32)
         arrays = [
             self.engine.relayout(source, layout),
-            self.engine.from_shards(assignment, lambda index: source[index]),
-            self.engine.create({"w": assignment}, {"w": Initializer(global_value=lambda: source)})["w"],
+            self.engine.create_from_shards(assignment, lambda index: source[index]),
+            self.engine.create_initial_values(
+                {"w": assignment}, {"w": Initializer(global_value=lambda: source)}
+            )["w"],
         ]
         source[:] = 1
         for array in arrays:
             assert_same_bits(np.zeros(64, np.float32), self.assemble_array(array, (64,), "float32"))
 
-    @half_examples
+    @draw_half_as_many_examples
     @given(data=st.data())
     def test_shards_round_trip(self, data: st.DataObject):
-        """`from_shards` and `to_shards` keep all bits, and read each shard once."""
-        _, (layout,), shape, dtype = data.draw(self._draw_cases(num_layouts=1))
+        """`create_from_shards` and `iterate_shards` keep all bits, and read each shard once."""
+        _, (layout,), shape, dtype = data.draw(self._make_case_strategy(num_layouts=1))
         values = generate_values(shape, dtype, seed=5)
         read_indices: list[Index] = []
 
@@ -167,8 +169,8 @@ class ShardLaws(EngineCases):
             return values[index]
 
         assignment = make_assignment(shape, dtype, layout)
-        array = self.engine.from_shards(assignment, read, copy=data.draw(st.booleans()))
-        shards = self.gather_shards(self.engine.to_shards(array, copy=data.draw(st.booleans())))
+        array = self.engine.create_from_shards(assignment, read, copy=data.draw(st.booleans()))
+        shards = self.gather_shards(self.engine.iterate_shards(array, copy=data.draw(st.booleans())))
 
         assert layout == self.engine.get_layout(array)
         assert_same_bits(values, assemble_blocks(shards, shape, values.dtype))
@@ -185,19 +187,21 @@ class ShardLaws(EngineCases):
         layout = Layout(["x", "y"], self.make_mesh("x=2,y=4"))
         arrays = [
             self.make_array(values),
-            self.engine.from_shards(make_assignment((4, 8), "float32", layout), lambda index: values[index]),
+            self.engine.create_from_shards(
+                make_assignment((4, 8), "float32", layout), lambda index: values[index]
+            ),
         ]
         for array in arrays:
             for index, memory in (shards := self.engine.get_writable_memory(array)):
                 assert_same_bits(values[index], memory)
                 memory += 1
-            assert len(shards) in (0, len(list(self.engine.to_shards(array))))
+            assert len(shards) in (0, len(list(self.engine.iterate_shards(array))))
             assert_same_bits(values + 1 if shards else values, self.engine.to_numpy(array))
 
     def test_an_array_without_layout_is_one_shard(self):
         """An array without a layout is one shard with all values."""
         values = generate_values((3, 5), "float32", seed=6)
-        ((index, shard),) = self.engine.to_shards(self.make_array(values))
+        ((index, shard),) = self.engine.iterate_shards(self.make_array(values))
 
         assert make_full_index((3, 5)) == index
         assert_same_bits(values, shard)
@@ -208,4 +212,4 @@ class ShardLaws(EngineCases):
         shape = assignment.layout.shard_shape((8,))
         for wrong in (np.zeros(3, np.float32), np.zeros(shape, np.int8)):
             with pytest.raises(EngineError, match=r"block\.w"):
-                self.engine.from_shards(assignment, lambda _: wrong)  # noqa: B023
+                self.engine.create_from_shards(assignment, lambda _: wrong)  # noqa: B023

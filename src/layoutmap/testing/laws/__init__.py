@@ -28,7 +28,7 @@ PRECISIONS = {
     for precision in EPSILONS
     if precision != "float32"
 }
-"""The laws about precisions other than float32, with these precisions."""
+"""The precision of each law about a precision other than float32."""
 LAWS: Mapping[str, Law] = {
     "repeated plans are equal": plans.compare_repeated_plans,
     "each variable has the layout of the first rule that matches": plans.compare_with_rules,
@@ -38,7 +38,7 @@ LAWS: Mapping[str, Law] = {
     "a misspelled rule is reported": plans.check_misspelled_rule,
     "a rule matches from the start of a path": plans.check_last_name_rule,
     "an impossible rule is refused": plans.check_impossible_rule,
-    "suggested rules give a plan without problems": plans.follow_suggested_rules,
+    "suggested rules give a plan without problems": plans.check_suggested_rules,
     "the exit code matches the verdict": plans.compare_exit_code,
     "initial values equal those of the unsharded model": training.compare_initial_values,
     "predict and evaluate agree with one device": training.compare_predictions,
@@ -57,9 +57,9 @@ LAWS: Mapping[str, Law] = {
     "a failing step changes no variable": training.run_failing_step,
     "a failing evaluation changes no weight": training.run_failing_evaluation,
 } | {law: partial(training.compare_precision, precision) for law, precision in PRECISIONS.items()}
-"""Functions by law, in the order of a model's life. Each function yields the differences that it finds.
+"""For each law a function that yields the differences that it finds, in the order of a model's life.
 
-Users read the laws in reports, so that a renamed function must not change them (why: decisions/0200).
+Users read the laws in reports, so a law has a text of its own, and not the name of its function (decisions/0200).
 """
 
 
@@ -85,7 +85,7 @@ class Outcome:
 
 
 def try_case(case: Case, only: Collection[str] = ()) -> Iterator[Outcome]:
-    """Try laws on a case, and yield the outcome of each."""
+    """Try all laws, or those in `only`, on a case, and yield the outcome of each."""
     with ignore_warnings(), case.use_ambient_mesh():
         trial, laws = Trial(case), [law for law in LAWS if not only or law in only]
         refusal = run_law(laws[0], lambda trial=trial: map(str, trial.plan.errors[:1]))
@@ -101,7 +101,7 @@ def try_case(case: Case, only: Collection[str] = ()) -> Iterator[Outcome]:
 def run_law(
     law: str, find_differences: Callable[[], Iterable[str]], figures: Sequence[Mapping[str, Any]] = ()
 ) -> Outcome:
-    """Check one law on a case, and return whether it held."""
+    """Try one law, and return its outcome. `find_differences` returns differences, and may append to `figures`."""
     start, missing = time.perf_counter(), ""
     try:
         with ignore_warnings():
@@ -117,9 +117,9 @@ def run_law(
 
 
 def find_missing_package(error: BaseException | None) -> str:
-    """Return the package that an error or one of its causes could not import, or an empty string.
+    """Return the package that an error reports as not installed, or an empty string.
 
-    A missing module of an installed package is a fault, not a missing package (why: decisions/0166).
+    A missing module of an installed package is a fault, not a missing package (decisions/0166).
     """
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and error.name:

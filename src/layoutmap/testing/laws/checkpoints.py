@@ -22,11 +22,11 @@ from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import build
 from layoutmap.testing.laws.trial import NotApplicable, Trial
-from layoutmap.testing.models.maps import DrawnMap, draw_map
+from layoutmap.testing.models.maps import DrawnMap, draw_layout_map
 
-_TRIES = 8
+_MAX_DRAWS = 8
 _OTHER_ENGINE = {"jax": "torch", "torch": "tensorflow", "tensorflow": "jax"}
-_LOADS = """
+_LOAD_PROGRAM = """
 from layoutmap.adapters import get_adapter
 plan = lm.plan(make_model, layout_map, inputs={inputs}, library={library!r})
 if plan.errors:
@@ -36,14 +36,14 @@ variables = get_adapter({library!r}).variables(model)
 np.savez({arrays!r}, **{{path: get_adapter({library!r}).read(variable) for path, variable in variables.items()}})
 """
 _OTHER_SEED = 1
-_REFUSED = 3  # the exit code of a program that stops because of errors in the plan
+_REFUSED_EXIT_CODE = 3  # the exit code of a program that stops because of errors in the plan
 
 
 def load_on_other_mesh(trial: Trial) -> Iterator[str]:
-    """Save a trained model, load it with another layout map, and compare bits and layouts."""
+    """Save a trained model, load it with another layout map, and compare values bit for bit, and layouts."""
     case, sharded = trial.case, trial.pair[1]
     other, plan = _draw_other_map(trial)
-    with trial.shared_folder() as folder:
+    with trial.open_shared_folder() as folder:
         save(sharded, folder, progress=False)
         saved = describe(folder)
         variables = trial.adapter.variables(sharded)
@@ -51,7 +51,7 @@ def load_on_other_mesh(trial: Trial) -> Iterator[str]:
         model = load(
             case.make_model,
             folder,
-            layout_map=_to_layout_map(other),
+            layout_map=_make_layout_map(other),
             inputs=case.inputs,
             library=case.library,
             batch_dim=other.batch_dim,
@@ -69,13 +69,13 @@ def load_on_other_mesh(trial: Trial) -> Iterator[str]:
 
 
 def sync_to_other_mesh(trial: Trial) -> Iterator[str]:
-    """Sync a trained model to one with another layout map, and compare bits, layouts, and counted bytes."""
+    """Sync a trained model to one with another layout map, and compare values bit for bit, layouts, and sent bytes."""
     case, trainer = trial.case, trial.pair[1]
     other, _ = _draw_other_map(trial)
     trial.adapter.set_seed(_OTHER_SEED)
     sampler = build(
         case.make_model,
-        _to_layout_map(other),
+        _make_layout_map(other),
         batch_dim=other.batch_dim,
         inputs=case.inputs,
         library=case.library,
@@ -91,50 +91,51 @@ def sync_to_other_mesh(trial: Trial) -> Iterator[str]:
         if not np.array_equal(expected, trial.adapter.read(synced[path]), equal_nan=True):
             yield f"{path}: synced to {other.mesh} with other bits"
         if synced[path].layout != layouts[path]:
-            yield f"{path}: it was in {layouts[path]}, and is in {synced[path].layout}"
-        if (counted := _count_missing(source.layout, layouts[path], expected)) != row.num_bytes:
-            yield f"{path}: devices lack {counted} bytes, and {row.num_bytes} are planned"
+            yield f"{path}: its layout was {layouts[path]} before the sync, and is {synced[path].layout}"
+        if (counted := _count_missing_bytes(source.layout, layouts[path], expected)) != row.num_bytes:
+            yield f"{path}: devices lack {counted} bytes, and the plan counts {row.num_bytes}"
     planned = {row.variable.path for row in sync.plan.rows}
     stored = {each.variable.path for each in trial.adapter.list_stored_variables(trainer)}
-    ruled = (a.variable.path for a in trial.rule_assignments)
-    yield from (f"{path}: not synced" for path in ruled if path in stored and path not in planned)
+    ruled_paths = (a.variable.path for a in trial.rule_assignments)
+    yield from (f"{path}: not synced" for path in ruled_paths if path in stored and path not in planned)
 
 
-def _count_missing(source: Layout | None, target: Layout | None, values: Any) -> int:
-    """Return the bytes of all shards in a layout that its devices do not hold in another layout."""
+def _count_missing_bytes(source: Layout | None, target: Layout | None, values: Any) -> int:
+    """Return how many bytes of the shards in `target` are missing on their devices in the layout `source`."""
     if source is None or target is None:
         return 0
-    count = 0
+    num_missing = 0
     for device in range(target.mesh.size):
         missing = np.zeros(values.shape, bool)
         missing[target.shard_slices(values.shape, device)] = True
         missing[source.shard_slices(values.shape, device)] = False
-        count += int(missing.sum())
-    return count * values.itemsize
+        num_missing += int(missing.sum())
+    return num_missing * values.itemsize
 
 
 def load_on_other_engine(trial: Trial) -> Iterator[str]:
-    """Save a trained Keras model, load it on another engine, and compare bits.
+    """Save a trained Keras model, load it on another engine, and compare values bit for bit.
 
-    An eighth of the cases run, since loading needs a process.
+    One case in eight runs, since loading needs a process.
     """
     case, sharded = trial.case, trial.pair[1]
     if case.library != "keras":
-        raise NotApplicable("its library has one engine")
+        raise NotApplicable("only Keras models run on several engines")
     engine = _OTHER_ENGINE[trial.adapter.engine_name]
-    if trial.group.has_others or not case.devices.simulated or engine not in list_installed_engines():
-        raise NotApplicable(f"{engine} may have other devices, or none")
+    has_devices = case.devices.simulated and not trial.processes.has_other_processes
+    if not has_devices or engine not in list_installed_engines():
+        raise NotApplicable(f"{engine} may not be installed, or may have other devices")
     if not trial.choices.is_one_in(8):
         raise NotApplicable("one case in eight is tried")
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, arrays = str(Path(folder, "checkpoint")), str(Path(folder, "arrays.npz"))
         save(sharded, checkpoint, progress=False)
-        program = case.program + _LOADS.format(
+        program = case.program + _LOAD_PROGRAM.format(
             inputs=case.model.plan_inputs or None,
             library=case.library,
             folder=checkpoint,
             arrays=arrays,
-            refused=_REFUSED,
+            refused=_REFUSED_EXIT_CODE,
         )
         process = subprocess.run(
             [sys.executable, "-c", program],
@@ -142,8 +143,8 @@ def load_on_other_engine(trial: Trial) -> Iterator[str]:
             capture_output=True,
             text=True,
         )
-        if process.returncode == _REFUSED:
-            raise NotApplicable(f"the plan on {engine} refuses its map")
+        if process.returncode == _REFUSED_EXIT_CODE:
+            raise NotApplicable(f"the plan on {engine} has an error")
         if process.returncode:
             yield f"loaded on {engine}: {process.stderr[-3000:]}"
             return
@@ -159,7 +160,7 @@ def load_on_other_engine(trial: Trial) -> Iterator[str]:
 
 
 def apply_to_existing_model(trial: Trial) -> Iterator[str]:
-    """Apply the layout map to an unsharded model, and compare bits with before and layouts with the plan."""
+    """Apply the layout map to an unsharded model. Values must stay equal bit for bit, and layouts be as planned."""
     model = trial.make_unsharded()
     planned = {a.variable.path: a.layout for a in trial.plan.assignments}
     paths = {path for path in trial.adapter.variables(model) if not path.startswith("optimizer.")}
@@ -176,16 +177,16 @@ def apply_to_existing_model(trial: Trial) -> Iterator[str]:
 
 
 def _draw_other_map(trial: Trial) -> tuple[DrawnMap, Plan]:
-    """Draw maps until the plan accepts one, since an engine may not support all layouts."""
+    """Return another random layout map that the plan accepts, and its plan. An engine may not support all layouts."""
     choices = trial.choices
     shapes = {a.variable.path: a.variable.shape for a in trial.rule_assignments if a.variable.shape}
-    for _ in range(_TRIES):
-        drawn_map = draw_map(choices, shapes, {}, trial.case.devices)
-        plan = trial.case.plan(_to_layout_map(drawn_map))
+    for _ in range(_MAX_DRAWS):
+        drawn_map = draw_layout_map(choices, shapes, {}, trial.case.devices)
+        plan = trial.case.plan(_make_layout_map(drawn_map))
         if not plan.errors:
             return drawn_map, plan
-    raise NotApplicable(f"none of {_TRIES} other maps fits")
+    raise NotApplicable(f"none of {_MAX_DRAWS} other maps fits")
 
 
-def _to_layout_map(drawn_map: DrawnMap) -> LayoutMap:
+def _make_layout_map(drawn_map: DrawnMap) -> LayoutMap:
     return LayoutMap(drawn_map.mesh, dict(drawn_map.rules), uneven=drawn_map.uneven, rest="replicated")

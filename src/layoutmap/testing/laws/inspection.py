@@ -12,7 +12,7 @@ from layoutmap.testing.laws.trial import Trial
 
 
 def compare_with_plan(trial: Trial) -> Iterator[str]:
-    """Compare variables, layouts, rules, and problems of a built model with its plan."""
+    """Compare the variables, layouts, rules, and problems that `inspect` finds in a built model with its plan."""
     inspected = inspect(trial.pair[1])
     planned = {a.variable.path: a for a in trial.plan.assignments}
     for a in inspected.assignments:
@@ -35,7 +35,7 @@ def compare_with_plan(trial: Trial) -> Iterator[str]:
 
 
 def rebuild_from_rules(trial: Trial) -> Iterator[str]:
-    """Build the model again with the rules of `LayoutMap.from_model`, and compare layouts."""
+    """Build the model again with the rules of `LayoutMap.from_model`, and compare the layouts of both models."""
     layout_map = LayoutMap.from_model(trial.pair[1])
     case = trial.case
     rebuilt = build(case.make_model, layout_map, inputs=case.inputs, library=case.library, progress=False)

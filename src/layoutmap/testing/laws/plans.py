@@ -19,7 +19,7 @@ import numpy as np
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.uneven import UnevenSetting, choose_policy
+from layoutmap.core.uneven import UnevenSetting, choose_uneven_policy
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, get_itemsize
 from layoutmap.engines import get_engine
 from layoutmap.scope.layout_map import LayoutMap
@@ -33,7 +33,7 @@ Dims = tuple[str, ...]
 
 
 def compare_repeated_plans(trial: Trial) -> Iterator[str]:
-    """Compare the fingerprint of the plan with those of later plans."""
+    """Compare the fingerprint of the plan with the fingerprints of two more plans of the same case."""
     later = [trial.case.plan().fingerprint for _ in range(2)]
     if set(later) != {trial.plan.fingerprint}:
         yield f"fingerprints {trial.plan.fingerprint}, {', '.join(later)}"
@@ -53,13 +53,13 @@ def compare_built_model(trial: Trial) -> Iterator[str]:
         if variable.layout != expected.layout:
             yield f"{path}: planned {expected.layout}, built {variable.layout}"
         if path in stored:
-            sizes = {np.asarray(shard).nbytes for _, shard in engine.to_shards(stored[path])}
+            sizes = {np.asarray(shard).nbytes for _, shard in engine.iterate_shards(stored[path])}
             if max(sizes) != expected.shard_bytes or (len(sizes) > 1 and not expected.is_padded):
                 yield f"{path}: planned {expected.shard_bytes} bytes on each device, built {sorted(sizes)}"
 
 
 def compare_with_rules(trial: Trial) -> Iterator[str]:
-    """Compare each layout with the first rule that matches one of the variable's paths from its start."""
+    """Compare each layout with the first rule that matches from the start of one of the variable's paths."""
     drawn_map = trial.case.map
     for a in trial.rule_assignments:
         paths = (a.variable.path, *a.variable.aliases)
@@ -71,17 +71,17 @@ def compare_with_rules(trial: Trial) -> Iterator[str]:
 
 
 def compare_shrunk_axis(trial: Trial) -> Iterator[str]:
-    """Plan one axis over all mesh dims, and compare it with the dims that split it evenly into the most shards."""
-    chosen = _pick_variable(trial)
-    axis, mesh = trial.choices.pick(*range(len(chosen.shape))), trial.case.map.mesh
-    dims = [trial.plan.mesh.dim_names if at == axis else () for at in range(len(chosen.shape))]
-    rules = {f"{re.escape(chosen.path)}$": dims}
+    """Plan an axis over all mesh dims, and compare its layout with the dims that split it evenly into most shards."""
+    variable = _pick_variable(trial)
+    axis, mesh = trial.choices.pick(*range(len(variable.shape))), trial.case.map.mesh
+    dims = [trial.plan.mesh.dim_names if position == axis else () for position in range(len(variable.shape))]
+    rules = {f"{re.escape(variable.path)}$": dims}
     plan = trial.case.plan(LayoutMap(mesh, rules, uneven="shrink", rest="replicated"))
-    yield from _compare_dims(trial, plan[chosen.path], dims, "shrink")
+    yield from _compare_dims(trial, plan[variable.path], dims, "shrink")
 
 
 def _pick_variable(trial: Trial) -> VariableSpec:
-    """Return a variable with at least one axis."""
+    """Return a random variable with at least one axis."""
     candidates = [a.variable for a in trial.rule_assignments if a.variable.shape]
     if not candidates:
         raise NotApplicable("no variable has an axis")
@@ -91,23 +91,23 @@ def _pick_variable(trial: Trial) -> VariableSpec:
 def _compare_dims(
     trial: Trial, assignment: Assignment, rule_dims: Sequence[Dims], uneven: UnevenSetting
 ) -> Iterator[str]:
-    """Yield the difference between a layout and the dims that a rule assigns to each axis.
+    """Yield the difference between a layout and the one that follows from a rule's dims for each axis.
 
-    An axis that does not divide is padded, replicated, or sharded over fewer dims. An engine without support for
-    several dims along one axis uses the largest.
+    An axis that does not divide is padded, replicated, or sharded over fewer dims, as `uneven` says. An engine without
+    support for several dims along one axis uses the largest of them.
     """
     sizes = {dim.name: dim.size for dim in trial.plan.mesh.mesh_dims}
     shape = assignment.variable.shape
     expected = list(rule_dims) or [()] * len(shape)
-    asked = Layout(expected, trial.plan.mesh)
-    why_not = trial.adapter.explain_no_padding(assignment.variable, asked)
-    policy = choose_policy(uneven, can_pad=not why_not)
-    if assignment.is_padded != (policy == "pad" and bool(asked.find_uneven_axes(shape))):
+    requested = Layout(expected, trial.plan.mesh)
+    why_not = trial.adapter.explain_no_padding(assignment.variable, requested)
+    policy = choose_uneven_policy(uneven, can_pad=not why_not)
+    if assignment.is_padded != (policy == "pad" and bool(requested.find_uneven_axes(shape))):
         yield f"{assignment.variable.path}: padded is {assignment.is_padded}, by {uneven} and {why_not!r}"
     for axis, dims in enumerate(expected):
         if shape[axis] % math.prod(sizes[dim] for dim in dims) and policy != "pad":
-            numbers = [0] if policy == "replicate" else range(len(dims) + 1)
-            options = [option for number in numbers for option in itertools.combinations(dims, number)]
+            counts = [0] if policy == "replicate" else range(len(dims) + 1)
+            options = [option for count in counts for option in itertools.combinations(dims, count)]
             even = [option for option in options if not shape[axis] % math.prod(sizes[d] for d in option)]
             expected[axis] = max(even, key=lambda option: math.prod(sizes[dim] for dim in option))
     if not get_engine(trial.adapter.engine_name).several_dims:
@@ -123,7 +123,7 @@ def _drop_unit_dims(dims: Dims, sizes: Mapping[str, int]) -> Dims:
 
 
 def compare_memory(trial: Trial) -> Iterator[str]:
-    """Compare the planned memory with the sum of the shards of weights, gradients, slots, and states."""
+    """Compare the planned memory of a device with the sum of its shards of weights, gradients, slots, and states."""
     sizes = {dim.name: dim.size for dim in trial.plan.mesh.mesh_dims}
     total = slots = 0
     for a in trial.plan.assignments:
@@ -159,7 +159,7 @@ def compare_slots(trial: Trial) -> Iterator[str]:
 
 
 def check_misspelled_rule(trial: Trial) -> Iterator[str]:
-    """Change a letter of a rule so that it matches nothing, and look for the rule in the plan's problems."""
+    """Change a letter of a rule so that it matches nothing, and check that a problem of the plan names the rule."""
     rules = dict(trial.case.map.rules)
     if not rules:
         raise NotApplicable("it has no rule")
@@ -167,14 +167,14 @@ def check_misspelled_rule(trial: Trial) -> Iterator[str]:
     letters = [i for i, letter in enumerate(right) if letter.isalpha() and right[i - 1 : i] != "\\"]
     if not letters:
         raise NotApplicable("the rule has no letter")
-    at = trial.choices.pick(*letters)
-    wrong = f"{right[:at]}{'q' if right[at] != 'q' else 'z'}{right[at + 1 :]}"
-    if any(re.match(wrong, path) for path in _list_paths(trial)):
+    position = trial.choices.pick(*letters)
+    misspelled = f"{right[:position]}{'q' if right[position] != 'q' else 'z'}{right[position + 1 :]}"
+    if any(re.match(misspelled, path) for path in _list_paths(trial)):
         raise NotApplicable("the changed rule matches, too")
-    changed = {wrong if pattern == right else pattern: specs for pattern, specs in rules.items()}
+    changed = {misspelled if pattern == right else pattern: specs for pattern, specs in rules.items()}
     layout_map = LayoutMap(trial.case.map.mesh, changed, uneven=trial.case.map.uneven, rest="replicated")
-    if not any(wrong in str(problem) for problem in trial.case.plan(layout_map).problems):
-        yield f"{wrong} matches nothing, and no problem of the plan names it"
+    if not any(misspelled in str(problem) for problem in trial.case.plan(layout_map).problems):
+        yield f"{misspelled} matches nothing, and no problem of the plan names it"
 
 
 def _list_paths(trial: Trial) -> list[str]:
@@ -182,20 +182,20 @@ def _list_paths(trial: Trial) -> list[str]:
 
 
 def check_last_name_rule(trial: Trial) -> Iterator[str]:
-    """Plan with a rule for only the last name of a path, and look for it among the unused rules."""
+    """Plan with a rule for only the last name of a path, and check that the plan reports it as unused."""
     names = {a.variable.path.rpartition(".")[2] for a in trial.rule_assignments if a.variable.shape}
     paths = _list_paths(trial)
-    inner = sorted(name for name in names if not any(path.startswith(name) for path in paths))
-    if not inner:
+    unmatched = sorted(name for name in names if not any(path.startswith(name) for path in paths))
+    if not unmatched:
         raise NotApplicable("a path has one name")
-    pattern = f"{re.escape(trial.choices.pick(*inner))}$"
+    pattern = f"{re.escape(trial.choices.pick(*unmatched))}$"
     plan = trial.case.plan(LayoutMap(trial.case.map.mesh, {pattern: ()}, rest="replicated"))
     if ("unused rule", pattern) not in {(problem.kind, problem.subject) for problem in plan.problems}:
         yield f"{pattern} is at the start of no path, and the plan does not say that it is unused"
 
 
 def check_impossible_rule(trial: Trial) -> Iterator[str]:
-    """Add a rule that no layout can satisfy. Its creation, the plan, or the build must name the rule or variable."""
+    """Add a rule that no layout can satisfy. The layout map must raise, or the plan have an error and build raise."""
     chosen = _pick_variable(trial)
     case, pattern = trial.case, re.escape(chosen.path) + "$"
     assert case.layout_map.mesh is not None
@@ -217,7 +217,7 @@ def check_impossible_rule(trial: Trial) -> Iterator[str]:
 
 
 def _draw_impossible_specs(choices: Choices, mesh: Mesh, shape: tuple[int, ...]) -> Specs:
-    """Draw too many specs, an unknown dim, a dim on two axes, or an axis that does not divide."""
+    """Draw specs for a shape that are too many, have an unknown dim or a dim twice, or shard an axis unevenly."""
     first = mesh.dim_names[0]
     options: list[Callable[[], Specs]] = [
         lambda: (*(None for _ in shape), first),
@@ -236,16 +236,16 @@ def _draw_impossible_specs(choices: Choices, mesh: Mesh, shape: tuple[int, ...])
     return choices.pick(*options)()
 
 
-def follow_suggested_rules(trial: Trial) -> Iterator[str]:
-    """Plan the model with the suggested rules, and yield each problem of the plan and finding of lint."""
+def check_suggested_rules(trial: Trial) -> Iterator[str]:
+    """Plan the model with the suggested rules, and yield each problem of the plan and each finding of lint."""
     case = trial.case
     layout_map = suggest(case.make_model, case.map.mesh, inputs=case.inputs, library=case.library)
-    read = LayoutMap.from_yaml(layout_map.to_yaml())
-    if read != layout_map:
-        yield f"the rules {layout_map} were read back as {read}"
-    planned = case.plan(read)
+    reread_map = LayoutMap.from_yaml(layout_map.to_yaml())
+    if reread_map != layout_map:
+        yield f"the rules {layout_map} were read back as {reread_map}"
+    planned = case.plan(reread_map)
     problems = [*planned.errors, *planned.warnings, *planned.lint()]
-    # Weights are sharded over one dim, so others are unused. Outputs of blocks have no rules without a preset.
+    # Suggested maps shard weights over one dim and have no rules for outputs of blocks, so expect these two kinds.
     yield from (str(problem) for problem in problems if problem.kind not in ("unused dim", "no activations"))
 
 
@@ -272,11 +272,11 @@ def compare_exit_code(trial: Trial) -> Iterator[str]:
         if command.returncode != (0 if expected.passes else 1):
             yield f"exit code {command.returncode}, and the verdict is {expected.headline!r}: {command.stderr}"
             return
-        half = limit // 4 * 2
-        half_verdict = trial.plan.set_limits(device_memory=half).verdict
-        reread = _run_command(folder, ["plan", str(plan_file), "--device-memory", _format_kib(half)])
-        if reread.returncode != (0 if half_verdict.passes else 1):
-            yield f"exit code {reread.returncode} of the plan's file: {half_verdict.headline!r}"
+        low_limit = limit // 4 * 2
+        low_verdict = trial.plan.set_limits(device_memory=low_limit).verdict
+        second = _run_command(folder, ["plan", str(plan_file), "--device-memory", _format_kib(low_limit)])
+        if second.returncode != (0 if low_verdict.passes else 1):
+            yield f"exit code {second.returncode} of the plan's file: {low_verdict.headline!r}"
         reports = {
             "terminal": command.stdout.partition("\n")[0],
             "page": page.read_text(encoding="utf-8"),

@@ -21,23 +21,24 @@ from layoutmap.testing.laws.trial import DIVERGES, TOLERANCE, NotApplicable, Tri
 from layoutmap.testing.models.cases import QUANTIZED
 from layoutmap.testing.models.jax.model import Model as JaxModel
 from layoutmap.testing.models.torch.model import Model as TorchModel
-from layoutmap.testing.products import allowed_tf32
+from layoutmap.testing.products import allow_tf32
 
 
 def compare_initial_values(trial: Trial) -> Iterator[str]:
-    """Compare the bits of all initial values with the unsharded model."""
+    """Compare all initial values with those of the unsharded model, bit for bit."""
     for row in compare_variables(trial.adapter, "weights", *trial.pair, tolerance=0.0):
         if not row.agrees:
             yield str(row)
 
 
 def compare_predictions(trial: Trial) -> Iterator[str]:
-    """Compare `predict` and `evaluate` of Keras, with a last batch of fewer rows, for a third of the cases.
+    """Compare `predict` and `evaluate` of Keras with one device, with fewer rows in the last batch.
 
-    On TensorFlow, also compare eager calls.
+    One case in three runs. On TensorFlow, also compare eager calls.
     """
-    if trial.case.library != "keras" or trial.group.has_others:  # in several processes, they take local rows
-        raise NotApplicable("its library has no predict, or several processes compute")
+    # In several processes, `predict` and `evaluate` take the rows of one process, so results cannot be compared.
+    if trial.case.library != "keras" or trial.processes.has_other_processes:
+        raise NotApplicable("its library has no predict, or there are several processes")
     if not trial.choices.is_one_in(3):
         raise NotApplicable("one case in three is tried")
     batch, size = trial.case.batch, trial.case.rows * 2 // 3
@@ -54,10 +55,10 @@ def compare_predictions(trial: Trial) -> Iterator[str]:
 
 
 def _compare_eager_calls(trial: Trial) -> Iterator[str]:
-    """Compare eager calls of Keras on TensorFlow with one device, for plain inputs and inputs on the mesh.
+    """Compare eager calls of Keras on TensorFlow with one device, for unsharded inputs and inputs on the mesh.
 
-    The inputs are plain, replicated, and sharded along the batch. DTensor refuses some layouts, which is an error with
-    a reason and no difference.
+    The inputs are unsharded, replicated, and sharded along the batch. DTensor refuses some layouts with an error, which
+    counts as no difference.
     """
     tree, engine = importlib.import_module("keras").tree, get_engine("tensorflow")
     mesh, batch_dim = trial.case.layout_map.mesh, trial.case.map.batch_dim
@@ -71,36 +72,36 @@ def _compare_eager_calls(trial: Trial) -> Iterator[str]:
             return replicate(array)
         return engine.relayout(array, Layout.batch_sharded(mesh, batch_dim, np.ndim(array)))
 
-    def call(model: Any, place: Callable[[Any], object]) -> dict[str, Any]:
-        outputs = tree.flatten(model(tree.map_structure(place, trial.case.batch[0])))
+    def compute_outputs(model: Any, convert: Callable[[Any], object]) -> dict[str, Any]:
+        outputs = tree.flatten(model(tree.map_structure(convert, trial.case.batch[0])))
         return {f"output {n}": engine.to_numpy(output) for n, output in enumerate(outputs)}
 
-    expected = call(trial.pair[0], np.asarray)
-    for place in (np.asarray, replicate, shard):
+    expected = compute_outputs(trial.pair[0], np.asarray)
+    for convert in (np.asarray, replicate, shard):
         with suppress(EngineError):
-            rows = compare_logs("forward", expected, call(trial.pair[1], place), TOLERANCE)
+            rows = compare_logs("forward", expected, compute_outputs(trial.pair[1], convert), TOLERANCE)
             yield from map(str, trial.exclude_rounding(list(rows)))
 
 
 def compare_training(trial: Trial) -> Iterator[str]:
-    """Compare outputs, gradients, three steps, and a step with fewer rows with one device, except for rounding."""
-    wrong = trial.exclude_rounding(trial.rows)
+    """Compare outputs, gradients, three steps, and a step of fewer rows with one device, and allow for rounding."""
+    wrong = trial.exclude_rounding(trial.comparisons)
     if wrong and not trial.is_finite:
         raise NotApplicable("the unsharded model has no finite numbers")
     yield from map(str, wrong)
 
 
 def compare_own_rows(trial: Trial) -> Iterator[str]:
-    """Compare training with one device where each process passes its own rows to a torch model that returns its loss.
+    """Compare training with one device if each process passes its own rows to a torch model that returns its loss.
 
-    The rules of a model without a loss get the paths of one that returns it.
+    A model that returns no loss is wrapped in one that does, and its rules are changed for the new paths.
     """
     case, mesh = trial.case, trial.case.layout_map.mesh
-    if not isinstance(case.model, TorchModel) or not trial.group.has_others or mesh is None:
-        raise NotApplicable("it is no model of torch in several processes")
+    if not isinstance(case.model, TorchModel) or not trial.processes.has_other_processes or mesh is None:
+        raise NotApplicable("it is not a torch model in several processes")
     dim = next((dim for dim in ("batch", "data") if dim in mesh and mesh.dim_size(dim) > 1), None)
     if dim is None:
-        raise NotApplicable("all processes have the same rows")
+        raise NotApplicable("no mesh dim splits the batch, so all processes have the same rows")
     drawn_map, model = replace(case.map, batch_dim=dim), case.model
     if not model.returns_loss:
         rules, activations = (
@@ -113,13 +114,13 @@ def compare_own_rows(trial: Trial) -> Iterator[str]:
 
 
 def compare_uncompiled(trial: Trial) -> Iterator[str]:
-    """Compare outputs, gradients, and a step in JAX without the compiler.
+    """Compare outputs, gradients, and a step of JAX without the compiler with one device.
 
-    An eighth of the cases run, since they take ten times as long.
+    One case in eight runs, since these take ten times as long.
     """
     if trial.adapter.engine_name != "jax":
         raise NotApplicable("on the other engines, all laws run without a compiler")
-    if trial.group.has_others:
+    if trial.processes.has_other_processes:
         raise NotApplicable("JAX requires the compiler in several processes")
     if not trial.choices.is_one_in(8):
         raise NotApplicable("one case in eight is tried")
@@ -130,9 +131,9 @@ def compare_uncompiled(trial: Trial) -> Iterator[str]:
 
 
 def compare_precision(precision: str, trial: Trial) -> Iterator[str]:
-    """Compare initial values and training in another precision, except for rounding.
+    """Compare initial values and training with one device in another precision, and allow for rounding.
 
-    Each case runs in one other precision, seldom in a quantized one, which takes longest (why: decisions/0008).
+    Each case runs in one other precision, seldom in a quantized one, which takes longest (decisions/0008).
     """
     weights = {name: 1 if name in QUANTIZED else 3 for name in ("TF32", *trial.case.model.precisions)}
     if precision != trial.choices.pick_weighted(weights):
@@ -140,7 +141,7 @@ def compare_precision(precision: str, trial: Trial) -> Iterator[str]:
     other = Trial(trial.case.to_precision(precision))
     with ExitStack() as stack:
         if precision == "TF32":
-            tf32 = allowed_tf32(trial.adapter.engine_name, Mesh(None, trial.case.map.mesh))
+            tf32 = allow_tf32(trial.adapter.engine_name, Mesh(None, trial.case.map.mesh))
             if trial.case.devices.simulated or not stack.enter_context(tf32):
                 raise NotApplicable("no TF32 on these devices")
         try:
@@ -157,13 +158,17 @@ def compare_precision(precision: str, trial: Trial) -> Iterator[str]:
 
 
 def compare_explicit_axes(trial: Trial) -> Iterator[str]:
-    """Compare initial values and two steps with one device under explicit and mixed axes, each step compiled once.
+    """Compare initial values and two steps with one device if some or all mesh axes of JAX are explicit.
 
-    Some models state no `out_sharding`. JAX may refuse their steps, which a plan must find as well.
+    Two equal steps must be compiled once. If JAX refuses a step that lacks `out_sharding`, the plan must report it.
     """
     case, choices = trial.case, trial.choices
-    if not isinstance(case.model, JaxModel) or case.devices.number == 1 or trial.group.has_others:
-        raise NotApplicable("it is no model of JAX alone on several devices")
+    if (
+        not isinstance(case.model, JaxModel)
+        or case.devices.number == 1
+        or trial.processes.has_other_processes
+    ):
+        raise NotApplicable("it is not a model of JAX without Keras, on several devices of one process")
     dims = Mesh(None, case.map.mesh).dim_names
     rows = [dim for dim in dims if dim == case.map.batch_dim]
     explicit = choices.pick(dims, rows, [dim for dim in dims if dim not in rows]) or dims
@@ -172,16 +177,16 @@ def compare_explicit_axes(trial: Trial) -> Iterator[str]:
     lines = "" if choices.is_one_in(4) else case.model.auto_axes_lines
     other = Trial(replace(case.to_sgd(), map=drawn_map, last_lines=lines))
     yield from compare_initial_values(other)
-    one, sharded = other.pair
+    unsharded, sharded = other.pair
     try:
-        logs = [[other.adapter.train_step(model, case.batch) for _ in range(2)] for model in (one, sharded)]
+        logs = [[other.adapter.train_step(model, case.batch) for _ in range(2)] for model in other.pair]
     except Exception as error:
         explicit_axes = importlib.import_module("layoutmap.cost.jax.explicit_axes")
-        if not explicit_axes.is_refused_sharding(error):
+        if not explicit_axes.is_sharding_refusal(error):
             raise
         options: Any = {"on": f"h100:{case.devices.number}", "batch_dim": case.map.batch_dim, "verify": False}
         try:
-            found = plan(
+            planned = plan(
                 other.case.make_model,
                 other.case.layout_map,
                 inputs=case.batch,
@@ -190,11 +195,11 @@ def compare_explicit_axes(trial: Trial) -> Iterator[str]:
             )
         except ScopeError as refused:
             raise NotApplicable(f"the plan cannot trace its step: {refused.what}") from None
-        if "out_sharding" not in {problem.kind for problem in found.problems}:
+        if "out_sharding" not in {problem.kind for problem in planned.problems}:
             yield f"the plan does not find what JAX refuses: {error}"
         return
     rows = [*compare_logs("step", logs[0][-1], logs[1][-1], TOLERANCE)]
-    rows += compare_variables(other.adapter, "weights", one, sharded, tolerance=TOLERANCE)
+    rows += compare_variables(other.adapter, "weights", unsharded, sharded, tolerance=TOLERANCE)
     if not all(row.agrees for row in rows):
         yield from compare_training(other)
     if sharded.steps.num_step_programs != 1:
@@ -202,13 +207,13 @@ def compare_explicit_axes(trial: Trial) -> Iterator[str]:
 
 
 def compare_replicas(trial: Trial) -> Iterator[str]:
-    """Compare the bits of all replicas of a shard on devices and in processes, also after steps."""
+    """Compare all replicas of each shard bit for bit, also those in other processes and after steps."""
     problems = inspect(trial.pair[1], across=True).problems
     yield from (str(problem) for problem in problems if problem.kind in ("differs", "drifted"))
 
 
 def run_failing_step(trial: Trial) -> Iterator[str]:
-    """Run a step with inputs of a wrong rank, which must raise as on one device and change no variable."""
+    """Run a step with inputs of a wrong rank. It must raise as on one device, and change no variable."""
     unsharded, sharded = trial.pair
     train_step, read = trial.adapter.train_step, trial.adapter.read
     batch, wrong_batch = trial.case.batch, _add_axes(trial.case.batch)
@@ -230,16 +235,16 @@ def run_failing_step(trial: Trial) -> Iterator[str]:
         if path in before and not _is_equal(before[path], read(variable)):
             yield f"{path}: has another value after a step that failed"
     expected, logs = (train_step(model, batch) for model in trial.pair)
-    # Some models diverge on any device.
+    # Some models diverge on any device, so compare only if the unsharded model does not.
     is_stable = all(np.all(np.abs(metric) < DIVERGES) for metric in expected.values())
     if is_stable and not all(np.isfinite(metric).all() for metric in logs.values()):
         yield f"the next step is not finite: {logs}"
 
 
 def run_failing_evaluation(trial: Trial) -> Iterator[str]:
-    """Run `evaluate` with a second batch of a wrong rank, which must change no weight and allow a further step.
+    """Run `evaluate` with a second batch of a wrong rank. It must change no weight, and a next step must work.
 
-    Keras on JAX moves all variables into the steps, and restores them only if no step fails.
+    Keras on JAX takes all variables into the steps, and restores them only if no step fails.
     """
     if trial.case.library != "keras":
         raise NotApplicable("its library has no evaluate")

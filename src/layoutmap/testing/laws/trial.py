@@ -20,27 +20,27 @@ from layoutmap.engines import get_engine
 from layoutmap.inspecting.parity import (
     ROUNDINGS,
     ParityRow,
+    collect_rounding_errors,
     compare_logs,
     compare_models,
     compare_variables,
     make_unsharded_model,
-    measure_rounding,
-    scale_rows,
+    scale_rows_to_rounding,
 )
 from layoutmap.scope.plan import Plan
-from layoutmap.scope.process_group import Group
+from layoutmap.scope.process_group import MeshProcesses
 from layoutmap.scope.scope import build
 from layoutmap.testing.models.cases import EPSILONS, QUANTIZED, Case
 from layoutmap.testing.models.choices import Choices
 
-_COARSE_ROUNDINGS = 8
-"""Tolerance of coarse precisions in roundings, below 30, which would exceed a factor of two."""
+_COARSE_TOLERANCE = 8
+"""Tolerance of coarse precisions, in multiples of the effect of rounding. The usual 30 would exceed a factor of two."""
 _MAX_CANCELLATION = 1e-2
-"""The largest relative error of float32 in a drawn model, which occurs where a sum cancels."""
+"""The largest relative error by rounding that is accepted for float32 in a drawn model, since sums may cancel."""
 _REFERENCE_FACTOR = 4
-"""Largest ratio of the difference to the sharded model and to an unsharded model with other rounding."""
+"""Accepted ratio of the sharded model's error to the error of an unsharded model that rounds differently."""
 DIVERGES = 1e3
-"""A loss above which an infinite next step is no fault, since some drawn models diverge at the common learning rate."""
+"""If a loss exceeds this, an infinite next step is no fault, since some drawn models diverge at the learning rate."""
 _SEED = 0
 TOLERANCE = 1e-5  # the largest relative difference that counts as equal without an estimate of rounding
 
@@ -59,11 +59,11 @@ class Trial:
 
     def __init__(self, case: Case, *, has_own_rows: bool = False):
         self.case = case
-        self._left_out: Mapping[str, Any] | None = None
+        self._excluded: Mapping[str, Any] | None = None
         self.adapter: Adapter = require_capability(get_adapter(case.library), Adapter, "a law")
         self._options: dict[str, Any] = {"rows": "own"} if has_own_rows else {}
         if has_own_rows:
-            self.adapter = cast("Adapter", _OwnRowsAdapter(self.adapter, case, self.group.number))
+            self.adapter = cast("Adapter", _OwnRowsAdapter(self.adapter, case, self.processes.process_index))
 
     @cached_property
     def plan(self) -> Plan:
@@ -71,34 +71,34 @@ class Trial:
         return self.case.plan()
 
     @cached_property
-    def group(self) -> Group:
+    def processes(self) -> MeshProcesses:
         """The processes with devices of the mesh."""
-        return Group(get_engine(self.adapter.engine_name), self.case.layout_map.mesh)
+        return MeshProcesses(get_engine(self.adapter.engine_name), self.case.layout_map.mesh)
 
     @contextmanager
-    def shared_folder(self) -> Generator[str]:
-        """A temporary folder of the first process, for all processes."""
+    def open_shared_folder(self) -> Generator[str]:
+        """Create a temporary folder in the first process, and yield its path in all processes."""
         with tempfile.TemporaryDirectory() as folder:
-            yield self.group.first(lambda: [folder])[0]
+            yield self.processes.run_in_first(lambda: [folder])[0]
 
     @property
     def choices(self) -> Choices:
-        """New choices for a law, which are the same for each law of this case."""
+        """A new random generator of choices. Each law of the case gets the same numbers."""
         return Choices.from_seed(zlib.crc32(self.case.source.encode()))
 
     @property
     def rule_assignments(self) -> list[Assignment]:
-        """The assignments of the plan that follow from rules, not from another variable."""
+        """The assignments that follow from rules, and not from the layout of another variable."""
         kinds = (Kind.WEIGHT, Kind.STATE)
         return [a for a in self.plan.assignments if a.variable.kind in kinds and a.variable.parent is None]
 
     @cached_property
     def pair(self) -> tuple[Any, Any]:
-        """The unsharded and the sharded model, which laws share."""
+        """The unsharded and the sharded model that all laws of the case share."""
         return self.make_pair()
 
     def make_pair(self) -> tuple[Any, Any]:
-        """Return another unsharded and another sharded model, with all variables that training creates."""
+        """Return a new unsharded and a new sharded model, with all variables that training creates."""
         case = self.case
         self.adapter.set_seed(_SEED)
         sharded = build(
@@ -109,20 +109,20 @@ class Trial:
             progress=False,
             **self._options,
         )
-        self.adapter.complete(sharded, case.batch)
+        self.adapter.create_lazy_variables(sharded, case.batch)
         return self.make_unsharded(), sharded
 
     def make_unsharded(self) -> Any:
-        """Return another unsharded model, with all variables that training creates."""
+        """Return a new unsharded model, with all variables that training creates."""
         self.adapter.set_seed(_SEED)
         model = make_unsharded_model(self.adapter, self.case.make_model, self.case.layout_map)
-        self.adapter.complete(model, self.case.batch)
+        self.adapter.create_lazy_variables(model, self.case.batch)
         return model
 
     @cached_property
-    def rows(self) -> Sequence[ParityRow]:
+    def comparisons(self) -> Sequence[ParityRow]:
         """Comparisons of the pair: outputs, gradients, three steps, and a step with fewer rows."""
-        return tuple(self._compare(*self.pair, is_pair=True))
+        return tuple(self._compare_pair(*self.pair, is_pair=True))
 
     @cached_property
     def is_finite(self) -> bool:
@@ -141,34 +141,36 @@ class Trial:
         Rounding is estimated from pairs of unsharded models that differ only by rounding.
         """
         worst = {row.stage: EPSILONS[self.case.precision] for row in rows if not row.agrees}
-        allowed = ROUNDINGS if self.case.precision == "float32" else _COARSE_ROUNDINGS
+        allowed = ROUNDINGS if self.case.precision == "float32" else _COARSE_TOLERANCE
         rounding: dict[tuple[str, int], float] = {}
         wrong = [row for row in rows if not row.agrees]
         for compare in (self._compare_float32, self._compare_perturbed, self._compare_repeated):
             if not wrong:
                 break
             unsharded_rows = tuple(compare())
-            for place, change in measure_rounding(unsharded_rows).items():
-                rounding[place] = max(rounding.get(place, 0.0), change)
-            for row in scale_rows(unsharded_rows, rounding, allowed):
+            for key, change in collect_rounding_errors(unsharded_rows).items():
+                rounding[key] = max(rounding.get(key, 0.0), change)
+            for row in scale_rows_to_rounding(unsharded_rows, rounding, allowed):
                 worst[row.stage] = max(worst.get(row.stage, 0.0), row.error)
             wrong = [
                 row
-                for row in scale_rows(rows, rounding, allowed)
+                for row in scale_rows_to_rounding(rows, rounding, allowed)
                 if not row.agrees and not row.error <= allowed * worst[row.stage]
             ]
         cancellation = dict.fromkeys(worst, 0.0)
-        for row in scale_rows(tuple(self._compare_other_rounding()), rounding, allowed) if wrong else ():
+        for row in (
+            scale_rows_to_rounding(tuple(self._compare_other_rounding()), rounding, allowed) if wrong else ()
+        ):
             if row.error < _MAX_CANCELLATION:
                 cancellation[row.stage] = max(cancellation.get(row.stage, 0.0), row.error)
         return [row for row in wrong if not row.error <= _REFERENCE_FACTOR * cancellation[row.stage]]
 
     def _compare_repeated(self) -> Iterator[ParityRow]:
         """Compare two equal unsharded models, since some devices sum in a random order."""
-        return self._compare(self.make_unsharded(), self.make_unsharded())
+        return self._compare_pair(self.make_unsharded(), self.make_unsharded())
 
     def _compare_perturbed(self) -> Iterator[ParityRow]:
-        """Compare an unsharded model with one of perturbed weights, each by one rounding."""
+        """Compare an unsharded model with one in which each weight is changed by one rounding error."""
         signs, step, reference = (
             np.random.default_rng(0),
             EPSILONS[self.case.precision],
@@ -177,14 +179,16 @@ class Trial:
         moved = self._copy_weights(
             self.make_unsharded(), reference, lambda value: 1 + step * signs.choice([-1, 1], value.shape)
         )
-        return self._compare(reference, moved)
+        return self._compare_pair(reference, moved)
 
     def _compare_float32(self) -> Iterator[ParityRow]:
-        """Compare an unsharded model with a float32 model of equal weights, since frameworks accumulate in either."""
+        """Compare an unsharded model with a float32 model of equal weights, since frameworks may sum in float32."""
         if self.case.precision not in ("float32", *QUANTIZED):  # quantized models have other weights
             reference = self.make_unsharded()
             wide_trial = Trial(self.case.to_precision("float32"))
-            yield from self._compare(self._copy_weights(wide_trial.make_unsharded(), reference), reference)
+            yield from self._compare_pair(
+                self._copy_weights(wide_trial.make_unsharded(), reference), reference
+            )
 
     def _compare_other_rounding(self) -> Iterator[ParityRow]:
         """Compare an unsharded model with one that rounds differently, since sums may cancel in float32.
@@ -195,7 +199,7 @@ class Trial:
         if self.case.precision != "float32":
             return
         reference, adapter = self.make_unsharded(), self.adapter
-        # If the other model cannot be created or trained, the differences count as wrong.
+        # If the other model cannot be created or trained, yield nothing, so that all differences count as wrong.
         with suppress(Exception):
             if adapter.engine_name == "jax":
                 other = self.make_unsharded()
@@ -204,7 +208,7 @@ class Trial:
                 wide_trial = Trial(replace(self.case, precision="float64"))
                 other = self._copy_weights(wide_trial.make_unsharded(), reference)
             yield from compare_models(
-                adapter, reference, other, self.case.batch, tolerance=TOLERANCE, left_out=self._left_out
+                adapter, reference, other, self.case.batch, tolerance=TOLERANCE, left_out=self._excluded
             ).rows
 
     def _copy_weights(
@@ -223,23 +227,25 @@ class Trial:
                 self.adapter.write(variable, moved.astype(self.adapter.read(variable).dtype))
         return model
 
-    def _compare(self, reference: object, other: object, *, is_pair: bool = False) -> Iterator[ParityRow]:
-        """Compare two models.
+    def _compare_pair(
+        self, reference: object, other: object, *, is_pair: bool = False
+    ) -> Iterator[ParityRow]:
+        """Compare outputs, gradients, three steps, and a step with fewer rows of two models.
 
-        Elements with only rounding in their gradients are left out. Two unsharded models leave out the elements that
-        the pair left out, and no others.
+        Elements whose gradients are only rounding errors are excluded. For two unsharded models, the elements that were
+        excluded for the pair are excluded, and no others.
         """
         batch, adapter = self.case.batch, self.adapter
-        left_out = None if is_pair else self._left_out
+        left_out = None if is_pair else self._excluded
         report = compare_models(adapter, reference, other, batch, tolerance=TOLERANCE, left_out=left_out)
         if is_pair:
-            self._left_out = report.only_rounding
+            self._excluded = report.only_rounding
         yield from (row for row in report.rows if row.stage != "weights")
         if is_pair and any(row.stage != "weights" and not row.agrees for row in report.rows):
             return  # unsharded models continue, since rounding is estimated for each stage
-        stage, fewer = "fewer rows", take_rows(batch, self.case.rows * 2 // 3)
+        stage, fewer = "fewer rows", slice_rows(batch, self.case.rows * 2 // 3)
         expected, actual = self._train_step(reference, fewer), self._train_step(other, fewer)
-        # Some models diverge at the common learning rate.
+        # Some models diverge at the learning rate that all models share, so compare only finite numbers.
         if all(np.isfinite(number).all() for number in expected.values()):
             yield from compare_logs(stage, expected, actual, TOLERANCE)
             if all(np.all(np.abs(number) < DIVERGES) for number in expected.values()):
@@ -248,9 +254,9 @@ class Trial:
                 )
 
     def _train_step(self, model: Any, fewer_rows: object) -> dict[str, float]:
-        """Train with another batch size. Keras models run `fit` with a smaller last batch."""
+        """Train a step on fewer rows, and return its logs. Keras models run `fit` with a smaller last batch instead."""
         if (
-            self.case.library != "keras" or self.group.has_others
+            self.case.library != "keras" or self.processes.has_other_processes
         ):  # in several processes, `fit` takes local rows
             return self.adapter.train_step(model, fewer_rows)
         size = self.case.rows * 2 // 3
@@ -269,54 +275,54 @@ class _UncompiledAdapter:
         if name not in ("forward", "gradients", "train_step"):
             return method
 
-        def run(model: object, batch: object) -> object:
+        def call_method(model: object, batch: object) -> object:
             is_uncompiled = model is self._model
             with importlib.import_module("jax").disable_jit() if is_uncompiled else nullcontext():
                 return method(model, batch)
 
-        return run
+        return call_method
 
 
 class _OwnRowsAdapter:
-    """An adapter that passes a sharded model the rows of this process, and compares only these rows of outputs.
+    """An adapter that passes a sharded model only the rows of this process, and returns only these rows of outputs.
 
-    Rows that do not divide over the processes are left out of the batches of both models.
+    The last rows of a batch are dropped for both models if they do not divide over the processes.
     """
 
-    def __init__(self, adapter: Adapter, case: Case, process: int):
+    def __init__(self, adapter: Adapter, case: Case, process_index: int):
         mesh, dim = case.layout_map.mesh, case.map.batch_dim
         assert mesh is not None
         assert dim is not None
         self._adapter, self._num_shards = adapter, mesh.dim_size(dim)
-        self._place = int(np.unravel_index(process, mesh.shape)[mesh.dim_names.index(dim)])
+        self._shard_index = int(np.unravel_index(process_index, mesh.shape)[mesh.dim_names.index(dim)])
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._adapter, name)
         if name not in ("forward", "gradients", "train_step"):
             return method
 
-        def run(model: Any, batch: Any) -> object:
-            number = len(flatten_arrays(batch)[0]) // self._num_shards
-            start = number * self._place
+        def call_method(model: Any, batch: Any) -> object:
+            num_rows = len(flatten_arrays(batch)[0]) // self._num_shards
+            start = num_rows * self._shard_index
             if self._adapter.find_context(model) is not None:
-                return method(model, take_rows(batch, start + number, start))
-            result = method(model, take_rows(batch, number * self._num_shards))
-            return take_rows(result, start + number, start) if name == "forward" else result
+                return method(model, slice_rows(batch, start + num_rows, start))
+            result = method(model, slice_rows(batch, num_rows * self._num_shards))
+            return slice_rows(result, start + num_rows, start) if name == "forward" else result
 
-        return run
+        return call_method
 
 
-def take_rows(values: Any, stop: int, start: int = 0) -> Any:
-    """Return rows of each array in nested sequences and mappings. A scalar has none and is returned."""
+def slice_rows(values: Any, stop: int, start: int = 0) -> Any:
+    """Return nested sequences and mappings with rows `start` to `stop` of each array, and scalars unchanged."""
     if isinstance(values, dict):
-        return {name: take_rows(value, stop, start) for name, value in values.items()}
+        return {name: slice_rows(value, stop, start) for name, value in values.items()}
     if isinstance(values, list | tuple):
-        return type(values)(take_rows(value, stop, start) for value in values)
+        return type(values)(slice_rows(value, stop, start) for value in values)
     return values[start:stop] if np.ndim(values) else values
 
 
 def flatten_arrays(values: object) -> list[Any]:
-    """Return the arrays in nested sequences and mappings."""
+    """Return a flat list of the arrays in nested sequences and mappings."""
     if isinstance(values, dict):
         values = list(values.values())
     if isinstance(values, list | tuple):

@@ -56,17 +56,22 @@ def draw_model(seed: int, library: str = "keras") -> DrawnModel:
 
 @st.composite
 def cases(draw: st.DrawFn, library: str = "keras") -> Case:
-    """Strategy of models, each with a layout map, an optimizer, and a batch."""
+    """Return a strategy of cases: models, each with a layout map, an optimizer, and a batch."""
     return draw_case(Choices(lambda n: draw(st.integers(0, n - 1))), _import_draw_model(library))
 
 
 @st.composite
 def models(draw: st.DrawFn, library: str = "keras") -> DrawnModel:
-    """Strategy of models without layout maps."""
+    """Return a strategy of models without layout maps."""
     return _import_draw_model(library)(Choices(lambda n: draw(st.integers(0, n - 1))))
 
 
 def _import_draw_model(library: str) -> Callable[[Choices], DrawnModel]:
+    """Return the function that draws models of a library.
+
+    Raises:
+        ValueError: The library is not a key of `LIBRARIES`.
+    """
     if library not in LIBRARIES:
-        raise ValueError(f"no models of {library!r} are drawn, but of {', '.join(LIBRARIES)}")
+        raise ValueError(f"library={library!r}: models are drawn only for {', '.join(LIBRARIES)}")
     return import_module(f"{__name__}.{LIBRARIES[library]}").draw_model

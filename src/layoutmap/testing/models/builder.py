@@ -1,4 +1,4 @@
-"""Growth of a random model, layer by layer: the steps that drawn models of all libraries share."""
+"""Build random models layer by layer, by steps that the models of all libraries share."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TypeVar
 
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.values import WIDTHS, Value
+from layoutmap.testing.models.values import WIDTHS, ModelValue
 
 T = TypeVar("T")
-_NUM_PLACE_AXES = {"vector": 0, "sequence": 1, "image": 2, "volume": 3, "tokens": 1}
-_SIDES = (8, 8, 4, 6, 16)
+_NUM_PLACE_AXES_BY_KIND = {"vector": 0, "sequence": 1, "image": 2, "volume": 3, "tokens": 1}
+_PLACE_SIZES = (8, 8, 4, 6, 16)
 
 
 class ModelBuilder(ABC):
-    """A model under construction.
+    """Build a random model layer by layer.
 
     A method `add_...` takes the variable of a value in the program and returns the variable of its result. Axes between
     rows and features are called places: steps of a sequence, or pixels. `favorites` are kinds of layers that this model
@@ -28,8 +28,8 @@ class ModelBuilder(ABC):
 
     def __init__(self, choices: Choices, favorites: Collection[str], *, is_chain: bool = False):
         self.choices, self.favorites, self.is_chain = choices, favorites, is_chain
-        self.inputs: list[Value] = []
-        self.outputs: list[Value] = []
+        self.inputs: list[ModelValue] = []
+        self.outputs: list[ModelValue] = []
         self.shapes: dict[str, Shape] = {}
 
     @abstractmethod
@@ -38,7 +38,7 @@ class ModelBuilder(ABC):
 
     @abstractmethod
     def add_output(self, value: str) -> None:
-        """Add an output for each place or for all places."""
+        """Add an output with a value for each place, or with one value for all places."""
 
     @abstractmethod
     def add_layer(self, value: str) -> str:
@@ -57,66 +57,71 @@ class ModelBuilder(ABC):
         """Add a gate that scales the value elementwise."""
 
     @abstractmethod
-    def add_shared(self, value: str) -> str:
-        """Add a layer that is called twice."""
+    def add_shared_layer(self, value: str) -> str:
+        """Add a layer, and call it twice."""
 
     @abstractmethod
     def join_input(self, value: str, other: str) -> str:
-        """Combine a value with one that was computed from another input."""
+        """Return the combination of a value with one that was computed from another input."""
 
-    def build(self, max_parts: int) -> None:
-        """Add an input, at most `max_parts` parts, and an output."""
+    def build_model(self, max_parts: int) -> None:
+        """Add an input, at least one and at most `max_parts` parts, and an output."""
         value = self.add_input()
         for _ in range(1 + self.choices.draw_below(max_parts)):
             value = self.add_part(value)
         self.add_output(value)
 
-    def name_value(self, shape: Shape) -> str:
-        """Return the variable of a new value of this shape."""
+    def create_variable_name(self, shape: Shape) -> str:
+        """Return the name of a new variable of the program, and record the shape of its value."""
         name = f"x{len(self.shapes)}"
         self.shapes[name] = shape
         return name
 
-    def draw_input(
-        self, weights: Mapping[str, int], sides: Mapping[str, tuple[int, ...]]
+    def add_random_input(
+        self, kind_weights: Mapping[str, int], place_sizes: Mapping[str, tuple[int, ...]]
     ) -> tuple[str, Shape, int | None]:
-        """Add an input, and return its variable, its shape with features, and the number of tokens.
+        """Add an input. Return its variable, its shape with features, and its number of tokens if it has tokens.
 
-        `sides` has the possible sizes of place axes, by kind of input.
+        `place_sizes` has the possible sizes of place axes, by kind of input.
         """
-        choices, kind = self.choices, self.choices.pick_weighted(weights)
-        places = tuple(choices.pick(*sides.get(kind, _SIDES)) for _ in range(_NUM_PLACE_AXES[kind]))
+        choices, kind = self.choices, self.choices.pick_weighted(kind_weights)
+        places = tuple(
+            choices.pick(*place_sizes.get(kind, _PLACE_SIZES)) for _ in range(_NUM_PLACE_AXES_BY_KIND[kind])
+        )
         shape = (*places, choices.pick_weighted(WIDTHS))
         vocabulary = choices.pick(32, 64, 30) if kind == "tokens" else None
-        value = self.name_value(places if vocabulary else shape)
-        self.inputs.append(Value(value, self.shapes[value], vocabulary))
+        value = self.create_variable_name(places if vocabulary else shape)
+        self.inputs.append(ModelValue(value, self.shapes[value], vocabulary))
         return value, shape, vocabulary
 
-    def draw_kind(self, weights: Mapping[str, int], draw: Callable[[str], T | None]) -> tuple[str, T]:
-        """Draw kinds until `draw` returns a layer for one."""
+    def draw_layer_of_kind(
+        self, kind_weights: Mapping[str, int], draw_layer: Callable[[str], T | None]
+    ) -> tuple[str, T]:
+        """Return a random kind and a layer of it. Kinds for which `draw_layer` returns None are not drawn again."""
         left = {
-            kind: weight + self.favorite_weight * (kind in self.favorites) for kind, weight in weights.items()
+            kind: weight + self.favorite_weight * (kind in self.favorites)
+            for kind, weight in kind_weights.items()
         }
         while True:
             kind = self.choices.pick_weighted(left)
-            if layer := draw(kind):
+            if layer := draw_layer(kind):
                 return kind, layer
             del left[kind]
 
-    def weigh_parts(self) -> dict[Callable[[str], str], int]:
-        """Return the methods that add a part, with their weights."""
+    def get_part_weights(self) -> dict[Callable[[str], str], int]:
+        """Return the methods that add a part, with their weights in the draw."""
         return {
             self.add_layer: 9,
             self.add_residual: 3,
             self.add_gate: 1,
-            self.add_shared: 2,
-            self.add_joined_input: 3,
+            self.add_shared_layer: 2,
+            self.add_and_join_input: 3,
             self.add_second_output: 1,
         }
 
     def add_part(self, value: str) -> str:
-        """Add a layer, or several layers that belong together."""
-        add = self.add_layer if self.is_chain else self.choices.pick_weighted(self.weigh_parts())
+        """Add a random part, which is one layer or several layers that belong together."""
+        add = self.add_layer if self.is_chain else self.choices.pick_weighted(self.get_part_weights())
         return add(value)
 
     def add_residual(self, value: str) -> str:
@@ -130,7 +135,7 @@ class ModelBuilder(ABC):
             inner = self.add_linear(inner, shape[-1])
         return self.add_sum(value, inner)
 
-    def add_joined_input(self, value: str) -> str:
+    def add_and_join_input(self, value: str) -> str:
         """Add another input, and combine the value with it."""
         if len(self.inputs) > 2:
             return self.add_layer(value)

@@ -1,4 +1,4 @@
-"""A case of the laws: a model, a layout map, an optimizer, and a batch, which together are a program."""
+"""Define a case, which is a program with a model, a layout map, an optimizer, and a batch, to test laws on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import plan
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.maps import EIGHT, Devices, DrawnMap, Shape, draw_map
+from layoutmap.testing.models.maps import EIGHT, Devices, DrawnMap, Shape, draw_layout_map
 from layoutmap.testing.products import ALLOW_TF32
 
 QUANTIZED = {"int8": 2**-7, "int4": 2**-7}
@@ -61,17 +61,17 @@ class DrawnModel(Protocol):
 
     @property
     def plan_inputs(self) -> str:
-        """The expression of the inputs that a plan needs to find all variables. Empty: it needs none."""
+        """The expression of the inputs that a plan needs to find all variables, or empty if it needs none."""
         ...
 
     @property
     def precisions(self) -> Mapping[str, str]:
-        """Last lines of a program that compute the model in another precision, by precision."""
+        """Lines at the end of a program with which the model computes in another precision, by precision."""
         ...
 
     @property
     def float64_lines(self) -> str:
-        """Last lines of a program that compute the model in float64. Empty: the library cannot."""
+        """Lines at the end of a program with which the model computes in float64, or empty if it cannot."""
         ...
 
     def write_source(self, optimizer: str) -> str:
@@ -109,9 +109,8 @@ class Case:
 
     def __str__(self) -> str:
         options = f"batch_dim={self.map.batch_dim!r}, library={self.library!r}"
-        if (
-            self.precision != "float32"
-        ):  # wide enough for rounding, and narrow enough to detect a factor of two
+        # A tolerance of 0.25 allows for rounding, and still detects a factor of two.
+        if self.precision != "float32":
             options += ", tolerance=0.25"
         return f"{self.program}print(lm.check_parity(make_model, layout_map, batch, {options}))\n"
 
@@ -124,7 +123,9 @@ class Case:
             simulation += f"\nimport {engine}\n\n{ALLOW_TF32[engine].format(True)}\n"
         program = f"{_PREAMBLE.format(imports=self.model.imports, simulation=simulation)}{self.source}"
         return (
-            f"{program}import jax\n\njax.set_mesh({self._write_mesh()})\n" if self.ambient_mesh else program
+            f"{program}import jax\n\njax.set_mesh({self._write_ambient_mesh()})\n"
+            if self.ambient_mesh
+            else program
         )
 
     @property
@@ -140,10 +141,11 @@ class Case:
             return
         import jax
 
-        with jax.set_mesh(eval(self._write_mesh(), {"jax": jax})):
+        with jax.set_mesh(eval(self._write_ambient_mesh(), {"jax": jax})):
             yield
 
-    def _write_mesh(self) -> str:
+    def _write_ambient_mesh(self) -> str:
+        """Return the expression of the mesh that the program sets by `jax.set_mesh`."""
         mesh = self.layout_map.mesh
         assert mesh is not None
         types = f"(jax.sharding.AxisType.{self.ambient_mesh},) * {len(mesh.shape)}"
@@ -160,22 +162,22 @@ class Case:
     @property
     def make_model(self) -> Callable[[], Any]:
         """The function of the program that returns a trainable model."""
-        return self._names["make_model"]
+        return self._program_names["make_model"]
 
     @property
     def layout_map(self) -> LayoutMap:
         """The layout map of the program."""
-        return self._names["layout_map"]
+        return self._program_names["layout_map"]
 
     @property
     def batch(self) -> tuple[Any, Any]:
         """The batch of the program: inputs and targets."""
-        return self._names["batch"]
+        return self._program_names["batch"]
 
     @property
     def inputs(self) -> Any:
-        """The inputs that a plan needs to find all variables. `None`: it needs none."""
-        return _execute(self.model, f"inputs = {self.model.plan_inputs or None}")["inputs"]
+        """The inputs that a plan needs to find all variables, or None if it needs none."""
+        return _execute_program_lines(self.model, f"inputs = {self.model.plan_inputs or None}")["inputs"]
 
     def plan(self, layout_map: LayoutMap | None = None) -> Plan:
         """Return the plan of all variables that training creates."""
@@ -197,14 +199,15 @@ class Case:
         )
 
     @cached_property
-    def _names(self) -> dict[str, Any]:
-        return _execute(self.model, self.source)
+    def _program_names(self) -> dict[str, Any]:
+        """The names that the lines of the program define, with their values."""
+        return _execute_program_lines(self.model, self.source)
 
 
 def draw_case(
     choices: Choices, draw_model: Callable[[Choices], DrawnModel], devices: Devices = EIGHT
 ) -> Case:
-    """Draw a model, a map of its variables, an optimizer, and a batch size."""
+    """Draw a model, a layout map for its variables, an optimizer, and a number of rows."""
     model = draw_model(choices)
     unmapped = Case(model, DrawnMap("batch=8", (), (), "error", None), next(iter(model.optimizers)), 8)
     variables = {
@@ -212,15 +215,15 @@ def draw_case(
         for v in (assignment.variable for assignment in unmapped.plan().assignments)
         if v.kind in (Kind.WEIGHT, Kind.STATE) and v.parent is None
     }
-    drawn_map = draw_map(choices, variables, model.layer_outputs, devices)
+    drawn_map = draw_layout_map(choices, variables, model.layer_outputs, devices)
     optimizer, rows = choices.pick_weighted(model.optimizers), choices.pick_weighted(_ROWS)
     is_on_jax = get_adapter(model.library).engine_name == "jax" and devices is EIGHT
     ambient_mesh = choices.pick("", "", "Auto", "Explicit") if is_on_jax else ""
     return Case(model, drawn_map, optimizer, rows, devices, ambient_mesh=ambient_mesh)
 
 
-def _execute(model: DrawnModel, source: str) -> dict[str, Any]:
-    """Run lines after the imports of a model's program, and return the names that they define."""
+def _execute_program_lines(model: DrawnModel, source: str) -> dict[str, Any]:
+    """Run lines after the imports of a model's program. Return the names that they define with their values."""
     names: dict[str, Any] = {"__name__": __name__}
     program = f"{model.imports}\nimport layoutmap as lm\n{source}"
     exec(compile(program, "<drawn>", "exec"), names)

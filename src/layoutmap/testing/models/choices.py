@@ -1,4 +1,4 @@
-"""Choices among alternatives, made by a seed or by Hypothesis."""
+"""Choose among alternatives by a seed or by Hypothesis."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Choices:
         """Return one of the keys, with a probability proportional to its weight."""
         return self.pick(*(key for key, weight in weights.items() for _ in range(weight)))
 
-    def is_one_in(self, number: int) -> bool:
-        """Return True with a probability of 1 / `number`."""
-        return self.draw_below(number) == number - 1
+    def is_one_in(self, num_outcomes: int) -> bool:
+        """Return True with a probability of 1 / `num_outcomes`, and otherwise False."""
+        return self.draw_below(num_outcomes) == num_outcomes - 1
 
-    def sample(self, alternatives: Iterable[T], number: int) -> list[T]:
-        """Return `number` of the alternatives in random order, or all if there are fewer."""
+    def sample(self, alternatives: Iterable[T], num_samples: int) -> list[T]:
+        """Return `num_samples` of the alternatives in random order, or all if there are fewer."""
         left = list(alternatives)
-        return [left.pop(self.draw_below(len(left))) for _ in range(min(number, len(left)))]
+        return [left.pop(self.draw_below(len(left))) for _ in range(min(num_samples, len(left)))]

@@ -1,4 +1,4 @@
-"""Random layout maps for the variables of a model, with layouts of all kinds and rules that assign them."""
+"""Draw layout maps for the variables of a model, with layouts of all kinds and rules that assign them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Devices:
         return {f"batch={batch},model={model},x={x}": 1 for batch, model, x in grids}
 
 
-_PAD: UnevenSetting = ("pad", "shrink")
+_PAD_OR_SHRINK: UnevenSetting = ("pad", "shrink")
 EIGHT = Devices()  # eight simulated devices
 
 
@@ -86,59 +86,61 @@ class DrawnMap:
         return f"lm.LayoutMap({mesh}, {rules}{options}, uneven={self.uneven!r}, rest='replicated')"
 
 
-def draw_map(
+def draw_layout_map(
     choices: Choices, variables: Mapping[str, Shape], outputs: Mapping[str, Shape], devices: Devices = EIGHT
 ) -> DrawnMap:
-    """Draw a map in which each rule fits all variables that it matches.
+    """Draw the arguments of a layout map in which each rule fits all variables that it matches.
 
     `variables` has shapes by path, and `outputs` shapes of layer outputs without rows by layer path.
     """
     text = choices.pick_weighted(devices.meshes)
     mesh = Mesh(None, text)
-    uneven: UnevenSetting = choices.pick("error", "error", "replicate", "shrink", _PAD, _PAD)
+    uneven: UnevenSetting = choices.pick(
+        "error", "error", "replicate", "shrink", _PAD_OR_SHRINK, _PAD_OR_SHRINK
+    )
     dim = next((dim for dim in _BATCH_DIMS if dim in mesh), None)
     batch_dim = dim if dim and not choices.is_one_in(8) else None
     rules: dict[str, Specs] = {}
     for path, shape in variables.items():
         if not shape:
             continue
-        specs = draw_specs(choices, mesh, shape, uneven)
+        specs = draw_sharding_specs(choices, mesh, shape, uneven)
         if any(specs) and not any(re.match(pattern, path) for pattern in rules):
             exact, name = re.escape(path) + "$", path.rpartition(".")[2]
             pattern = choices.pick(exact, rf".*\.{name}$", re.sub(r"\d+", lambda _: r"\d+", exact))
             shapes = [variables[other] for other in variables if re.match(pattern, other)]
-            rules[pattern if _can_shard(Layout(specs, mesh), shapes, uneven) else exact] = specs
+            rules[pattern if _can_fit_shapes(Layout(specs, mesh), shapes, uneven) else exact] = specs
     activations: dict[str, Specs] = {}
     for path in choices.sample(sorted(outputs), choices.pick_weighted({0: 3, 1: 1, 2: 1})):
         row_dim = batch_dim if not choices.is_one_in(4) else None
-        specs = draw_specs(choices, mesh, outputs[path], "error", unusable=[row_dim])
+        specs = draw_sharding_specs(choices, mesh, outputs[path], "error", unusable=[row_dim])
         activations[re.escape(path) + "$"] = (row_dim, *specs)
     return DrawnMap(text, tuple(rules.items()), tuple(activations.items()), uneven, batch_dim)
 
 
-def draw_specs(
+def draw_sharding_specs(
     choices: Choices, mesh: Mesh, shape: Shape, uneven: UnevenSetting, unusable: Collection[str | None] = ()
 ) -> Specs:
     """Draw sharding specs for a tensor that use none of the `unusable` mesh dims."""
-    number = choices.pick_weighted({1: 6, 0: 4, 2: 4 * len(shape), 3: 2})
+    num_dims = choices.pick_weighted({1: 6, 0: 4, 2: 4 * len(shape), 3: 2})
     same_axis = choices.is_one_in(4)
-    may_be_uneven = uneven == _PAD or (uneven != "error" and choices.is_one_in(3))
-    if may_be_uneven:  # more often several dims along one axis, of which some may divide it and others not
+    may_be_uneven = uneven == _PAD_OR_SHRINK or (uneven != "error" and choices.is_one_in(3))
+    if may_be_uneven:  # several dims along one axis find more faults, because only some of them may divide it
         same_axis = same_axis or choices.is_one_in(2)
     axes: list[tuple[str, ...]] = [()] * len(shape)
-    for dim in choices.sample([dim for dim in mesh.dim_names if dim not in unusable], number):
+    for dim in choices.sample([dim for dim in mesh.dim_names if dim not in unusable], num_dims):
         used = [axis for axis, dims in enumerate(axes) if dims]
         free = used if same_axis and used else [axis for axis in range(len(shape)) if axis not in used]
         shards = [math.prod(map(mesh.dim_size, (*dims, dim))) for dims in axes]
         usable = [axis for axis in free if may_be_uneven or not shape[axis] % shards[axis]]
-        if uneven == _PAD and choices.is_one_in(2):
+        if uneven == _PAD_OR_SHRINK and choices.is_one_in(2):
             usable = [axis for axis in usable if shape[axis] % shards[axis]] or usable
         if usable:
             axes[choices.pick(*usable)] += (dim,)
     return tuple(dims if len(dims) > 1 else dims[0] if dims else None for dims in axes)
 
 
-def _can_shard(layout: Layout, shapes: Collection[Shape], uneven: UnevenSetting) -> bool:
+def _can_fit_shapes(layout: Layout, shapes: Collection[Shape], uneven: UnevenSetting) -> bool:
     """Return whether a layout fits tensors of all these shapes."""
     return all(
         len(shape) == layout.rank and (uneven != "error" or not layout.find_uneven_axes(shape))

@@ -1,4 +1,4 @@
-"""Parts of drawn models that all libraries share: inputs, outputs, and sizes that divide over a mesh."""
+"""Draw inputs, outputs, and sizes that divide over a mesh, for the models of all libraries."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ WIDTHS = {8: 6, 16: 5, 4: 2, 24: 2, 12: 2, 32: 1, 6: 1, 7: 1}
 
 
 @dataclass(frozen=True)
-class Value:
+class ModelValue:
     """An input or an output of a model."""
 
     name: str  # variable in the program
-    shape: Shape  # of one row; logits lack the axis of classes
-    classes: int | None = None  # number of tokens or classes; None: floats
-    loss: str = ""  # in the syntax of the library
+    shape: Shape  # of one row; for logits without the axis of classes
+    classes: int | None = None  # number of tokens or classes; None if the value has floats
+    loss: str = ""  # expression of an output's loss in the syntax of the library
 
     def write_data(self, rows: int) -> str:
         """Return the expression that draws a batch of this value from `rng`."""
@@ -30,7 +30,7 @@ class Value:
         return f"rng.normal(size={shape}).astype('float32')"
 
 
-def write_batch(inputs: Sequence[Value], outputs: Sequence[Value], rows: int) -> str:
+def write_batch(inputs: Sequence[ModelValue], outputs: Sequence[ModelValue], rows: int) -> str:
     """Return the expression of a batch, which is inputs and targets drawn from `rng`."""
     return ", ".join(
         write_one_or_list([value.write_data(rows) for value in values]) for values in (inputs, outputs)
@@ -38,7 +38,7 @@ def write_batch(inputs: Sequence[Value], outputs: Sequence[Value], rows: int) ->
 
 
 def write_one_or_list(expressions: list[str]) -> str:
-    """Return a single expression as it is, and several as the expression of a list."""
+    """Return one expression unchanged, and several as the expression of a list."""
     return expressions[0] if len(expressions) == 1 else f"[{', '.join(expressions)}]"
 
 
@@ -64,7 +64,7 @@ def draw_heads_einsum(choices: Choices, shape: Shape) -> tuple[str, Shape, int, 
 def draw_padding(
     choices: Choices, space: Shape, sizes: Shape, strides: Shape, dilation: Shape
 ) -> tuple[bool, Shape]:
-    """Draw whether windows stay inside the input. Returns that, and the output size of each axis."""
+    """Draw whether windows must stay inside the input. Return the choice, and the output size of each axis."""
     lengths = tuple((size - 1) * step + 1 for size, step in zip(sizes, dilation, strict=True))
     is_valid = all(n >= length for n, length in zip(space, lengths, strict=True)) and choices.is_one_in(2)
     least = lengths if is_valid else (1,) * len(space)
@@ -72,13 +72,13 @@ def draw_padding(
     return is_valid, places
 
 
-def write_losses(outputs: Sequence[Value], output: str) -> str:
-    """Return the expression of the sum of all losses, in which `output` and `t` stand for outputs and targets."""
+def write_losses(outputs: Sequence[ModelValue], output_letter: str) -> str:
+    """Return the sum of all losses as text. In a loss, `output_letter` is its output, and `t` its target."""
     names = [("outputs", "targets")]
     if len(outputs) > 1:
         names = [(f"outputs[{n}]", f"targets[{n}]") for n in range(len(outputs))]
-    letters = (dict(zip((output, "t"), pair, strict=True)) for pair in names)
+    letters = (dict(zip((output_letter, "t"), pair, strict=True)) for pair in names)
     return " + ".join(
-        re.sub(rf"\b[{output}t]\b", lambda match, names=names: names[match[0]], value.loss)
+        re.sub(rf"\b[{output_letter}t]\b", lambda match, names=names: names[match[0]], value.loss)
         for value, names in zip(outputs, letters, strict=True)
     )

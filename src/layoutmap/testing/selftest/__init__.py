@@ -30,14 +30,14 @@ from layoutmap.testing.selftest.report import Report
 from layoutmap.testing.selftest.speeds import Speeds
 from layoutmap.testing.subjects import SUBJECTS, WITHOUT_MODELS, make_cpu_environment
 
-_LIBRARIES = {"keras": "keras", "nnx": "flax"}
-"""The package of a model library, if it is not the package of the engine."""
+_PACKAGES = {"keras": "keras", "nnx": "flax"}
+"""The package of each model library that is not part of the package of its engine."""
 
 
 def run_selftest(options: Any) -> Report | None:
-    """Try laws until the time is over or the user interrupts. Only process 0 returns a report.
+    """Try laws until the time is over or the user interrupts, and return the report, or None in other processes than 0.
 
-    It runs on the user's machine, since wrong numbers depend on its releases and devices (why: decisions/0166).
+    It runs on the user's machine, since wrong numbers depend on its releases and devices (decisions/0166).
     """
     start = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends all processes, as Ctrl-C does
@@ -50,7 +50,7 @@ def run_selftest(options: Any) -> Report | None:
         _check_devices_are_free()
     if options.on:
         machine_named(options.on)  # raises before anything runs
-    report = Report(_describe_run(options, seed), with_names=options.with_names)
+    report = Report(_collect_run_facts(options, seed), with_names=options.with_names)
     engines = [options.engine] if options.engine else list_installed_engines()
     with (
         tempfile.TemporaryDirectory(prefix="layoutmap-selftest-", dir=options.folder) as folder,
@@ -66,7 +66,11 @@ def run_selftest(options: Any) -> Report | None:
             mesh=options.mesh,
             settings={"TMPDIR": folder},  # removes temporary files of killed processes, too
         )
-        results = schedule.run() if is_alone else schedule.run_together(is_first=not started_by.process)
+        results = (
+            schedule.run_cases()
+            if is_alone
+            else schedule.run_cases_together(is_first_process=not started_by.process)
+        )
         try:
             for result in results:
                 report.results.append(result)
@@ -75,7 +79,7 @@ def run_selftest(options: Any) -> Report | None:
             report.is_complete = False
     report.seconds = time.monotonic() - start
     if report.is_complete:
-        _check_results(report, options.minutes, has_devices=bool(schedule.devices))
+        _check_laws_were_tried(report, options.minutes, has_devices=bool(schedule.devices))
     if report.missing_packages:
         report.facts["not installed"] = (
             f"{', '.join(report.missing_packages)}: pip install {' '.join(report.missing_packages)}"
@@ -83,12 +87,12 @@ def run_selftest(options: Any) -> Report | None:
     if started_by.process:
         return None
     for engine in schedule.devices:
-        _add_devices(report, schedule, engine, options.on)
+        _add_device_facts(report, schedule, engine, options.on)
     return report
 
 
-def _check_results(report: Report, minutes: float, *, has_devices: bool) -> None:
-    """Raise if no engine started or if all laws lack a package."""
+def _check_laws_were_tried(report: Report, minutes: float, *, has_devices: bool) -> None:
+    """Raise if no law was tried, because no engine started or because packages are missing."""
     if not has_devices:
         raise LayoutMapError(
             f"nothing could be tried within {minutes:g} minutes",
@@ -103,8 +107,8 @@ def _check_results(report: Report, minutes: float, *, has_devices: bool) -> None
         )
 
 
-def _add_devices(report: Report, schedule: Schedule, engine: str, on: str | None) -> None:
-    """Add facts about the devices of an engine to a report, with their measured speeds."""
+def _add_device_facts(report: Report, schedule: Schedule, engine: str, machine_name: str | None) -> None:
+    """Add facts about the devices of an engine, and their measured speeds, to a report."""
     names, facts, is_simulated = schedule.devices[engine], schedule.facts[engine], schedule.simulate > 0
     kind = "simulated " * is_simulated + names[0].rpartition(":")[0].rpartition(":")[2]
     report.facts[f"{engine} devices"] = f"{len(names)} {kind}"
@@ -113,33 +117,34 @@ def _add_devices(report: Report, schedule: Schedule, engine: str, on: str | None
     if results:
         node_size = -(-len(names) // int(facts["hosts"]))
         share_cores = "CPU" in kind and (is_simulated or node_size > (os.cpu_count() or 1))
-        speeds = Speeds(engine, node_size, results, machine_named(on).device if on else None, share_cores)
+        expected = machine_named(machine_name).device if machine_name else None
+        speeds = Speeds(engine, node_size, results, expected, share_cores)
         if report.is_complete:
-            speeds = replace(speeds, predicted=_predict_step(speeds, on))
+            speeds = replace(speeds, predicted=_predict_step(speeds, machine_name))
         report.add_speeds(speeds)
 
 
-def _predict_step(speeds: Speeds, on: str | None) -> dict[str, float]:
-    """Predict the cost of the measured step on the machine of `--on` or on the measured machine.
+def _predict_step(speeds: Speeds, machine_name: str | None) -> dict[str, float]:
+    """Return the predicted cost of the measured step, on the machine of `--on` or on the measured machine.
 
-    Returns an empty mapping if the prediction fails, since the report is useful without it.
+    Return an empty mapping if the prediction fails, since the report is useful without it.
     """
-    if not (speeds.step and (on or speeds.has_enough_figures)):
+    if not (speeds.step and (machine_name or speeds.has_enough_figures)):
         return {}
     with (
         tempfile.NamedTemporaryFile("w", suffix=".yaml") as file,
         suppress(KeyboardInterrupt, json.JSONDecodeError),
     ):
-        file.write(speeds.to_machine_file("measured") if on is None else "")
+        file.write(speeds.to_machine_file("measured") if machine_name is None else "")
         file.flush()
-        arguments = [speeds.engine, speeds.step["mesh"], str(speeds.step["width"]), on or file.name]
+        arguments = [speeds.engine, speeds.step["mesh"], str(speeds.step["width"]), machine_name or file.name]
         command = [sys.executable, "-m", "layoutmap.testing.stack", *arguments]
         process = subprocess.run(command, env=make_cpu_environment(), capture_output=True, text=True)
         return json.loads(process.stdout)
     return {}
 
 
-def _describe_run(options: Any, seed: int) -> dict[str, str]:
+def _collect_run_facts(options: Any, seed: int) -> dict[str, str]:
     """Return facts for the report: options, host, and releases of frameworks."""
     facts = {"seed": str(seed), "minutes": f"{options.minutes:g}", "mesh": options.mesh or "drawn"}
     facts |= {
@@ -160,7 +165,7 @@ def _choose_subjects(engines: Collection[str], only: Collection[str]) -> list[st
         for name, subject in (WITHOUT_MODELS | SUBJECTS).items()
         if subject.engine in engines
         and subject.num_processes == 1  # with a launcher, its processes try these subjects together
-        and find_spec(_LIBRARIES.get(subject.library, "numpy")) is not None
+        and find_spec(_PACKAGES.get(subject.library, "numpy")) is not None
     ]
     chosen = [name for name in available if name in (only or available)]
     if not chosen or len(chosen) < len(only):
@@ -179,17 +184,17 @@ def _check_devices_are_free() -> None:
         lines = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
     except OSError:  # there is no NVIDIA driver
         return
-    used = [line for line in lines if line.strip() and not _is_worker(line.partition(",")[0])]
+    used = [line for line in lines if line.strip() and not _is_selftest_worker(line.partition(",")[0])]
     if used:
         raise LayoutMapError(
             "the devices are in use",
             facts={"processes, memory": "; ".join(used)},
-            why="these processes would have less memory and time, and so would the self-test",
+            why="these processes and the self-test would share the memory and the time of the devices",
             fix="wait for them, choose others with CUDA_VISIBLE_DEVICES, or add --busy",
         )
 
 
-def _is_worker(pid: str) -> bool:
+def _is_selftest_worker(pid: str) -> bool:
     """Return whether a process is a worker of a self-test, which another process of this program may have started."""
     command = Path("/proc", pid, "cmdline")
     return command.exists() and b"layoutmap.testing.worker" in command.read_bytes()

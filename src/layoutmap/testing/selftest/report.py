@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from layoutmap.core.errors import LayoutMapError
-from layoutmap.core.text_table import format_html_table, format_pre, format_table
+from layoutmap.core.text_table import format_html_pre, format_html_table, format_table
 from layoutmap.testing.laws import Outcome
 from layoutmap.testing.schedule import LawResult
 from layoutmap.testing.selftest.speeds import COLUMNS as SPEED_COLUMNS
@@ -42,9 +42,9 @@ class Report:
     speeds: list[Speeds] = field(default_factory=list[Speeds])  # of each engine
 
     def add_speeds(self, speeds: Speeds) -> None:
-        """Add the speeds of an engine's devices, with the result of the law about slow collectives."""
+        """Add the speeds of an engine's devices, and the result of the law about slow collectives."""
         self.speeds.append(speeds)
-        self.results.append(speeds.judge_collectives())
+        self.results.append(speeds.run_collectives_law())
         results = [*speeds.results, self.results[-1]]
         untried = [result.outcome for result in results if result.outcome.what == "not tried"]
         if untried:
@@ -58,7 +58,7 @@ class Report:
 
     @property
     def missing_packages(self) -> dict[str, int]:
-        """The number of results without an outcome because of a missing package, by package."""
+        """For each missing package, the number of laws that could not be tried without it."""
         return dict(Counter(r.outcome.missing for r in self.results if r.outcome.missing))
 
     @property
@@ -75,7 +75,7 @@ class Report:
         return f"WRONG: {len(self.failures)} of {total} failed: {'; '.join(laws)}{without}"
 
     def make_law_rows(self) -> list[list[str]]:
-        """Return a table row for each subject and law with counts and seconds."""
+        """Return a table row for each tested library or engine and each law: counts of trials, and seconds."""
         outcomes: dict[tuple[str, str], list[Outcome]] = {}
         for result in self.results:
             key = get_subject(result.subject).title, result.outcome.law
@@ -89,7 +89,7 @@ class Report:
         return rows
 
     def make_fault_rows(self) -> list[list[str]]:
-        """Return a table row for each known fault: corrected, gone from the engine, or present."""
+        """Return a table row for each engine and known fault, with its state, such as "corrected" or "present"."""
         states = {
             (get_subject(result.subject).title, figure["fault"]): figure["state"]
             for result in self.results
@@ -99,7 +99,7 @@ class Report:
         return [[*key, state] for key, state in sorted(states.items())]
 
     def to_text(self, width: int | None = None) -> str:
-        """Return a text with all tables, facts, and the first failure, between two lines with the verdict."""
+        """Return a text with the verdict in its first and last line, and all tables, facts, and the first failure."""
         tables = [
             "\n".join(format_table(columns, rows, columns[first_number:], width=width, drop=["seconds"]))
             for columns, rows, first_number in self._tables
@@ -108,8 +108,8 @@ class Report:
 
     def to_html(self) -> str:
         """Return the report as an HTML page without external resources."""
-        texts = [self._hide_names(text) for text in (self.headline, self._facts_text, *self._failure_texts)]
-        verdict, facts, *failure = map(format_pre, texts)
+        texts = [*map(self._remove_names, (self.headline, self._facts_text, *self._failure_texts))]
+        verdict, facts, *failure = map(format_html_pre, texts)
         head = f'<meta charset="utf-8"><title>layoutmap selftest</title><style>{_STYLE}</style>'
         body = f'<div class="{"wrong" if self.failures else "well"}">{verdict}</div>{facts}'
         tables = "".join(format_html_table("", columns, rows) for columns, rows, _ in self._tables)
@@ -118,9 +118,9 @@ class Report:
     def to_json(self) -> str:
         """Return the report as JSON, with all failures."""
         facts: dict[str, Any] = {"format": "layoutmap selftest", "version": 1}
-        facts |= {"says": self._hide_names(self.headline)}
+        facts |= {"says": self._remove_names(self.headline)}
         facts |= {"complete": self.is_complete, "seconds": round(self.seconds, 1)}
-        facts["ran on"] = {name: self._hide_names(fact) for name, fact in self.facts.items()}
+        facts["ran on"] = {name: self._remove_names(fact) for name, fact in self.facts.items()}
         rows = ([*row[:2], *(float(cell or 0) for cell in row[2:])] for row in self.make_law_rows())
         facts["laws"] = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
         facts["faults"] = [dict(zip(_FAULT_COLUMNS, row, strict=True)) for row in self.make_fault_rows()]
@@ -128,7 +128,7 @@ class Report:
         facts["counted"] = {speeds.engine: speeds.predicted for speeds in self.speeds}
         facts["failures"] = [
             {"subject": failure.subject, "seed": failure.seed, "program": failure.program}
-            | {name: self._hide_names(str(fact)) for name, fact in asdict(failure.outcome).items()}
+            | {name: self._remove_names(str(fact)) for name, fact in asdict(failure.outcome).items()}
             for failure in self.failures
         ]
         return f"{json.dumps(facts, indent=1)}\n"
@@ -151,7 +151,7 @@ class Report:
     @property
     def _tables(self) -> list[tuple[Sequence[str], list[list[str]], int]]:
         """The tables: column names, rows, and the index of the first column with numbers."""
-        speed_rows = [row for speeds in self.speeds for row in speeds.make_rows()]
+        speed_rows = [row for speeds in self.speeds for row in speeds.make_table_rows()]
         tables = [
             (_COLUMNS, self.make_law_rows(), 2),
             (SPEED_COLUMNS, speed_rows, 3),
@@ -159,7 +159,7 @@ class Report:
         ]
         return [tables[0], *(table for table in tables[1:] if table[1])]
 
-    def _hide_names(self, text: str) -> str:
+    def _remove_names(self, text: str) -> str:
         return text if self.with_names else remove_names(text)
 
     @property

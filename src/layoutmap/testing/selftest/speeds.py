@@ -20,25 +20,25 @@ from layoutmap.testing.schedule import LawResult
 
 COLUMNS = ("on", "what", "over", "measured", "expected")
 _MAX_SLOWDOWN = {True: 3, False: 10}
-"""Tolerated slowdown of a collective against the machine file (True) or against another mesh dim (False)."""
+"""How much slower a collective may be than in the machine file (True), or than over another mesh dim (False)."""
 _HEAD = """\
 # Written by layoutmap selftest. The bandwidth of a network is the median over all its collectives.
 # A network that was not measured has the bandwidth of the other one.
 """
 _DEVICE_FIGURES = {"memory": ("memory", "B"), "memory_bandwidth": ("copy in memory", "B/s")}
-_FIELDS = {"memory": "memory_bytes", "memory_bandwidth": "memory_bandwidth"}
+_DEVICE_FIELDS = {"memory": "memory_bytes", "memory_bandwidth": "memory_bandwidth"}
 _STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "step": ("a step", format_duration),
     "step_bytes": ("peak of a step", format_bytes),
     "created_bytes": ("peak of creation", format_bytes),
 }
-LAW = "no collective is far slower than expected"
+SLOW_COLLECTIVE_LAW = "no collective is far slower than expected"
 _Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """The measured speeds of an engine's devices."""
+    """The measured speeds of one engine's devices."""
 
     engine: str
     node_size: int  # devices per host
@@ -49,8 +49,8 @@ class Speeds:
 
     @property
     def has_enough_figures(self) -> bool:
-        """Whether there are enough figures for a machine file."""
-        return bool(self._collectives) and "memory" in self._best
+        """Whether enough was measured for a machine file: a collective and the memory."""
+        return bool(self._collectives) and "memory" in self._best_figures
 
     @cached_property
     def step(self) -> Mapping[str, Any]:
@@ -64,7 +64,7 @@ class Speeds:
 
     @cached_property
     def _collectives(self) -> dict[_Key, tuple[Mapping[str, Any], DeviceGroup, float]]:
-        """The fastest collective of each kind, group size, and stride, with its group and bandwidth."""
+        """By kind, group size, and stride, the measurement of the fastest collective, its group, and its bandwidth."""
         collectives: dict[_Key, tuple[Mapping[str, Any], DeviceGroup, float]] = {}
         for figure in self.figures:
             if "kind" not in figure:
@@ -81,8 +81,8 @@ class Speeds:
         return collectives
 
     @cached_property
-    def _best(self) -> dict[str, float]:
-        """The best measurement of each figure that involves no mesh, by name."""
+    def _best_figures(self) -> dict[str, float]:
+        """The largest measurement of each figure of a single device, by name."""
         best: dict[str, float] = {}
         for figure in self.figures:
             named = {figure["dtype"]: figure["flops"]} if "dtype" in figure else figure
@@ -90,7 +90,7 @@ class Speeds:
                 best |= {name: max(number, best.get(name, 0.0)) for name, number in named.items()}
         return best
 
-    def judge_collectives(self) -> LawResult:
+    def run_collectives_law(self) -> LawResult:
         """Return the result of the law about slow collectives."""
         first = self.results[0]
         what, why = "held", "\n".join(self._describe_slow_collectives())
@@ -100,61 +100,61 @@ class Speeds:
             what, why = "not tried", "there is nothing to compare with: no machine by --on, no other mesh dim"
         elif why:
             what, why = "wrong", f"{why}\nMeasure again: layoutmap selftest --only {first.subject}"
-        return LawResult(first.subject, first.seed, Outcome(LAW, what, why, 0.0))
+        return LawResult(first.subject, first.seed, Outcome(SLOW_COLLECTIVE_LAW, what, why, 0.0))
 
     def _describe_slow_collectives(self) -> Iterator[str]:
         for key, (figure, _, bandwidth) in self._collectives.items():
             expected = self._expect_bandwidth(key)
             if expected and bandwidth * _MAX_SLOWDOWN[self.on is not None] < expected:
                 reference = f"{self.on.name} has" if self.on else "over other dims it has"
-                name = f"{_format_kind(figure)} over {figure['dim']} of {figure['mesh']}"
+                name = f"{_format_collective_name(figure)} over {figure['dim']} of {figure['mesh']}"
                 yield f"{name}: {_format_rate(bandwidth)}, and {reference} {_format_rate(expected)}"
 
     def _expect_bandwidth(self, key: _Key) -> float | None:
-        """Return the bandwidth of the machine file, or the best bandwidth of the same kind over other mesh dims."""
+        """Return the bandwidth in the machine file if there is one, else the best of this kind over other dims."""
         group = self._collectives[key][1]
         if self.on is not None:
             return self.on.slow.bandwidth if group.nodes > 1 else self.on.fast.get_bandwidth(group.size)
-        others = [
+        other_bandwidths = [
             bandwidth
             for other, (_, g, bandwidth) in self._collectives.items()
             if other != key and other[0] == key[0] and (g.nodes > 1) == (group.nodes > 1)
         ]
-        return max(others, default=None)
+        return max(other_bandwidths, default=None)
 
-    def make_rows(self) -> list[list[str]]:
-        """Return a table row for each figure, beside the expected or predicted figure."""
+    def make_table_rows(self) -> list[list[str]]:
+        """Return a table row for each measured figure, with the expected or predicted one beside it."""
         rows: list[list[str]] = []
         for key, (figure, group, bandwidth) in sorted(self._collectives.items()):
-            over = f"{figure['dim']} of {figure['mesh']}" + f", {group.nodes} hosts" * (group.nodes > 1)
+            group_text = f"{figure['dim']} of {figure['mesh']}" + f", {group.nodes} hosts" * (group.nodes > 1)
             expected = self._expect_bandwidth(key) if self.on else None
-            what = f"{_format_kind(figure)} of {format_bytes(figure['bytes'])}"
-            rows.append(self._make_row(what, over, _format_rate, bandwidth, expected))
-        for name, number in self._best.items():
+            what = f"{_format_collective_name(figure)} of {format_bytes(figure['bytes'])}"
+            rows.append(self._make_row(what, group_text, _format_rate, bandwidth, expected))
+        for name, value in self._best_figures.items():
             what, unit = _DEVICE_FIGURES.get(name, (f"product in {name}", "FLOP/s"))
-            expected = self.on and (self.on.flops.get(name) or getattr(self.on, _FIELDS.get(name, ""), None))
-            rows.append(
-                self._make_row(what, "one device", partial(_format_rate, unit=unit), number, expected)
+            expected = self.on and (
+                self.on.flops.get(name) or getattr(self.on, _DEVICE_FIELDS.get(name, ""), None)
             )
-        for name, (what, write) in _STEP_FIGURES.items() if self.step else ():
+            rows.append(self._make_row(what, "one device", partial(_format_rate, unit=unit), value, expected))
+        for name, (what, to_text) in _STEP_FIGURES.items() if self.step else ():
             predicted = self.predicted.get(name)
-            rows.append(self._make_row(what, self.step["mesh"], write, self.step[name], predicted))
+            rows.append(self._make_row(what, self.step["mesh"], to_text, self.step[name], predicted))
         return rows or [[self.engine, "not measured", "", "", ""]]
 
     def _make_row(
         self,
-        what: str,
-        over: str,
-        write: Callable[[float], str],
-        number: float | None,
+        figure_name: str,
+        group_text: str,
+        to_text: Callable[[float], str],
+        measured: float | None,
         expected: float | None,
     ) -> list[str]:
-        figures = "not reported" if number is None else write(number), write(expected) if expected else ""
-        return [self.engine, what, over, *figures]
+        measured_text = "not reported" if measured is None else to_text(measured)
+        return [self.engine, figure_name, group_text, measured_text, to_text(expected) if expected else ""]
 
     def to_machine_file(self, about: str) -> str:
         """Return a machine file for `--on` with one device named `here`."""
-        best = dict(self._best)
+        best = dict(self._best_figures)
         device: dict[str, Any] = {"about": about}
         device |= {name: f"{best.pop(name):.0f} {unit}" for name, (_, unit) in _DEVICE_FIGURES.items()}
         device["flops"] = {dtype: f"{number:.0f} FLOP/s" for dtype, number in best.items()}
@@ -168,7 +168,7 @@ class Speeds:
         return _HEAD + yaml.safe_dump({"version": 1, "devices": {"here": device}}, sort_keys=False)
 
 
-def _format_kind(figure: Mapping[str, Any]) -> str:
+def _format_collective_name(figure: Mapping[str, Any]) -> str:
     return figure["kind"].replace("_", "-")
 
 

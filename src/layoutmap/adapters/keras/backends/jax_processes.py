@@ -1,8 +1,8 @@
 """Run Keras on JAX in several processes: each passes its own rows of a batch, and one of them writes a file.
 
-The rows of a process are those that its devices hold. Where the batch's dim does not divide the processes, their
-devices hold the same rows, and each process brings all of them. Before each step the processes compare what they
-bring: parts that do not fit together would wait for each other for ever.
+A process passes the rows that its devices store. If the batch's dim does not divide the processes, their devices store
+the same rows, and each process passes all of them. Before each step, the processes compare their batches, because
+processes with batches that do not fit together would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -24,73 +24,77 @@ from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import EngineError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.agreement import CallSchedule, check_alike, label_processes
+from layoutmap.engines.agreement import CallSchedule, compare_texts, make_process_facts
 
-GATHERED = "_layoutmap_gathered"  # attribute for a variable's host value during a save
+GATHERED = "_layoutmap_gathered"  # attribute of a variable with its global value on the host, during a save
 _REPORTED = "_layoutmap_reported"
 _VERBS = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
 
 # A process has only some of the devices, so it passes only its own rows (decisions/0019).
-class Rows:
+class ProcessRows:
     """Divide a batch's rows between the processes of a mesh."""
 
-    def __init__(self, session: KerasSession, name: str, schedule: CallSchedule):
+    def __init__(self, session: KerasSession, step_name: str, schedule: CallSchedule):
         self._context, self._policy, self._engine = session.context, session.policy, session.engine
-        self._verb = _VERBS[name]
+        self._verb = _VERBS[step_name]
         self._schedule = schedule
-        layout = self._policy.replicated(0)
-        devices: NumpyArray = self._engine.native(layout, 0).mesh.devices
-        self._processes = _list_processes(session)
-        self.on_cpus = devices.flat[0].platform == "cpu"
-        blocks = _find_blocks(self._policy.derive_batch_layout((layout.mesh.size,)), devices)
+        layout = self._policy.make_replicated_layout(0)
+        devices: NumpyArray = self._engine.make_native_layout(layout, 0).mesh.devices
+        self._processes = _list_process_indices(session)
+        self.is_on_cpus = devices.flat[0].platform == "cpu"
+        blocks = _find_blocks_by_process(self._policy.derive_batch_layout((layout.mesh.size,)), devices)
         self._parts = sorted(set(blocks.values()))
         _check_parts(self._parts, blocks, layout.mesh)
         self._part_of = [self._parts.index(blocks[process]) for process in self._processes]
         self._own = self._part_of[self._processes.index(jax.process_index())]
-        self.placed: list[int] = []  # global number of rows of each batch of the current step
+        self.num_placed_rows: list[int] = []  # global number of rows of each batch of the current step
 
-    def place_batches(self, batches: Iterator[object]) -> Generator[object]:
+    def assemble_batches(self, batches: Iterator[object]) -> Generator[object]:
         """Assemble batches on the mesh from the rows of all processes."""
         for batch in batches:
-            self._check_batch(batch)
-            yield keras.tree.map_structure(self._place_array, batch, none_is_leaf=True)
-        self._compare_batches("no more batches", 0)
+            self._check_and_record_batch(batch)
+            yield keras.tree.map_structure(self._assemble_array, batch, none_is_leaf=True)
+        self._compare_between_processes("no more batches", 0)
 
-    def take_own_rows(self, outputs: object) -> object:
+    def extract_own_rows(self, outputs: object) -> object:
         """Return this process's rows of a model's outputs in numpy. Outputs without rows stay unchanged."""
-        return keras.tree.map_structure(self._take_rows, outputs)
+        return keras.tree.map_structure(self._extract_own_rows, outputs)
 
     # -- comparing batches
 
-    def _check_batch(self, batch: object) -> None:
+    def _check_and_record_batch(self, batch: object) -> None:
+        """Raise if the processes pass batches that do not belong together, and record the global number of rows."""
         if any(isinstance(each, JAXSparse) for each in keras.tree.flatten(batch)):
             raise ScopeError(
                 f"{self._verb}: sparse batches are not divided between processes",
                 why="a sparse array is one list of elements, which cannot be split into rows",
                 fix="pass dense arrays, such as matrix.toarray() of each batch",
             )
-        arrays = [np.asarray(each) for each in keras.tree.flatten(batch) if _is_fully_local(each)]
-        brought = ", ".join(f"{a.dtype}{list(a.shape)}" if a.ndim else f"{a.dtype} {a}" for a in arrays)
+        arrays = [np.asarray(each) for each in keras.tree.flatten(batch) if _is_on_own_devices(each)]
+        batch_text = ", ".join(f"{a.dtype}{list(a.shape)}" if a.ndim else f"{a.dtype} {a}" for a in arrays)
         shared = len(self._parts) < len(self._processes) and self._context.options.check_batches
-        # Compare shapes in each step, because a process with other shapes or no batch would block the others.
-        self._compare_batches(
-            brought, compute_checksum(*arrays) if shared and self._schedule.count_call() else 0
+        # A process with other shapes or without a batch would block the others, so compare shapes in each step.
+        self._compare_between_processes(
+            batch_text, compute_checksum(*arrays) if shared and self._schedule.count_call() else 0
         )
-        self.placed.append(next((len(a) for a in arrays if a.ndim), 0) * len(self._parts))
+        self.num_placed_rows.append(next((len(a) for a in arrays if a.ndim), 0) * len(self._parts))
 
-    def _compare_batches(self, brought: str, own: int) -> None:
-        texts, checksums = check_alike(f"{self._verb}: {brought}", self._context.gather, own)
+    def _compare_between_processes(self, batch_text: str, checksum: int) -> None:
+        """Raise if other processes pass another text, or those with the same rows another checksum."""
+        texts, checksums = compare_texts(
+            f"{self._verb}: {batch_text}", self._context.gather_from_processes, checksum
+        )
         of: dict[int, set[int]] = {}
         for part, each in zip(self._part_of, checksums, strict=True):
             of.setdefault(part, set()).add(each)
         if texts:
-            error = _make_mismatch_error(self._verb, dict(zip(self._processes, texts, strict=True)))
+            error = _make_process_error(self._verb, dict(zip(self._processes, texts, strict=True)))
         elif any(len(sums) > 1 for sums in of.values()):
             error = ScopeError(
                 f"{self._verb}: processes whose devices hold the same rows pass different ones",
                 facts={"mesh": str(self._policy.mesh), "parts": len(self._parts)}
-                | label_processes([f"checksum {each:08x}" for each in checksums])
+                | make_process_facts([f"checksum {each:08x}" for each in checksums])
                 | {"in call": self._schedule.calls},
                 why="the batch is not sharded over these processes, so each of them passes all of its rows",
                 fix="read the same data in the same order: use shuffle=False, or call "
@@ -99,47 +103,50 @@ class Rows:
             )
         else:
             return
-        setattr(error, _REPORTED, True)  # all processes raise this error, so none needs to report it
+        setattr(error, _REPORTED, True)  # all processes raise this error, so none has to report it
         raise error
 
     # -- placing batches
 
-    def _place_array(self, array: Any) -> object:
+    def _assemble_array(self, array: Any) -> object:
+        """Return the global array on the mesh of which each process passes its own rows."""
         if array is None or not hasattr(array, "shape"):
             return array
-        if not _is_fully_local(array):
+        if not _is_on_own_devices(array):
             return self._engine.relayout(array, self._policy.derive_batch_layout(array.shape))
         own = np.asarray(array)
         if not own.ndim:
-            return self._engine.relayout(own, self._policy.replicated(0))
+            return self._engine.relayout(own, self._policy.make_replicated_layout(0))
         shape = (len(own) * len(self._parts), *own.shape[1:])
         layout = self._policy.derive_batch_layout(shape)
         if len(self._parts) == 1:
             return self._engine.relayout(own, layout)
         if layout.is_fully_replicated():
-            rows = self._engine.all_gather(own, self._policy.mesh)
+            rows = self._engine.gather_from_processes(own, self._policy.mesh)
             parts = [rows[self._part_of.index(part)] for part in range(len(self._parts))]
             return self._engine.relayout(np.concatenate(parts), layout)
         blocks = self._parts[self._own]
         size = len(own) // len(blocks)
         own = own.astype(jax.dtypes.canonicalize_dtype(own.dtype), copy=False)
 
-        def read_rows(index: Any) -> NumpyArray:
+        def read_block(index: Any) -> NumpyArray:
             place = blocks.index((index[0].start or 0) // size)
             return own[place * size : (place + 1) * size]
 
-        return jax.make_array_from_callback(shape, self._engine.native(layout, own.ndim), read_rows)
+        return jax.make_array_from_callback(
+            shape, self._engine.make_native_layout(layout, own.ndim), read_block
+        )
 
     # -- reading outputs
 
-    def _take_rows(self, output: jax.Array) -> object:
-        rows, number = self.placed, sum(self.placed)
+    def _extract_own_rows(self, output: jax.Array) -> object:
+        rows, number = self.num_placed_rows, sum(self.num_placed_rows)
         if not np.ndim(output) or len(output) != number:
             return self._engine.to_numpy(output)
         if len(rows) == 1 and not output.is_fully_replicated:
             shards = {shard.index[0].start or 0: shard for shard in output.addressable_shards}
             return np.concatenate([np.asarray(shards[start].data) for start in sorted(shards)])
-        # The array joins several batches or is replicated, so gather all of it.
+        # The output joins several batches or is replicated, so gather it and select this process's rows.
         values = self._engine.to_numpy(output)
         starts = np.cumsum([0, *rows[:-1]])
         return np.concatenate(
@@ -150,24 +157,26 @@ class Rows:
             ]
         )
 
-    def _list_own_slices(self, rows: int, start: int) -> list[slice]:
+    def _list_own_slices(self, num_rows: int, start: int) -> list[slice]:
         """Return the slices of this process's rows in a batch that starts at row `start`."""
         num_blocks = sum(map(len, self._parts))
-        if rows % num_blocks:  # uneven parts stay in their order
-            size = rows // len(self._parts)
+        if num_rows % num_blocks:  # the batch was replicated, so its parts are in their order
+            size = num_rows // len(self._parts)
             return [slice(start + self._own * size, start + (self._own + 1) * size)]
-        size = rows // num_blocks
+        size = num_rows // num_blocks
         return [slice(start + b * size, start + (b + 1) * size) for b in self._parts[self._own]]
 
 
-def _list_processes(session: KerasSession) -> list[int]:
-    """Return the numbers of the mesh's processes in the order of gathering."""
-    devices: NumpyArray = session.engine.native(session.policy.replicated(0), 0).mesh.devices
+def _list_process_indices(session: KerasSession) -> list[int]:
+    """Return the indices of the mesh's processes, sorted, as `gather_from_processes` orders them."""
+    devices: NumpyArray = session.engine.make_native_layout(
+        session.policy.make_replicated_layout(0), 0
+    ).mesh.devices
     return sorted({device.process_index for device in devices.flat})
 
 
-def _find_blocks(layout: Layout, devices: object) -> dict[int, tuple[int, ...]]:
-    """Return the blocks of a batch on each process's devices, by process number."""
+def _find_blocks_by_process(layout: Layout, devices: object) -> dict[int, tuple[int, ...]]:
+    """Return, by process index, the positions of the blocks of a batch that its devices store."""
     processes = np.vectorize(lambda device: device.process_index, otypes=[int])(devices)
     dims = layout.list_mesh_dims(0)
     if not dims:
@@ -182,6 +191,7 @@ def _find_blocks(layout: Layout, devices: object) -> dict[int, tuple[int, ...]]:
 
 
 def _check_parts(parts: Sequence[tuple[int, ...]], blocks: dict[int, tuple[int, ...]], mesh: Mesh) -> None:
+    """Raise if parts, which are the blocks of one or more processes, overlap or differ in size."""
     held = [block for part in parts for block in part]
     if len(held) == len(set(held)) and len({len(part) for part in parts}) == 1:
         return
@@ -194,7 +204,7 @@ def _check_parts(parts: Sequence[tuple[int, ...]], blocks: dict[int, tuple[int, 
     )
 
 
-def _is_fully_local(array: object) -> bool:
+def _is_on_own_devices(array: object) -> bool:
     """Return whether an array is only on devices of this process."""
     return hasattr(array, "shape") and getattr(array, "is_fully_addressable", True)
 
@@ -205,18 +215,19 @@ def _is_fully_local(array: object) -> bool:
 _FAILED = "has failed: "
 
 
-def _make_mismatch_error(verb: str, texts: dict[int, str]) -> ScopeError:
-    facts = {f"process {process}": each for process, each in texts.items()}
-    failed = [process for process, each in texts.items() if _FAILED in each]
+def _make_process_error(method_name: str, texts_by_process: dict[int, str]) -> ScopeError:
+    """Return the error for processes that compare different texts, one of which may report a failure."""
+    facts = {f"process {process}": each for process, each in texts_by_process.items()}
+    failed = [process for process, each in texts_by_process.items() if _FAILED in each]
     if failed:
         return ScopeError(
-            f"{verb}: process {failed[0]} of this program has failed",
+            f"{method_name}: process {failed[0]} of this program has failed",
             facts=facts,
             why="computing on the mesh needs all of its processes",
             fix="fix the error that this process reports, and restart all processes",
         )
     return ScopeError(
-        f"{verb}: the processes call different methods or pass different numbers of rows",
+        f"{method_name}: the processes call different methods or pass different numbers of rows",
         facts=facts,
         why="each process passes its own rows of the same batch, and all pass equally many rows and batches",
         fix="give every process the same number of rows: drop or repeat some",
@@ -224,21 +235,25 @@ def _make_mismatch_error(verb: str, texts: dict[int, str]) -> ScopeError:
 
 
 def wrap_failure_report(
-    plain: Callable[..., object], session: KerasSession, name: str
+    original: Callable[..., object], session: KerasSession, method_name: str
 ) -> Callable[..., object]:
     """Wrap `fit`, `evaluate`, or `predict` to report a failure, so that other processes do not wait forever."""
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def call_and_report(*args: object, **kwargs: object) -> object:
         try:
-            return plain(*args, **kwargs)
+            return original(*args, **kwargs)
         except (EngineError, jax.errors.JaxRuntimeError):
             raise  # the other processes are unreachable or raise the same error
         except Exception as error:
-            if not hasattr(error, _REPORTED):  # all processes or an inner `evaluate` already reported it
+            # All processes raise a marked error, or an inner `evaluate` has reported it, so report others only.
+            if not hasattr(error, _REPORTED):
                 setattr(error, _REPORTED, True)
                 with suppress(EngineError):  # the other processes may be gone
-                    check_alike(f"{name}: {_FAILED}{type(error).__name__}: {error}", session.context.gather)
+                    compare_texts(
+                        f"{method_name}: {_FAILED}{type(error).__name__}: {error}",
+                        session.context.gather_from_processes,
+                    )
             raise
 
     return call_and_report
@@ -247,18 +262,18 @@ def wrap_failure_report(
 # -- saving variables
 
 
-def wrap_save(model: keras.Model, session: KerasSession, name: str) -> Callable[..., object]:
-    """Wrap `save` or `save_weights`: of the processes with the same path, the first writes the file."""
-    plain = getattr(model, name)
+def wrap_save(model: keras.Model, session: KerasSession, method_name: str) -> Callable[..., object]:
+    """Wrap `save` or `save_weights`, so that the first of the processes that pass one path writes the file."""
+    original = getattr(model, method_name)
 
-    @functools.wraps(plain)
-    def save(filepath: str | os.PathLike[str], *args: object, **kwargs: object) -> object:
+    @functools.wraps(original)
+    def save_once_per_path(filepath: str | os.PathLike[str], *args: object, **kwargs: object) -> object:
         path = os.path.abspath(os.fspath(filepath))
-        numbers = _list_processes(session)
-        paths = check_alike(f"{name}: {path}", session.context.gather)[0] or [f"{name}: {path}"] * len(
-            numbers
-        )
-        writes = numbers[paths.index(f"{name}: {path}")] == jax.process_index()
+        numbers = _list_process_indices(session)
+        paths = compare_texts(f"{method_name}: {path}", session.context.gather_from_processes)[0] or [
+            f"{method_name}: {path}"
+        ] * len(numbers)
+        writes = numbers[paths.index(f"{method_name}: {path}")] == jax.process_index()
         result = error = None
         variables = [*model.variables, *getattr(getattr(model, "optimizer", None), "variables", ())]
         try:
@@ -268,24 +283,24 @@ def wrap_save(model: keras.Model, session: KerasSession, name: str) -> Callable[
                     if writes:
                         variable.__dict__[GATHERED] = value
             if writes:
-                result = plain(filepath, *args, **kwargs)
-        except Exception as raised:  # report the error to the other processes first
+                result = original(filepath, *args, **kwargs)
+        except Exception as raised:  # report it to the other processes before it is raised
             error = raised
         finally:
             for variable in variables:
                 variable.__dict__.pop(GATHERED, None)
-        errors, _ = check_alike(
-            "" if error is None else f"{type(error).__name__}: {error}", session.context.gather
+        errors, _ = compare_texts(
+            "" if error is None else f"{type(error).__name__}: {error}", session.context.gather_from_processes
         )
         if error is not None:
             raise error
         if any(errors):
             raise ScopeError(
-                f"{name}: another process could not write its file",
+                f"{method_name}: another process could not write its file",
                 facts={f"process {n}": each for n, each in zip(numbers, errors, strict=True) if each},
-                why="the first process that names a file writes it for all",
+                why="of the processes with the same path, the first writes the file",
                 fix="fix the error that this process reports, and save again in all processes",
             )
         return result
 
-    return save
+    return save_once_per_path

@@ -1,4 +1,4 @@
-"""Keras on TensorFlow: `Variable._value` is a `tf.Variable`, here one in a layout.
+"""Store and train Keras variables on TensorFlow, where `_value` is a `tf.Variable`, here one with a layout.
 
 Private names of Keras that this backend uses, besides those that `private` lists, tested on Keras 3.15:
 
@@ -26,26 +26,26 @@ from layoutmap.adapters.keras.backends.tensorflow_calls import (
     is_building_eagerly,
     make_weight_reader,
     place_on_mesh,
-    relayout_as_read,
-    wrap_call,
+    relayout_gradient_as_read,
+    wrap_call_on_mesh,
 )
 from layoutmap.adapters.keras.backends.tensorflow_functions import REPLACED
 from layoutmap.adapters.keras.backends.tensorflow_gathering import RegatheredFunction
 from layoutmap.adapters.keras.backends.tensorflow_optimizers import wrap_apply, wrap_assign, wrap_var_key
-from layoutmap.adapters.keras.backends.tensorflow_steps import DisabledGraphOptimizer, make_training_wraps
+from layoutmap.adapters.keras.backends.tensorflow_steps import DisabledGraphOptimizer, make_training_wrappers
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
-    explain_errors,
-    find_unsupported,
+    explain_refusals,
+    find_unsupported_ops,
     make_generate_refusal,
 )
 from layoutmap.adapters.keras.private import BaseOptimizer
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import (
-    call_own_step,
+    call_custom_train_step,
     compute_loss,
-    has_own_step,
-    make_for_training,
-    restored_state,
+    create_training_variables,
+    has_custom_train_step,
+    keep_model_state,
 )
 from layoutmap.adapters.keras.wraps import CALLS, get_session
 from layoutmap.core.layout import Layout
@@ -53,22 +53,22 @@ from layoutmap.core.variables import Assignment
 from layoutmap.engines.patches import set_temporarily, wrap_in_context
 from layoutmap.engines.tensorflow.constraints import constrain_layout
 
-Found = tuple[dict[str, Any], list[Any]]
+LossesAndGradients = tuple[dict[str, Any], list[Any]]
 
 
 class TensorFlowBackend(Backend):
-    """Keras on TensorFlow (see `layoutmap.adapters.keras.protocol`)."""
+    """Adapt this library to Keras on TensorFlow (see `layoutmap.adapters.keras.protocol`)."""
 
     engine_name = "tensorflow"
     make_unsharded_tensor = staticmethod(tf.constant)
     single_scope_steps = MappingProxyType(dict.fromkeys(("train_step", "test_step", "predict_step"), False))
     unsupported_board_options = ("histogram_freq", "write_images")
-    make_training_wraps = staticmethod(make_training_wraps)
-    find_unsupported = staticmethod(find_unsupported)
-    global_init = MappingProxyType(
+    make_training_wrappers = staticmethod(make_training_wrappers)
+    find_unsupported_ops = staticmethod(find_unsupported_ops)
+    global_init_reasons = MappingProxyType(
         {
-            "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
-            "Identity": "TensorFlow makes a diagonal in one piece",
+            "Orthogonal": "the QR decomposition of an orthogonal matrix needs the whole matrix",
+            "Identity": "TensorFlow creates the diagonal of a matrix only as a whole",
             "Constant": "its constant is an array, all of which exists already",
         }
     )
@@ -87,16 +87,16 @@ class TensorFlowBackend(Backend):
         """Return whether the code runs in a compiled function's trace."""
         return not tf.executing_eagerly()
 
-    def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> object:
-        """Store a variable's value. A `DVariable` keeps its layout."""
+    def store_value(self, variable: Any, value: Any, assignment: Assignment, session: KerasSession) -> object:
+        """Store a `DVariable`, which keeps its layout, and replace its reads if needed. Return a new tag."""
         if not assignment.layout.is_fully_replicated() or is_building_eagerly():
-            held.value = make_weight_reader(held, assignment.layout, session)
+            value.value = make_weight_reader(value, assignment.layout, session)
         tag = object()
         variable._layout = tag
-        variable._value = held
+        variable._value = value
         return tag
 
-    def refresh_references(self, optimizers: Sequence[keras.Optimizer], layers: Sequence[object]) -> None:
+    def update_references(self, optimizers: Sequence[keras.Optimizer], layers: Sequence[object]) -> None:
         """Update the keys of optimizers' variables, because each `tf.Variable` was replaced."""
         for optimizer in optimizers:
             for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
@@ -110,23 +110,23 @@ class TensorFlowBackend(Backend):
 
     def relayout_output(self, array: Any, layout: Layout, session: KerasSession) -> object:
         """Move a tensor to a layout, except in an export or in a step that gathers more."""
-        as_it_is = session.on_thread.is_exporting or session.on_thread.gathering
+        as_it_is = session.thread_state.is_exporting or session.thread_state.gathering_level
         return array if as_it_is else constrain_layout(array, layout)
 
-    def make_layer_wraps(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
-        """Return methods to wrap on a layer so that eager calls with unsharded tensors run on the mesh."""
-        wraps = {name: wrap_call(layer, session, name) for name in CALLS}
-        # With LoRA, saving computes the kernel.
-        wraps["save_own_variables"] = compute_on_mesh(session)(layer.save_own_variables)
+    def make_layer_wrappers(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
+        """Return wrappers of a layer's methods with which eager calls with unsharded tensors run on the mesh."""
+        wrappers = {name: wrap_call_on_mesh(layer, session, name) for name in CALLS}
+        # With LoRA, saving computes the kernel from sharded weights, so it runs on the mesh.
+        wrappers["save_own_variables"] = compute_on_mesh(session)(layer.save_own_variables)
         if isinstance(layer, keras.Model):
-            as_one_device = functools.partial(set_temporarily, session.on_thread, "is_exporting", True)
-            wraps["export"] = wrap_in_context(layer.export, as_one_device)
-            if hasattr(layer, "make_generate_function"):  # a task model of keras-hub
-                wraps["make_generate_function"] = make_generate_refusal(layer)
-        return wraps
+            as_one_device = functools.partial(set_temporarily, session.thread_state, "is_exporting", True)
+            wrappers["export"] = wrap_in_context(layer.export, as_one_device)
+            if hasattr(layer, "make_generate_function"):  # it is a task model of keras-hub
+                wrappers["make_generate_function"] = make_generate_refusal(layer)
+        return wrappers
 
-    def make_optimizer_wraps(self, optimizer: keras.Optimizer, session: KerasSession) -> WrappedMethods:
-        """Return methods to wrap on an optimizer so that updates and slots are computed on the mesh."""
+    def make_optimizer_wrappers(self, optimizer: keras.Optimizer, session: KerasSession) -> WrappedMethods:
+        """Return wrappers of an optimizer's methods with which updates and slots are computed on the mesh."""
         add = functools.partial(BaseOptimizer.add_variable_from_reference, optimizer)
         assigns = ("assign", "assign_add", "assign_sub")
         return {
@@ -136,44 +136,49 @@ class TensorFlowBackend(Backend):
             **{name: wrap_assign(getattr(optimizer, name), session) for name in assigns},
         }
 
-    def gradients(self, model: keras.Model, x: object, y: object, sample_weight: object) -> Found:
-        """Return the training losses and their gradients."""
+    def compute_gradients(
+        self, model: keras.Model, x: object, y: object, sample_weight: object
+    ) -> LossesAndGradients:
+        """Return the training losses by name, and their gradients, as numpy arrays."""
         session = get_session(model)
         batch = (x, y, sample_weight)
-        # Replication would create loss trackers again, so create them first.
-        make_for_training(model, session, batch)
+        # The gradient may be traced several times, and each trace would create loss trackers, so create them first.
+        create_training_variables(model, session, batch)
         if session is not None:
             batch = place_on_mesh(batch, session)
 
-        def compute(batch: object) -> Found:
+        def compute_losses_and_gradients(batch: object) -> LossesAndGradients:
             held = [v.value for v in model.trainable_variables]
             losses, found = (
-                call_own_step(model, batch)
-                if has_own_step(model)
+                call_custom_train_step(model, batch)
+                if has_custom_train_step(model)
                 else _compute_loss_gradients(model, held, batch)
             )
             gradients = [None if each is None else tf.convert_to_tensor(each) for each in found]
             if session is not None:
                 pairs = zip(gradients, held, strict=True)
-                gradients = [None if g is None else relayout_as_read(g, h) for g, h in pairs]
+                gradients = [None if g is None else relayout_gradient_as_read(g, h) for g, h in pairs]
             return losses, gradients
 
-        compiled = functools.partial(tf.function, compute, autograph=False)
+        compile_gradient = functools.partial(tf.function, compute_losses_and_gradients, autograph=False)
         what = f"{model.name}: the gradient"
-        with restored_state(model), explain_errors(what), contextlib.ExitStack() as stack:
+        with keep_model_state(model), explain_refusals(what), contextlib.ExitStack() as stack:
             if session is not None:
                 stack.enter_context(DisabledGraphOptimizer(session))
                 stack.enter_context(compute_on_mesh(session))
-            run = compiled() if session is None else RegatheredFunction(compiled, session, what)
+            run = (
+                compile_gradient() if session is None else RegatheredFunction(compile_gradient, session, what)
+            )
             losses, gradients = run(batch)
         numbers = {name: _convert_to_numpy(each, session) for name, each in losses.items()}
         return numbers, [_convert_to_numpy(gradient, session) for gradient in gradients]
 
 
-def _compute_loss_gradients(model: keras.Model, held: list[tf.Variable], batch: Any) -> Found:
+def _compute_loss_gradients(model: keras.Model, weights: list[tf.Variable], batch: Any) -> LossesAndGradients:
+    """Return the loss of a batch, and its gradients with zeros for weights without one."""
     with tf.GradientTape() as tape:
         loss = compute_loss(model, batch)
-    return {"loss": loss}, tape.gradient(loss, held, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+    return {"loss": loss}, tape.gradient(loss, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
 
 
 def _convert_to_numpy(tensor: object, session: KerasSession | None) -> object:

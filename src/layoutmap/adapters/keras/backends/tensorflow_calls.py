@@ -12,103 +12,104 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from layoutmap.adapters.keras.backends.tensorflow_functions import compute_for_mesh
+from layoutmap.adapters.keras.backends.tensorflow_functions import replace_unsupported_functions
 from layoutmap.adapters.keras.backends.tensorflow_gathering import (
-    Gathering,
-    is_pinned,
-    pin_layer_values,
-    pin_layout,
+    GatheringLevel,
+    has_fixed_layouts,
+    relayout_layer_values,
+    relayout_with_gradient,
 )
-from layoutmap.adapters.keras.backends.tensorflow_unsupported import explain_errors, get_reading_layout
-from layoutmap.adapters.keras.call_stack import is_in_build
+from layoutmap.adapters.keras.backends.tensorflow_unsupported import explain_refusals, get_layout_converter
+from layoutmap.adapters.keras.call_stack import is_building_layer
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.adapters.keras.training import check_same_batch, place_batch
-from layoutmap.adapters.keras.wraps import get_call
+from layoutmap.adapters.keras.training import compare_batches, place_batch
+from layoutmap.adapters.keras.wraps import get_call_method
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.engines.agreement import CallSchedule
 from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.tensorflow.constraints import constrain_layout
-from layoutmap.engines.tensorflow.traces import place_captured_arrays
+from layoutmap.engines.tensorflow.traces import relayout_captured_arrays
 
 dtensor = tf.experimental.dtensor
 
 
-def wrap_call(layer: keras.Layer, session: KerasSession, name: str) -> Callable[..., object]:
+def wrap_call_on_mesh(layer: keras.Layer, session: KerasSession, method_name: str) -> Callable[..., object]:
     """Return a layer's `call` that moves unsharded tensors to the mesh and back in the outermost layer."""
-    plain = _wrap_reading_call(layer, session, name)
+    original = _wrap_weight_reads(layer, session, method_name)
 
-    @functools.wraps(plain)
-    def call(*args: object, **kwargs: object) -> object:
-        here = session.on_thread
+    @functools.wraps(original)
+    def call_on_mesh(*args: object, **kwargs: object) -> object:
+        here = session.thread_state
         if here.is_exporting or here.call_depth or in_stateless_scope():
-            return plain(*args, **kwargs)
+            return original(*args, **kwargs)
         with set_temporarily(here, "call_depth", here.call_depth + 1), compute_on_mesh(session):
             if not tf.executing_eagerly():
-                results = plain(*args, **kwargs)
-                place_captured_arrays(functools.partial(replicate_tensor, session=session))
+                results = original(*args, **kwargs)
+                relayout_captured_arrays(functools.partial(replicate_tensor, session=session))
                 return results
-            session.refuse_in_a_plan(layer.name)
+            session.raise_if_plan_only(layer.name)
             has_unsharded = any(map(is_unsharded_array, keras.tree.flatten((args, kwargs))))
-            # Take the session's lock first, as weight creation does. Another order could deadlock two threads.
+            # Two threads could deadlock with different orders of locks, so take the session's lock first everywhere.
             with session.lock:
                 if has_unsharded:
-                    args, kwargs = place_batch(make_dense((args, kwargs), layer), session)
-                with explain_errors(f"{layer.name}: the call"), session.engine.run_on(session.policy.mesh):
-                    results = plain(*args, **kwargs)
+                    args, kwargs = place_batch(convert_sparse_inputs((args, kwargs), layer), session)
+                with explain_refusals(f"{layer.name}: the call"), session.engine.run_on(session.policy.mesh):
+                    results = original(*args, **kwargs)
                 if not has_unsharded:
                     return results
                 return keras.tree.map_structure(lambda each: _unshard_result(each, session), results)
 
-    return call
+    return call_on_mesh
 
 
-def _wrap_reading_call(layer: keras.Layer, session: KerasSession, name: str) -> Callable[..., object]:
-    """Wrap a layer's `call` to read weights in layouts with which DTensor can compute."""
-    plain = get_call(layer, name)
+def _wrap_weight_reads(layer: keras.Layer, session: KerasSession, method_name: str) -> Callable[..., object]:
+    """Wrap a layer's `call` so that weights are read in layouts with which DTensor can compute the layer."""
+    original = get_call_method(layer, method_name)
 
-    @functools.wraps(plain)
-    def call(*args: object, **kwargs: object) -> object:
-        with set_temporarily(session.on_thread, "reading", get_reading_layout(layer)):
-            if not session.on_thread.call_depth or not is_pinned(layer, session):
-                return plain(*args, **kwargs)
-            args, kwargs = pin_layer_values((args, kwargs), session)
-            results = plain(*args, **kwargs)
-            # Before any gathering, only the inputs of loops over time need a layout.
-            return pin_layer_values(results, session) if session.on_thread.gathering else results
+    @functools.wraps(original)
+    def call_with_weight_layouts(*args: object, **kwargs: object) -> object:
+        with set_temporarily(session.thread_state, "to_reading_layout", get_layout_converter(layer)):
+            if not session.thread_state.call_depth or not has_fixed_layouts(layer, session):
+                return original(*args, **kwargs)
+            args, kwargs = relayout_layer_values((args, kwargs), session)
+            results = original(*args, **kwargs)
+            # As planned, only loops over time are treated so, and DTensor may choose their outputs' layout.
+            gathers = session.thread_state.gathering_level
+            return relayout_layer_values(results, session) if gathers else results
 
-    return call
+    return call_with_weight_layouts
 
 
 @contextmanager
 def compute_on_mesh(session: KerasSession) -> Generator[None]:
-    """Make Keras compute with operations that DTensor supports, on this thread."""
-    with compute_for_mesh(functools.partial(replicate_tensor, session=session)):
+    """Make Keras on this thread compute with operations that DTensor supports until the block ends."""
+    with replace_unsupported_functions(functools.partial(replicate_tensor, session=session)):
         yield
 
 
-def make_weight_reader(held: Any, layout: Layout, session: KerasSession) -> Callable[[], tf.Tensor]:
-    """Return the function that reads a sharded weight, gathered where its operations require it.
+def make_weight_reader(variable: Any, layout: Layout, session: KerasSession) -> Callable[[], tf.Tensor]:
+    """Return the function that reads a sharded weight in the layout with which operations can compute.
 
-    It is gathered over the dim of the batch, since DTensor does not join an axis that two operands shard over two
-    dims; and over all dims where the layer that is being called needs that.
+    The weight is gathered over the dim of the batch, because DTensor cannot sum over an axis that two operands shard
+    over different dims. It is gathered over all dims if the layer that is being called needs that.
     """
-    plain = held.value
+    original = variable.value
     usual = session.policy.derive_compute_layout(layout)
 
     def read_value() -> tf.Tensor:
-        read = plain()
-        if not session.on_thread.call_depth:
+        read = original()
+        if not session.thread_state.call_depth:
             return tf.constant(session.engine.to_numpy(read)) if is_building_eagerly() else read
-        reading = session.on_thread.reading
+        reading = session.thread_state.to_reading_layout
         wanted = reading(usual) if reading else usual
-        if session.on_thread.gathering >= Gathering.WEIGHTS:
+        if session.thread_state.gathering_level >= GatheringLevel.WEIGHTS:
             wanted = Layout.replicated(layout.mesh, layout.rank)
-        held.read_layout = wanted
-        if session.on_thread.gathering:
-            # The optimizer places other gradients of the weight, such as a regularizer's.
-            return pin_layout(read, wanted)
+        variable.read_layout = wanted
+        if session.thread_state.gathering_level:
+            # A gradient of the weight that is not a layer's, such as a regularizer's, is relaid out by the optimizer.
+            return relayout_with_gradient(read, wanted)
         return read if wanted == layout else constrain_layout(read, wanted)
 
     return read_value
@@ -116,7 +117,7 @@ def make_weight_reader(held: Any, layout: Layout, session: KerasSession) -> Call
 
 def is_building_eagerly() -> bool:
     """Return whether a layer is being built eagerly, so that its weights must be read unsharded."""
-    return tf.executing_eagerly() and is_in_build()
+    return tf.executing_eagerly() and is_building_layer()
 
 
 def is_unsharded_array(value: object) -> bool:
@@ -126,24 +127,24 @@ def is_unsharded_array(value: object) -> bool:
     return isinstance(value, (np.ndarray, tf.SparseTensor))
 
 
-def make_dense(values: object, layer: keras.Layer) -> Any:
-    """Convert sparse tensors in nested inputs to dense ones, which DTensor requires."""
+def convert_sparse_inputs(values: object, layer: keras.Layer) -> Any:
+    """Return nested inputs with dense tensors instead of sparse ones, and warn, because DTensor has none."""
 
-    def convert_sparse(value: object) -> object:
+    def convert_to_dense(value: object) -> object:
         if not isinstance(value, tf.SparseTensor):
             return value
         warnings.warn(
-            f"{layer.name}: sparse input becomes dense on its way to the mesh, since DTensor holds no sparse tensors",
+            f"{layer.name}: a sparse input is converted to a dense tensor, because DTensor has no sparse tensors",
             LayoutMapWarning,
             stacklevel=2,
         )
         return tf.sparse.to_dense(tf.sparse.reorder(value))
 
-    return keras.tree.map_structure(convert_sparse, values, none_is_leaf=True)
+    return keras.tree.map_structure(convert_to_dense, values, none_is_leaf=True)
 
 
 def _unshard_result(value: object, session: KerasSession) -> object:
-    """Unshard a result. Gradients flow through."""
+    """Return a tensor of the mesh as an unsharded one, through which gradients flow, and other values unchanged."""
     if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
         return value
 
@@ -162,20 +163,20 @@ def replicate_tensor(value: Any, session: KerasSession) -> Any:
     """Return a replicated tensor, and any other value unchanged."""
     if not isinstance(value, tf.Tensor):
         return value
-    return constrain_layout(value, session.policy.replicated(len(value.shape)))
+    return constrain_layout(value, session.policy.make_replicated_layout(len(value.shape)))
 
 
-def relayout_as_read(gradient: tf.Tensor, held: Any) -> tf.Tensor:
+def relayout_gradient_as_read(gradient: tf.Tensor, variable: Any) -> tf.Tensor:
     """Move a gradient to the layout in which the layer read the weight."""
-    return gradient if held.read_layout is None else constrain_layout(gradient, held.read_layout)
+    return gradient if variable.read_layout is None else constrain_layout(gradient, variable.read_layout)
 
 
 def place_on_mesh(batch: object, session: KerasSession, schedule: CallSchedule | None = None) -> Any:
     """Return a batch on the mesh, after the processes have compared it if a comparison is due."""
 
-    def as_numpy(value: object) -> object:
+    def convert_to_numpy(value: object) -> object:
         return value.numpy() if isinstance(value, tf.Tensor) and is_unsharded_array(value) else value
 
-    batch = keras.tree.map_structure(as_numpy, batch, none_is_leaf=True)
-    check_same_batch(batch, session, schedule)
+    batch = keras.tree.map_structure(convert_to_numpy, batch, none_is_leaf=True)
+    compare_batches(batch, session, schedule)
     return place_batch(batch, session)

@@ -1,18 +1,18 @@
 """Replace functions of Keras that DTensor cannot compute, while a sharded model is called or updated.
 
-Random functions draw global arrays: DTensor draws other numbers for each way in which a random array is sharded, so a
-dropout mask would depend on the mesh. Every device draws all of it and keeps its part; that costs drawing time, and no
-traffic.
+Random functions draw global arrays, because DTensor draws other numbers for each layout of a random array, so that a
+dropout mask would depend on the mesh. Each device draws the whole array and keeps its part. That takes time to draw,
+and no communication.
 
 A division of rows (the gradient of an embedding) by an array divides those rows only. Keras also looks for zeros and
-NaNs in the divisor, to give NaN there, and DTensor cannot lay out how many it finds.
+NaNs in the divisor, to return NaN there, and DTensor has no layout for an unknown number of them.
 
-A loop over an axis is unrolled: DTensor has no rule for the list of tensors in which TensorFlow's collects results. A
-`TensorArray` is one of Python's, as outside of compiled functions.
+A loop over an axis is unrolled, because DTensor has no rule for the list of tensors in which TensorFlow's loop
+collects results. A `TensorArray` is created eagerly, as a list of Python.
 
 Functions of TensorFlow itself: arrays are joined along an axis that is counted from the start, since DTensor refuses to
-join sharded ones along a sharded axis, and does so wrongly if the axis is negative. What `tensorflow_products` and
-`tensorflow_windows` have is computed as they say.
+join arrays along a sharded axis, and joins them wrongly if the axis is negative. `tensorflow_products` and
+`tensorflow_windows` compute the others.
 
 Private names of Keras that are replaced while such a call runs, and put back after it, tested on Keras 3.15:
 
@@ -48,8 +48,8 @@ from tensorflow.python.ops import array_ops
 
 from layoutmap.adapters.keras.backends import tensorflow_windows
 from layoutmap.adapters.keras.backends.tensorflow_products import compute_einsum
-from layoutmap.adapters.keras.backends.tensorflow_windows import Plain
-from layoutmap.engines.patches import Attribute, Patches, set_temporarily
+from layoutmap.adapters.keras.backends.tensorflow_windows import Original
+from layoutmap.engines.patches import AttributePatch, Patches, set_temporarily
 
 Replicate = Callable[[object], Any]  # returns a replicated tensor
 _RANDOM = ("uniform", "normal", "truncated_normal", "randint")
@@ -74,58 +74,60 @@ _current = threading.local()
 
 
 @contextmanager
-def compute_for_mesh(replicate: Replicate) -> Generator[None]:
+def replace_unsupported_functions(replicate: Replicate) -> Generator[None]:
     """Make Keras on this thread compute with operations that DTensor supports until the block ends."""
     with _PATCHES.activate(), set_temporarily(_current, "replicate", replicate):
         yield
 
 
-def _replace_function(module: object, name: str, by: Plain) -> Attribute:
-    """Patch a function so that threads computing on a mesh call `by` instead."""
+def _make_function_patch(module: object, name: str, replacement: Original) -> AttributePatch:
+    """Return a patch with which threads that compute on a mesh call `replacement` instead of a function."""
 
-    def make(plain: Plain) -> Plain:
-        @functools.wraps(plain)
+    def make_wrapper(original: Original) -> Original:
+        @functools.wraps(original)
         def call_replacement(*args: object, **kwargs: object) -> object:
             replicate: Replicate | None = getattr(_current, "replicate", None)
-            return plain(*args, **kwargs) if replicate is None else by(plain, replicate, *args, **kwargs)
+            call = original if replicate is None else functools.partial(replacement, original, replicate)
+            return call(*args, **kwargs)
 
         return call_replacement
 
-    return Attribute(module, name, make)
+    return AttributePatch(module, name, make_wrapper)
 
 
-def _replicate_random(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
-    return replicate(plain(*args, **kwargs))
+def _draw_replicated(original: Original, replicate: Replicate, *args: object, **kwargs: object) -> object:
+    """Return a replicated random array, so that it does not depend on the mesh."""
+    return replicate(original(*args, **kwargs))
 
 
-def _unroll_loop(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
-    return plain(*args, **{**kwargs, "unroll": True})
+def _unroll_loop(original: Original, replicate: Replicate, *args: object, **kwargs: object) -> object:
+    return original(*args, **{**kwargs, "unroll": True})
 
 
 def _compute_dropout(
-    plain: Plain, replicate: Replicate, inputs: tf.Tensor, rate: float, *args: object, **kwargs: object
+    original: Original, replicate: Replicate, inputs: tf.Tensor, rate: float, *args: object, **kwargs: object
 ) -> tf.Tensor:
     if rate in (0.0, 1.0):
-        return plain(inputs, rate, *args, **kwargs)
+        return original(inputs, rate, *args, **kwargs)
     # Dropout of a tensor of ones gives the scaled mask.
-    return inputs * replicate(plain(tf.ones(inputs.shape, inputs.dtype), rate, *args, **kwargs))
+    return inputs * replicate(original(tf.ones(inputs.shape, inputs.dtype), rate, *args, **kwargs))
 
 
-def _divide(plain: Plain, replicate: Replicate, x1: object, x2: tf.Tensor) -> object:
+def _divide_rows(original: Original, replicate: Replicate, x1: object, x2: tf.Tensor) -> object:
     if isinstance(x1, tf.IndexedSlices) and len(getattr(x2, "shape", ())):
-        return tf.IndexedSlices(plain(x1.values, tf.gather(x2, x1.indices)), x1.indices, x1.dense_shape)
-    return plain(x1, x2)
+        return tf.IndexedSlices(original(x1.values, tf.gather(x2, x1.indices)), x1.indices, x1.dense_shape)
+    return original(x1, x2)
 
 
-def _concatenate(
-    plain: Plain, replicate: Replicate, values: object, axis: object, name: str = "concat"
+def _concatenate_from_start(
+    original: Original, replicate: Replicate, values: object, axis: object, name: str = "concat"
 ) -> object:
     rank = len(values[0].shape) if isinstance(values, list | tuple) and values else 0
-    return plain(values, axis % rank if rank and isinstance(axis, int) else axis, name)
+    return original(values, axis % rank if rank and isinstance(axis, int) else axis, name)
 
 
-def _split(
-    plain: Plain,
+def _split_from_start(
+    original: Original,
     replicate: Replicate,
     value: tf.Tensor,
     num_or_size_splits: object,
@@ -134,18 +136,18 @@ def _split(
 ) -> object:
     # The gradient of a split concatenates, which DTensor cannot do along sharded axes.
     axis = axis % len(value.shape) if isinstance(axis, int) else axis
-    return plain(value, num_or_size_splits, axis, **kwargs)
+    return original(value, num_or_size_splits, axis, **kwargs)
 
 
-def _create_array(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
+def _create_tensor_array(original: Original, replicate: Replicate, *args: object, **kwargs: object) -> object:
     with tf.init_scope():
-        return plain(*args, **kwargs)
+        return original(*args, **kwargs)
 
 
-def _scan(
-    plain: Plain,
+def _scan_unrolled(
+    original: Original,
     replicate: Replicate,
-    f: Plain,
+    f: Original,
     init: object,
     xs: object = None,
     *args: object,
@@ -153,7 +155,7 @@ def _scan(
 ) -> tuple[object, object]:
     leaves = [] if xs is None else [tf.convert_to_tensor(x) for x in tree.flatten(xs)]
     if not leaves or not leaves[0].shape[0]:
-        return plain(f, init, xs, *args, **kwargs)
+        return original(f, init, xs, *args, **kwargs)
     rows = [tree.pack_sequence_as(xs, row) for row in zip(*map(tf.unstack, leaves), strict=True)]
     is_reversed, made = kwargs.get("reverse", False), list[Any]()
     for row in rows[::-1] if is_reversed else rows:
@@ -162,44 +164,48 @@ def _scan(
     return init, tree.map_structure(lambda *each: tf.stack(each), *(made[::-1] if is_reversed else made))
 
 
-def _map(plain: Plain, replicate: Replicate, f: Plain, xs: object) -> object:
-    return _scan(lambda *_: (None, plain(f, xs)), replicate, lambda carry, x: (carry, f(x)), None, xs)[1]
+def _map_unrolled(original: Original, replicate: Replicate, f: Original, xs: object) -> object:
+    return _scan_unrolled(
+        lambda *_: (None, original(f, xs)), replicate, lambda carry, x: (carry, f(x)), None, xs
+    )[1]
 
 
-def _make_replacement(name: str) -> Plain:
-    """Return the replacement for a function of Keras or TensorFlow."""
-    by = getattr(tensorflow_windows, name)
+def _make_replacement_by_name(name: str) -> Original:
+    """Return a call of the `compute_*` function of `tensorflow_windows` with bound arguments."""
+    replacement = getattr(tensorflow_windows, f"compute_{name}")
 
-    def call_replacement(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
-        given = inspect.signature(plain).bind(*args, **kwargs)
-        given.apply_defaults()
-        return by(plain, SimpleNamespace(**given.arguments))
+    def call_replacement(original: Original, replicate: Replicate, *args: object, **kwargs: object) -> object:
+        bound_arguments = inspect.signature(original).bind(*args, **kwargs)
+        bound_arguments.apply_defaults()
+        return replacement(original, SimpleNamespace(**bound_arguments.arguments))
 
     return call_replacement
 
 
 _PATCHES = Patches(
     [
-        *(_replace_function(keras_random, name, _replicate_random) for name in _RANDOM),
-        _replace_function(keras_random, "dropout", _compute_dropout),
-        _replace_function(keras_numpy, "divide", _divide),
-        _replace_function(keras_numpy, "eye", _make_replacement("eye")),
-        _replace_function(tf, "concat", _concatenate),
-        _replace_function(
-            tf, "einsum", lambda plain, replicate, *args, **kwargs: compute_einsum(plain, *args, **kwargs)
+        *(_make_function_patch(keras_random, name, _draw_replicated) for name in _RANDOM),
+        _make_function_patch(keras_random, "dropout", _compute_dropout),
+        _make_function_patch(keras_numpy, "divide", _divide_rows),
+        _make_function_patch(keras_numpy, "eye", _make_replacement_by_name("eye")),
+        _make_function_patch(tf, "concat", _concatenate_from_start),
+        _make_function_patch(
+            tf,
+            "einsum",
+            lambda original, replicate, *args, **kwargs: compute_einsum(original, *args, **kwargs),
         ),
-        _replace_function(tf, "split", _split),
-        _replace_function(tf, "TensorArray", _create_array),
-        *(_replace_function(tf, name, _make_replacement(name)) for name in _OF_ARRAYS),
-        _replace_function(array_ops, "strided_slice", _make_replacement("strided_slice")),
-        *(_replace_function(tf.linalg, name, _make_replacement(name)) for name in _OF_DIAGONALS),
-        *(_replace_function(keras_nn, name, _make_replacement(name)) for name in _OF_WINDOWS),
-        *(_replace_function(keras_backend, name, _unroll_loop) for name in _OF_TIME),
-        _replace_function(keras_core, "map", _map),
-        _replace_function(keras_core, "scan", _scan),
-        _replace_function(
-            keras_backend, "convert_to_numpy", lambda plain, replicate, value: plain(replicate(value))
+        _make_function_patch(tf, "split", _split_from_start),
+        _make_function_patch(tf, "TensorArray", _create_tensor_array),
+        *(_make_function_patch(tf, name, _make_replacement_by_name(name)) for name in _OF_ARRAYS),
+        _make_function_patch(array_ops, "strided_slice", _make_replacement_by_name("strided_slice")),
+        *(_make_function_patch(tf.linalg, name, _make_replacement_by_name(name)) for name in _OF_DIAGONALS),
+        *(_make_function_patch(keras_nn, name, _make_replacement_by_name(name)) for name in _OF_WINDOWS),
+        *(_make_function_patch(keras_backend, name, _unroll_loop) for name in _OF_TIME),
+        _make_function_patch(keras_core, "map", _map_unrolled),
+        _make_function_patch(keras_core, "scan", _scan_unrolled),
+        _make_function_patch(
+            keras_backend, "convert_to_numpy", lambda original, replicate, value: original(replicate(value))
         ),
-        _replace_function(tf.nn, "pool", _make_replacement("pool")),
+        _make_function_patch(tf.nn, "pool", _make_replacement_by_name("pool")),
     ]
 )

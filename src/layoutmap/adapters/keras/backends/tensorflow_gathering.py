@@ -1,8 +1,8 @@
 """Recompile functions that DTensor refuses, with more tensors gathered, and warn about it.
 
-DTensor carries layouts from each operation to those before and after it, across layers, and refuses a whole step where
-one operation meets layouts that it has no rule for. Which one will is known only when it compiles the step. It does so
-before it runs any of it, so the step can be made again (why: decisions/0010).
+DTensor propagates layouts from each operation to those before and after it, across layers. It refuses a whole step if
+it has no rule for one operation in these layouts, which is known only when it compiles the step. It compiles before it
+runs anything, so the step can be compiled again (decisions/0010).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from layoutmap.adapters.keras.backends.tensorflow_unsupported import find_error_place, is_compiler_refusal
+from layoutmap.adapters.keras.backends.tensorflow_unsupported import find_refused_op, is_compiler_refusal
 from layoutmap.adapters.keras.describing import list_layer_paths
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import LayoutMapWarning
@@ -27,8 +27,8 @@ from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 
-class Gathering(IntEnum):
-    """Degree to which the models of a scope gather during computation. Higher levels gather more."""
+class GatheringLevel(IntEnum):
+    """Tell how much the models of a scope gather while they compute. Higher levels gather more."""
 
     AS_PLANNED = 0
     BETWEEN_LAYERS = 1
@@ -37,73 +37,76 @@ class Gathering(IntEnum):
 
 
 _DESCRIPTIONS: dict[int, str] = {
-    Gathering.BETWEEN_LAYERS: "what goes from layer to layer is sharded along the batch only",
-    Gathering.WEIGHTS: "each layer gathers its weights, and what goes between them is sharded along the batch only",
-    Gathering.ALL: "each device gathers all weights and the whole batch, and computes all of it",
+    GatheringLevel.BETWEEN_LAYERS: "outputs of layers are sharded along the batch only",
+    GatheringLevel.WEIGHTS: "each layer gathers its weights, and outputs of layers are sharded along the batch only",
+    GatheringLevel.ALL: "each device gathers all weights and the whole batch, and repeats the whole computation",
 }
 _INNER = frozenset({"keras", "tensorflow"})
 
 
 class RegatheredFunction:
-    """A function on the mesh that is recompiled with more gathering while DTensor refuses it.
+    """Compile a function for the mesh, and again with more gathering as long as DTensor refuses it.
 
-    All that the scope's models compute later is gathered as far: they have the same layers.
+    Later computations of the scope's models gather as much, because they have the same layers.
     """
 
-    def __init__(self, compiled: Callable[[], Any], session: KerasSession, what: str):
-        self._at = functools.cache(lambda gathering: compiled())
+    def __init__(self, compile_function: Callable[[], Any], session: KerasSession, description: str):
+        self._compile_at_level = functools.cache(lambda level: compile_function())
         self._session = session
-        self._what = what
+        self._description = description
         self._is_looked_at = False
 
     def trace_current(self, *args: object) -> Any:
-        """Trace the current compiled function for some arguments."""
-        with self._set_gathering():
-            return self._at(self._session.gathering).get_concrete_function(*args)
+        """Return the trace of the function for some arguments, compiled at the session's gathering level."""
+        with self._set_gathering_level():
+            return self._compile_at_level(self._session.gathering_level).get_concrete_function(*args)
 
-    def _set_gathering(self) -> AbstractContextManager[None]:
-        return set_temporarily(self._session.on_thread, "gathering", self._session.gathering)
+    def _set_gathering_level(self) -> AbstractContextManager[None]:
+        """Set the thread's gathering level to that of the session until the block ends."""
+        return set_temporarily(self._session.thread_state, "gathering_level", self._session.gathering_level)
 
     def __call__(self, *args: object) -> Any:
         """Call the function, and recompile it as needed."""
-        before, place = self._session.gathering, dict[str, str]()
+        before, operation_facts = self._session.gathering_level, dict[str, str]()
         if not self._is_looked_at:
-            needed, place["operation"] = _find_needed_gathering(self.trace_current(*args).graph)
-            self._session.gathering = max(needed, before)
+            needed, operation_facts["operation"] = _find_needed_gathering_level(
+                self.trace_current(*args).graph
+            )
+            self._session.gathering_level = max(needed, before)
         self._is_looked_at = True
         while True:
             try:
-                with self._set_gathering():
-                    result = self._at(self._session.gathering)(*args)
+                with self._set_gathering_level():
+                    result = self._compile_at_level(self._session.gathering_level)(*args)
             except tf.errors.OpError as error:
                 if "got a regular tensor" in error.message and self._replicate_captures(
                     self.trace_current(*args)
                 ):
                     continue
-                found = find_error_place(
-                    error, self.trace_current(*args).graph, _describe_layers(self._session)
+                found = find_refused_op(
+                    error, self.trace_current(*args).graph, _describe_layers_by_name(self._session)
                 )
-                if not is_compiler_refusal(error) or self._session.gathering == Gathering.ALL:
-                    self._session.gathering = before
-                    error.layoutmap_place = found  # `explain_errors` reads this attribute
+                if not is_compiler_refusal(error) or self._session.gathering_level == GatheringLevel.ALL:
+                    self._session.gathering_level = before
+                    error.layoutmap_place = found  # `explain_refusals` reads this attribute
                     raise
-                place = place if place.get("operation") else found
-                self._session.gathering = Gathering(self._session.gathering + 1)
+                operation_facts = operation_facts if operation_facts.get("operation") else found
+                self._session.gathering_level = GatheringLevel(self._session.gathering_level + 1)
                 continue
-            if self._session.gathering != before:
-                _warn_of_gathering(self._what, place, self._session)
+            if self._session.gathering_level != before:
+                _warn_of_gathering(self._description, operation_facts, self._session)
             return result
 
     def _replicate_captures(self, function: Any) -> bool:
         """Replicate unsharded tensors that a traced function captures, and return whether there were any."""
         read = list(function.captured_inputs)
-        plain = [i for i, each in enumerate(read) if _is_unsharded_tensor(each)]
-        for i in plain:
+        unsharded_indices = [i for i, each in enumerate(read) if _is_unsharded_tensor(each)]
+        for i in unsharded_indices:
             read[i] = self._session.engine.relayout(
-                read[i], self._session.policy.replicated(read[i].shape.rank)
+                read[i], self._session.policy.make_replicated_layout(read[i].shape.rank)
             )
         function.set_external_captures(read)
-        return bool(plain)
+        return bool(unsharded_indices)
 
 
 def _is_unsharded_tensor(value: object) -> bool:
@@ -111,13 +114,13 @@ def _is_unsharded_tensor(value: object) -> bool:
     return is_array and not tf.experimental.dtensor.is_dtensor(value)
 
 
-def _describe_layers(session: KerasSession) -> dict[str, str]:
-    """Return texts by layer name with the path and the layouts of nearby sharded weights."""
-    layers = list_layer_paths(session.registry.layers())
+def _describe_layers_by_name(session: KerasSession) -> dict[str, str]:
+    """Return, by layer name, a text with the layer's path and the layouts of sharded weights in and near it."""
+    layers = list_layer_paths(session.registry.list_layers())
     sharded: list[list[str]] = []
     for _, layer in layers:
         own = [*layer._trainable_variables, *layer._non_trainable_variables]
-        laid_out = [(session.find_path(v), session.registry.get_layout(v)) for v in own]
+        laid_out = [(session.find_variable_path(v), session.registry.get_layout(v)) for v in own]
         sharded.append([f"{path} {of}" for path, of in laid_out if of and not of.is_fully_replicated()])
     said = dict[str, str]()
     for i, (path, layer) in enumerate(layers):
@@ -127,10 +130,11 @@ def _describe_layers(session: KerasSession) -> dict[str, str]:
     return said
 
 
-def _warn_of_gathering(what: str, place: dict[str, str], session: KerasSession) -> None:
+def _warn_of_gathering(description: str, operation_facts: dict[str, str], session: KerasSession) -> None:
+    """Warn that a function gathers more than planned. `operation_facts` describes the operation that needs it."""
     warning = LayoutMapWarning(
-        f"{what}: {_DESCRIPTIONS[session.gathering]}",
-        facts=place,
+        f"{description}: {_DESCRIPTIONS[session.gathering_level]}",
+        facts=operation_facts,
         why="DTensor has no correct rule for an operation in these layouts; weights and slots are "
         "stored as planned",
         fix="no action is needed; for more speed, leave the weights of the layers around that operation "
@@ -139,33 +143,33 @@ def _warn_of_gathering(what: str, place: dict[str, str], session: KerasSession) 
     warnings.warn(warning, stacklevel=find_user_stacklevel(_INNER))
 
 
-def _find_needed_gathering(graph: tf.Graph) -> tuple[Gathering, str]:
+def _find_needed_gathering_level(graph: tf.Graph) -> tuple[GatheringLevel, str]:
     """Return the lowest gathering level with correct results, and the operation that needs it."""
-    # The input of each operation that may contain negative strides or axes.
+    # DTensor is wrong for negative strides and axes. This maps an operation to the index of its input with them.
     negative = {"StridedSlice": 3, "ConcatV2": -1}
-    found = Gathering.AS_PLANNED, ""
+    found = GatheringLevel.AS_PLANNED, ""
     for op in graph.get_operations():
         value = tf.get_static_value(op.inputs[negative[op.type]]) if op.type in negative else None
-        if op.type == "ScatterNd":  # DTensor applies global row indices to each device's shard
-            return Gathering.ALL, op.type
+        if op.type == "ScatterNd":  # DTensor applies indices of global rows to each shard, so gather all
+            return GatheringLevel.ALL, op.type
         if value is not None and (value < 0).any():
-            found = Gathering.WEIGHTS, op.type
+            found = GatheringLevel.WEIGHTS, op.type
     return found
 
 
-def pin_layer_values(values: object, session: KerasSession) -> Any:
-    """Pin a layer's inputs or outputs to a layout, so that no layout propagates across."""
+def relayout_layer_values(values: object, session: KerasSession) -> Any:
+    """Return a layer's inputs or outputs in the layout of the batch, so that no other one propagates across."""
 
-    def pin(value: object) -> object:
+    def relayout_value(value: object) -> object:
         if not isinstance(value, tf.Tensor) or not value.shape.is_fully_defined() or not value.shape.rank:
             return value
-        return pin_layout(value, _make_batch_layout(value.shape.as_list(), session))
+        return relayout_with_gradient(value, _make_batch_layout(value.shape.as_list(), session))
 
-    return keras.tree.map_structure(pin, values, none_is_leaf=True)
+    return keras.tree.map_structure(relayout_value, values, none_is_leaf=True)
 
 
-def pin_layout(value: tf.Tensor, layout: Layout) -> tf.Tensor:
-    """Move a tensor to a layout, and keep its gradient in that layout."""
+def relayout_with_gradient(value: tf.Tensor, layout: Layout) -> tf.Tensor:
+    """Return a tensor in a layout, in which its gradient stays, too."""
 
     @tf.custom_gradient
     def constrain(tensor: tf.Tensor) -> Any:
@@ -179,19 +183,19 @@ def pin_layout(value: tf.Tensor, layout: Layout) -> tf.Tensor:
 
 
 def _make_batch_layout(shape: Sequence[Any], session: KerasSession) -> Layout:
-    """Return the layout sharded along the batch only, or replicated for arrays that do not have its rows."""
+    """Return the layout that is sharded along the batch only, or replicated if the rows are other ones."""
     policy = session.policy
     rows = policy.batches.get(True)
-    gathers_all = session.on_thread.gathering == Gathering.ALL
+    gathers_all = session.thread_state.gathering_level == GatheringLevel.ALL
     if policy.batch_dim is None or rows is None or shape[0] % rows or gathers_all:
-        return policy.replicated(len(shape))
+        return policy.make_replicated_layout(len(shape))
     return Layout.batch_sharded(policy.mesh, policy.batch_dim, len(shape))
 
 
-def is_pinned(layer: keras.Layer, session: KerasSession) -> bool:
-    """Return whether a layer must compute separately, without layouts propagating in or out."""
-    if session.on_thread.gathering == Gathering.AS_PLANNED:
-        # A loop over time with sharded features would all-reduce in each step.
+def has_fixed_layouts(layer: keras.Layer, session: KerasSession) -> bool:
+    """Return whether only the layout of the batch may propagate into a layer at this gathering level."""
+    if session.thread_state.gathering_level == GatheringLevel.AS_PLANNED:
+        # A loop over time with sharded features would all-reduce in each time step, so replicate its features.
         return isinstance(layer, keras.layers.RNN)
     is_innermost = layer._trainable_variables or layer._non_trainable_variables or not layer._layers
-    return bool(is_innermost) or session.on_thread.gathering == Gathering.ALL
+    return bool(is_innermost) or session.thread_state.gathering_level == GatheringLevel.ALL

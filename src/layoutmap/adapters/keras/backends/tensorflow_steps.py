@@ -12,38 +12,42 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from layoutmap.adapters.keras.backends.tensorflow_calls import compute_on_mesh, make_dense, place_on_mesh
-from layoutmap.adapters.keras.backends.tensorflow_gathering import RegatheredFunction, pin_layout
-from layoutmap.adapters.keras.backends.tensorflow_unsupported import explain_errors
+from layoutmap.adapters.keras.backends.tensorflow_calls import (
+    compute_on_mesh,
+    convert_sparse_inputs,
+    place_on_mesh,
+)
+from layoutmap.adapters.keras.backends.tensorflow_gathering import RegatheredFunction, relayout_with_gradient
+from layoutmap.adapters.keras.backends.tensorflow_unsupported import explain_refusals
 from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import (
-    build_for_step,
-    make_for_training,
-    make_step_wraps,
-    materialize_for_training,
+    build_model_for_batch,
+    create_training_variables,
+    make_step_wrappers,
+    materialize_training_variables,
 )
 from layoutmap.engines.agreement import CallSchedule
-from layoutmap.engines.patches import Closing
-from layoutmap.engines.tensorflow.combined import CombinedFunction
-from layoutmap.engines.tensorflow.traces import check_trace_at_end
+from layoutmap.engines.patches import ClosingContext
+from layoutmap.engines.tensorflow.combined import StepFunction
+from layoutmap.engines.tensorflow.traces import check_writes_at_trace_end
 
 dtensor = tf.experimental.dtensor
 
 
-def make_training_wraps(model: Any, session: KerasSession) -> WrappedMethods:
-    """Return methods to wrap on a model so that its steps run compiled on the mesh."""
+def make_training_wrappers(model: Any, session: KerasSession) -> WrappedMethods:
+    """Return wrappers of a model's methods with which its steps run compiled on the mesh."""
     schedule = CallSchedule()
 
-    def step(name: str, own: object) -> Callable[..., object]:
-        made = _MeshStep(model, session, name, schedule)
-        return made.run_on_list if name == "predict" else made.run_on_iterator
+    def make_step(step_name: str, make_keras_step: object) -> Callable[..., object]:
+        mesh_step = _MeshStep(model, session, step_name, schedule)
+        return mesh_step.run_on_all_batches if step_name == "predict" else mesh_step.run_on_next_batches
 
     loops = {name: _wrap_loop(getattr(model, name), session) for name in ("fit", "evaluate", "predict")}
-    return make_step_wraps(model, session, schedule, step, loops)
+    return make_step_wrappers(model, session, schedule, make_step, loops)
 
 
 def _wrap_loop(loop: Callable[..., object], session: KerasSession) -> Callable[..., object]:
-    """Wrap `fit` or a similar method to gather tensors on the mesh, because a `tf.data` pipeline has no mesh."""
+    """Wrap `fit` or a similar method to unshard its arguments, because a `tf.data` pipeline has no mesh."""
 
     @functools.wraps(loop)
     def run_loop(*args: object, **kwargs: object) -> object:
@@ -56,33 +60,34 @@ def _wrap_loop(loop: Callable[..., object], session: KerasSession) -> Callable[.
 
 
 class _MeshStep:
-    """A training, test, or predict step on the mesh."""
+    """Run a training, test, or predict step on the mesh."""
 
     def __init__(self, model: keras.Model, session: KerasSession, name: str, schedule: CallSchedule):
         self._model = model
         self._session = session
         self._name = name
         self._schedule = schedule
-        self._known: set[object] = set()  # batch signatures for which the step is traced and checked
+        self._known: set[object] = set()  # signatures of batches for which the step has been traced
         self._compiled = RegatheredFunction(self._compile_step, session, f"{model.name}: the {name} step")
 
     def _compile_step(self) -> Callable[..., object]:
         """Return the step as a `tf.function`."""
-        # DTensor may refuse the step, so it can be compiled again with more gathered (decisions/0010).
-        # It waits for collectives, so its sums are combined (decisions/0274).
-        return CombinedFunction(
-            self._step, autograph=False, jit_compile=bool(self._model.jit_compile) or None
+        # DTensor may refuse the step, so compile a new function each time (decisions/0010).
+        # A step waits for each of its all-reduces, so combine them (decisions/0274).
+        return StepFunction(
+            self._compute_step, autograph=False, jit_compile=bool(self._model.jit_compile) or None
         )
 
-    def _step(self, batch: object) -> object:
+    def _compute_step(self, batch: object) -> object:
+        """Run Keras's step of the model on a batch that is on the mesh, eagerly or in a trace."""
         if not tf.executing_eagerly():
-            check_trace_at_end(f"the {self._name} step")
+            check_writes_at_trace_end(f"the {self._name} step")
         # Custom gradients, such as those of float8 layers, run after their layer's call, so keep the context open.
-        with _pin_outputs(self._model, self._session), compute_on_mesh(self._session):
+        with _shard_outputs_along_batch(self._model, self._session), compute_on_mesh(self._session):
             return getattr(self._model, f"{self._name}_step")(batch)
 
-    def run_on_iterator(self, iterator: Iterator[object]) -> object:
-        """Run the steps of one execution on batches of an iterator, and return the last result."""
+    def run_on_next_batches(self, iterator: Iterator[object]) -> object:
+        """Run `steps_per_execution` steps on the next batches of an iterator, and return the last result."""
         logs: object = None
         for number in range(self._model.steps_per_execution):
             try:
@@ -92,19 +97,20 @@ class _MeshStep:
                     raise
                 break
             logs = self._run_on_batch(batch)
-        return self._unshard(logs)
+        return self._unshard_values(logs)
 
-    def run_on_list(self, batches: Sequence[object]) -> object:
-        """Run the step on several batches, one after the other."""
-        results = [self._unshard(self._run_on_batch(batch)) for batch in batches]
+    def run_on_all_batches(self, batches: Sequence[object]) -> object:
+        """Run the step on several batches one after the other, and return their results as one."""
+        results = [self._unshard_values(self._run_on_batch(batch)) for batch in batches]
         if len(results) == 1:
             return results[0]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, axis=0), *results)
 
     def _run_on_batch(self, batch: object) -> object:
+        """Create missing variables, place a batch on the mesh, and return the compiled step's result."""
         batch = keras.tree.map_structure(
             lambda a: None if isinstance(a, tf.experimental.Optional) else a,
-            make_dense(batch, self._model),
+            convert_sparse_inputs(batch, self._model),
             none_is_leaf=True,
         )
         signature = tuple(
@@ -114,29 +120,29 @@ class _MeshStep:
         if signature not in self._known:
             self._create_variables(batch)
         batch = place_on_mesh(batch, self._session, self._schedule)
-        with explain_errors(f"{self._model.name}: the {self._name} step"):
+        with explain_refusals(f"{self._model.name}: the {self._name} step"):
             if self._model.run_eagerly:
                 with self._session.lock, self._session.engine.run_on(self._session.policy.mesh):
-                    return self._step(batch)
+                    return self._compute_step(batch)
             self._known.add(signature)
             with DisabledGraphOptimizer(self._session):
                 return self._compiled(batch)
 
-    def _unshard(self, values: object) -> Any:
+    def _unshard_values(self, values: object) -> Any:
         return keras.tree.map_structure(lambda value: _unshard_value(value, self._session), values)
 
     def _create_variables(self, batch: object) -> None:
         """Create the weights, metrics, and slots that the step would create in its trace."""
         model = self._model
         if self._name == "predict":
-            build_for_step(model, self._session, batch)
-            materialize_for_training(model, self._session)
+            build_model_for_batch(model, self._session, batch)
+            materialize_training_variables(model, self._session)
         else:
-            make_for_training(model, self._session, batch)
+            create_training_variables(model, self._session, batch)
 
 
 def _unshard_value(value: object, session: KerasSession) -> object:
-    """Return a value, or an unsharded tensor for one on the mesh, which callbacks and `tf.data` can read."""
+    """Return a tensor of the mesh as an unsharded one, which callbacks can read, and other values unchanged."""
     if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
         return value
     return tf.constant(session.engine.to_numpy(value))
@@ -144,52 +150,55 @@ def _unshard_value(value: object, session: KerasSession) -> object:
 
 def _constrain_to_batch_layout(output: Any, session: KerasSession) -> object:
     shape: Any = output.shape.as_list() if isinstance(output, tf.Tensor) else [None]
-    return output if None in shape else pin_layout(output, session.policy.derive_batch_layout(shape))
+    if None in shape:
+        return output
+    return relayout_with_gradient(output, session.policy.derive_batch_layout(shape))
 
 
 @contextmanager
-def _pin_outputs(model: keras.Model, session: KerasSession) -> Generator[None]:
+def _shard_outputs_along_batch(model: keras.Model, session: KerasSession) -> Generator[None]:
     """Shard a model's outputs and their gradients only along the batch, until the block ends.
 
-    Losses and metrics look along the other axes, and some of DTensor's operations are wrong on a sharded axis.
+    Losses and metrics compute along the other axes, and some of DTensor's operations are wrong on a sharded axis.
     """
     call = model.call
 
     @functools.wraps(call)
-    def call_pinned(*args: object, **kwargs: object) -> object:
-        if session.on_thread.call_depth:
+    def call_with_sharded_outputs(*args: object, **kwargs: object) -> object:
+        if session.thread_state.call_depth:
             return call(*args, **kwargs)
         return keras.tree.map_structure(
             lambda y: _constrain_to_batch_layout(y, session), call(*args, **kwargs)
         )
 
     own = model.__dict__
-    own["call"] = call_pinned
+    own["call"] = call_with_sharded_outputs
     try:
         yield
     finally:
         own["call"] = call
 
 
-_ALWAYS_THERE = {"disable_model_pruning", "disable_meta_optimizer"}  # options that TensorFlow always lists
+# TensorFlow lists these options even if nobody sets them, so they are no choice of the program.
+_ALWAYS_THERE = {"disable_model_pruning", "disable_meta_optimizer"}
 _options_lock = threading.RLock()
 _open_blocks: weakref.WeakSet[DisabledGraphOptimizer] = weakref.WeakSet()
 
 
-class DisabledGraphOptimizer(Closing):
+class DisabledGraphOptimizer(ClosingContext):
     """Disable TensorFlow's graph optimizer for graphs on CPUs until the block ends.
 
-    TensorFlow would optimize the graph of a step once for each device: half of the time of the first step on 8, and
-    no later one is faster for it. On accelerators, which that may serve, it is left alone, and wherever a program has
-    chosen optimizations itself.
+    TensorFlow would optimize the graph of a step once for each device. On 8 devices, that takes half of the time of
+    the first step, and makes no later step faster. The optimizer stays enabled on accelerators, where it may be
+    useful, and in programs that choose optimizations themselves.
     """
 
     def __init__(self, session: KerasSession) -> None:
-        mesh = session.engine.native(session.policy.replicated(0), 0).mesh
+        mesh = session.engine.make_native_layout(session.policy.make_replicated_layout(0), 0).mesh
         self._is_on_cpu = mesh.device_type() == "CPU"
 
     def open(self) -> None:
-        """Disable the optimizer."""
+        """Disable the optimizer, unless the program has chosen optimizations or computes on accelerators."""
         options = tf.config.optimizer
         with _options_lock:
             chosen = options.get_experimental_options()
@@ -199,10 +208,10 @@ class DisabledGraphOptimizer(Closing):
                 options.set_experimental_options({"disable_meta_optimizer": True})
 
     def close(self) -> None:
-        """Restore the options."""
+        """Enable the optimizer again, unless another thread is still in such a block."""
         with _options_lock:
             if self in _open_blocks:
-                # While another thread is inside, restoring the saved options would be too early for it.
+                # Another thread may still be in such a block, so only the last one enables the optimizer.
                 found = {} if len(_open_blocks) > 1 else {"disable_meta_optimizer": False}
                 tf.config.optimizer.set_experimental_options(found)
                 _open_blocks.discard(self)

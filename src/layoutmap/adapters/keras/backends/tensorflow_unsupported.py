@@ -1,8 +1,8 @@
 """Find layers that DTensor cannot compute, as determined by running each with TensorFlow 2.21.
 
-Three kinds. Some operations need a replicated weight: then it is stored sharded, and gathered whenever its layer is
-called. Loops over time are unrolled. Some operations do not run at all: then the plan says so, before the first step.
-What is not known here is found out when a step is compiled: see `tensorflow_gathering`.
+There are three kinds. Some operations need a replicated weight, so it is stored sharded, and gathered in each call of
+its layer. Loops over time are unrolled. Some operations cannot run, so the plan reports them before the first step.
+Other unsupported operations show when a step is compiled: see `tensorflow_gathering`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import tensorflow as tf
 from layoutmap.adapters.keras.private import ConvLSTMCell
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
-from layoutmap.core.unsupported import Unsupported
-from layoutmap.engines.tensorflow.refusals import find_first_line, is_refusal
+from layoutmap.core.unsupported import UnsupportedFeature
+from layoutmap.engines.tensorflow.refusals import find_problem_line, is_refusal
 
 L = keras.layers
 
-# DTensor does not support the operations that unpack these
+# DTensor does not support the operations that unpack these weights, so replicate them before.
 _PACKED_QUANTIZATIONS = ("int8", "int4", "gptq", "awq")
-_SLOW_NUM_STEPS = 64  # with more steps warn, because each takes 0.1 s to compile in each function
+_SLOW_NUM_STEPS = 64  # each step takes 0.1 s to compile in each function, so warn of more
 # DTensor lacks rules for these layers' sharded weights, so the weights are gathered (decisions/0010).
 _NEED_REPLICATED_WEIGHTS = (
     *(L.Conv1D, L.Conv2D, L.Conv3D),
@@ -36,22 +36,22 @@ _NEED_REPLICATED_WEIGHTS = (
 
 
 # Weights are stored as planned, and gathered only as far as their layer needs (decisions/0010).
-def get_reading_layout(layer: keras.Layer) -> Callable[[Layout], Layout] | None:
-    """Return a function from a weight's layout to one that DTensor computes with, or None if they are equal."""
+def get_layout_converter(layer: keras.Layer) -> Callable[[Layout], Layout] | None:
+    """Return a function from a weight's layout to the one in which a layer must read it, or None for the same."""
     in_few_bits = getattr(layer, "quantization_mode", None) in _PACKED_QUANTIZATIONS
     if in_few_bits or isinstance(layer, _NEED_REPLICATED_WEIGHTS):
         return lambda layout: Layout.replicated(layout.mesh, layout.rank)
-    if isinstance(layer, L.Embedding):  # an embedding may be sharded over rows, but not within a row
+    if isinstance(layer, L.Embedding):  # DTensor can look up sharded rows, but not parts of rows
         return lambda layout: Layout([*layout.sharding_specs[:1], *[None] * (layout.rank - 1)], layout.mesh)
     return None
 
 
-def find_unsupported(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupported]:
+def find_unsupported_ops(layer: Any, path: str, weights: list[str]) -> Iterator[UnsupportedFeature]:
     """Yield the operations of a layer that DTensor cannot compute."""
     kind = type(layer).__name__
     if isinstance(layer, L.RNN) and not layer.unroll:
         steps = [*(layer.get_build_config() or {}).get("input_shape", ()), None, None][1]
-        yield Unsupported(
+        yield UnsupportedFeature(
             path,
             f"the loop over time of {kind} ({steps or 'any number of'} steps) is unrolled on TensorFlow's DTensor",
             why="DTensor has no loops, so each time step is compiled separately, which takes long for "
@@ -61,19 +61,20 @@ def find_unsupported(layer: Any, path: str, weights: list[str]) -> Iterator[Unsu
         )
     is_int8 = isinstance(layer, (L.Dense, L.EinsumDense)) and layer.quantization_mode == "int8"
     if is_int8 and getattr(layer, "inputs_quantizer", None) is not None:
-        yield Unsupported(
+        yield UnsupportedFeature(
             path,
             f"{kind} with inputs in int8 cannot run on TensorFlow's DTensor",
             why="Keras multiplies int8 numbers with an operation for a single device",
             fix="quantize with int4, or with weights only, or run this model on another backend",
         )
-    if get_reading_layout(layer) is not None:
+    if get_layout_converter(layer) is not None:
         rows = isinstance(layer, L.Embedding) and layer.quantization_mode not in _PACKED_QUANTIZATIONS
         for weight in weights:
-            yield Unsupported(
+            yield UnsupportedFeature(
                 weight,
-                f"DTensor computes with {'complete rows of it' if rows else 'all of it'}, so each step gathers it",
-                why=f"its operations for {kind} cannot have that axis sharded; it and its slots are stored as planned",
+                f"DTensor computes with {'whole rows' if rows else 'all'} of this weight, so each step gathers it",
+                why=f"DTensor's operations for {kind} cannot compute with this axis sharded; the weight and its slots "
+                "are stored as planned",
                 fix="no action is needed; leave the axis unsharded to avoid the gather",
                 severity="note",
                 if_sharded=tuple(range(rows, 8)),
@@ -104,10 +105,13 @@ def is_compiler_refusal(error: tf.errors.OpError) -> bool:
     return "dtensor_graph_to_mlir_pass" in error.message
 
 
-def find_error_place(
+def find_refused_op(
     error: tf.errors.OpError, graph: tf.Graph | None, layers: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the operation that a DTensor error names, and the texts of `layers` that contain it in a graph."""
+    """Return facts for a DTensor error: the operation that it names, and where the layers of a graph contain it.
+
+    `layers` has a text for each layer name.
+    """
     found = _OPERATION.search(error.message) or _NAMED.search(error.message)
     kind, shape = found.groups() if found else ("", None)
     inside = dict[str, None]()
@@ -119,20 +123,20 @@ def find_error_place(
 
 
 @contextmanager
-def explain_errors(what: str) -> Generator[None]:
-    """Raise errors of DTensor's compiler in the block as errors with a reason and a fix."""
+def explain_refusals(action: str) -> Generator[None]:
+    """Turn errors of DTensor's compiler in the block into errors with a reason and a fix."""
     try:
         yield
     except tf.errors.OpError as error:
         if not is_refusal(error):
             raise
         raise EngineError(
-            f"{what} cannot be run by TensorFlow's DTensor",
+            f"{action} cannot be run by TensorFlow's DTensor",
             facts={
-                **getattr(error, "layoutmap_place", find_error_place(error, None, {})),
-                "TensorFlow": find_first_line(error.message),
+                **getattr(error, "layoutmap_place", find_refused_op(error, None, {})),
+                "TensorFlow": find_problem_line(error.message),
             },
-            why="DTensor has no rule for it: a compiled step was tried in the layouts of the map, with none carried "
-            "from layer to layer, with weights gathered, and with everything gathered",
+            why="DTensor has no rule for an operation: a compiled step was tried in the layouts of the map, with none "
+            "carried from layer to layer, with weights gathered, and with everything gathered",
             fix="compile the eager code, use other operations, or run this model on JAX or PyTorch",
         ) from None

@@ -1,9 +1,11 @@
 """Compute pooling, convolutions, flips, diagonals, and slices with operations that DTensor supports.
 
-A window's places are slices of the array: their mean is average pooling. Gathered, with an axis for places, and times a
-filter they are a depthwise convolution. A dilated filter has zeros between its places (why: decisions/0010).
+For each position in a window, the elements of all windows at this position are a slice of the array. The mean of these
+slices is average pooling. Gathered with an axis for positions, and multiplied by a filter, they are a depthwise
+convolution. A dilated filter becomes one with zeros between its elements (decisions/0010).
 
-Each function stands for one of Keras or TensorFlow, which it is given with the arguments of a call by their names.
+A function `compute_NAME` replaces the function `NAME` of Keras or TensorFlow. It gets the original function, and the
+arguments of a call by name.
 """
 
 from __future__ import annotations
@@ -19,89 +21,90 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
 
-Plain = Callable[..., Any]
-Given = SimpleNamespace
+Original = Callable[..., Any]
+Arguments = SimpleNamespace
 Sizes = int | Sequence[int]
 
 
-def conv(plain: Plain, given: Given) -> tf.Tensor:
-    """Return one convolution per group, concatenated. Keras would use XLA for groups."""
-    axis = 1 if _is_first(given) else -1
-    kernel = _insert_zeros(given.kernel, given.dilation_rate)
-    groups = given.inputs.shape[axis] // kernel.shape[-2]
-    rest = {"padding": given.padding, "data_format": given.data_format}
-    own = functools.partial(plain, strides=given.strides, **rest)
+def compute_conv(original: Original, args: Arguments) -> tf.Tensor:
+    """Return a convolution as one convolution per group, because Keras would use XLA for groups."""
+    axis = 1 if _has_channels_first(args) else -1
+    kernel = _insert_zeros_in_kernel(args.kernel, args.dilation_rate)
+    groups = args.inputs.shape[axis] // kernel.shape[-2]
+    rest = {"padding": args.padding, "data_format": args.data_format}
+    own = functools.partial(original, strides=args.strides, **rest)
     if groups == 1:
-        return own(given.inputs, kernel)
-    if groups == given.inputs.shape[axis]:  # without this, ConvNeXt would need hundreds of convolutions
+        return own(args.inputs, kernel)
+    # ConvNeXt has hundreds of groups of one channel, so compute them by one operation.
+    if groups == args.inputs.shape[axis]:
         apart = tf.reshape(kernel, [*kernel.shape[:-2], groups, -1])
-        return keras_nn.depthwise_conv(given.inputs, apart, given.strides, given.padding, given.data_format)
-    pairs = zip(tf.split(given.inputs, groups, axis), tf.split(kernel, groups, -1), strict=True)
+        return keras_nn.depthwise_conv(args.inputs, apart, args.strides, args.padding, args.data_format)
+    pairs = zip(tf.split(args.inputs, groups, axis), tf.split(kernel, groups, -1), strict=True)
     return tf.concat([own(*pair) for pair in pairs], axis)
 
 
-def depthwise_conv(plain: Plain, given: Given) -> tf.Tensor:
+def compute_depthwise_conv(original: Original, args: Arguments) -> tf.Tensor:
     """Return a depthwise convolution as an einsum over windows with one axis per filter position."""
-    kernel = _insert_zeros(given.kernel, given.dilation_rate)
+    kernel = _insert_zeros_in_kernel(args.kernel, args.dilation_rate)
     *sizes, channels, multiples = kernel.shape
-    values = _move_channels_last(given)
-    for i, (size, step) in enumerate(zip(sizes, _expand_sizes(given.strides, len(sizes)), strict=True)):
-        values, count = _pad_axis(values, axis := 1 + 2 * i, size, step, given.padding)
+    values = _get_channels_last_inputs(args)
+    for i, (size, step) in enumerate(zip(sizes, _expand_sizes(args.strides, len(sizes)), strict=True)):
+        values, count = _pad_windows(values, axis := 1 + 2 * i, size, step, args.padding)
         values = tf.gather(values, step * np.arange(count)[:, None] + np.arange(size), axis=axis)
     space, places = "xyz"[: len(sizes)], "ijk"[: len(sizes)]
     axes = "".join(map("".join, zip(space, places, strict=True)))
     total: Any = tf.einsum(f"b{axes}c,{places}cm->b{space}cm", values, kernel)
-    return _as_given(tf.reshape(total, [*total.shape[:-2], channels * multiples]), given)
+    return _restore_channel_position(tf.reshape(total, [*total.shape[:-2], channels * multiples]), args)
 
 
-def separable_conv(plain: Plain, given: Given) -> tf.Tensor:
+def compute_separable_conv(original: Original, args: Arguments) -> tf.Tensor:
     """Return a depthwise convolution followed by a pointwise one."""
-    rest = given.strides, given.padding, given.data_format, given.dilation_rate
-    between = keras_nn.depthwise_conv(given.inputs, given.depthwise_kernel, *rest)
-    return keras_nn.conv(between, given.pointwise_kernel, 1, "valid", given.data_format)
+    rest = args.strides, args.padding, args.data_format, args.dilation_rate
+    between = keras_nn.depthwise_conv(args.inputs, args.depthwise_kernel, *rest)
+    return keras_nn.conv(between, args.pointwise_kernel, 1, "valid", args.data_format)
 
 
-def average_pool(plain: Plain, given: Given) -> tf.Tensor:
+def compute_average_pool(original: Original, args: Arguments) -> tf.Tensor:
     """Return the average of each window."""
-    steps = given.pool_size if given.strides is None else given.strides
-    return _as_given(
-        _average_windows(_move_channels_last(given), given.pool_size, steps, given.padding), given
+    steps = args.pool_size if args.strides is None else args.strides
+    return _restore_channel_position(
+        _average_windows(_get_channels_last_inputs(args), args.pool_size, steps, args.padding), args
     )
 
 
-def pool(plain: Plain, given: Given) -> tf.Tensor:
-    """Return the average of each window for Keras's adaptive pooling."""
-    if given.pooling_type != "AVG" or given.dilations or str(given.data_format).startswith("NC"):
-        return plain(**vars(given))
-    return _average_windows(given.input, given.window_shape, given.strides or 1, given.padding)
+def compute_pool(original: Original, args: Arguments) -> tf.Tensor:
+    """Return the average of each window for `tf.nn.pool`, which Keras's adaptive pooling calls."""
+    if args.pooling_type != "AVG" or args.dilations or str(args.data_format).startswith("NC"):
+        return original(**vars(args))
+    return _average_windows(args.input, args.window_shape, args.strides or 1, args.padding)
 
 
-def reverse(plain: Plain, given: Given) -> tf.Tensor:
+def compute_reverse(original: Original, args: Arguments) -> tf.Tensor:
     """Return an array reversed along some axes, by a gather."""
-    values, axes = given.tensor, tf.get_static_value(given.axis)
+    values, axes = args.tensor, tf.get_static_value(args.axis)
     if axes is None or not values.shape.is_fully_defined():
-        # The axis size is known only in the step, so let DTensor report what it cannot do.
-        return plain(**vars(given))
+        # The indices of a gather need the size of the axis, so leave it to DTensor, which may refuse.
+        return original(**vars(args))
     for axis in np.ravel(axes).tolist():
         values = tf.gather(values, tf.range(values.shape[axis] - 1, -1, -1), axis=axis % len(values.shape))
     return values
 
 
-def repeat(plain: Plain, given: Given) -> tf.Tensor:
-    """Repeat elements by joining copies, because the gradient of tiles has ten axes, which DTensor cannot gather."""
-    values, times, axis = tf.convert_to_tensor(given.input), given.repeats, given.axis
+def compute_repeat(original: Original, args: Arguments) -> tf.Tensor:
+    """Repeat elements by joining copies. Keras's gradient would have ten axes, which DTensor cannot gather."""
+    values, times, axis = tf.convert_to_tensor(args.input), args.repeats, args.axis
     if not isinstance(times, int) or axis is None or not values.shape.is_fully_defined():
-        return plain(**vars(given))
+        return original(**vars(args))
     axis, shape = axis % values.shape.rank, values.shape.as_list()
     beside = tf.stack([values] * times, axis + 1)
     return tf.reshape(beside, [*shape[:axis], shape[axis] * times, *shape[axis + 1 :]])
 
 
-def roll(plain: Plain, given: Given) -> tf.Tensor:
+def compute_roll(original: Original, args: Arguments) -> tf.Tensor:
     """Shift the elements along some axes, with those at the end moving to the start."""
-    values, shifts, axes = given.input, tf.get_static_value(given.shift), tf.get_static_value(given.axis)
+    values, shifts, axes = (args.input, tf.get_static_value(args.shift), tf.get_static_value(args.axis))
     if shifts is None or axes is None or not values.shape.is_fully_defined():
-        return plain(**vars(given))
+        return original(**vars(args))
     for shift, axis in zip(np.ravel(shifts).tolist(), np.ravel(axes).tolist(), strict=True):
         size = values.shape[axis]
         last = shift % max(size, 1)
@@ -110,78 +113,80 @@ def roll(plain: Plain, given: Given) -> tf.Tensor:
     return values
 
 
-def eye(plain: Plain, given: Given) -> tf.Tensor:
+def compute_eye(original: Original, args: Arguments) -> tf.Tensor:
     """Return the identity matrix as a constant."""
-    if not all(isinstance(each, int | None) for each in (given.N, given.M, given.k)):
-        return plain(**vars(given))
-    return tf.constant(np.eye(given.N, given.M, given.k), given.dtype or keras.config.floatx())
+    if not all(isinstance(each, int | None) for each in (args.N, args.M, args.k)):
+        return original(**vars(args))
+    return tf.constant(np.eye(args.N, args.M, args.k), args.dtype or keras.config.floatx())
 
 
-def diag(plain: Plain, given: Given) -> tf.Tensor:
+def compute_diag(original: Original, args: Arguments) -> tf.Tensor:
     """Return diagonal matrices, selected from the values and zeros by a constant mask."""
-    values: Any = tf.convert_to_tensor(given.diagonal)
-    size, other = values.shape[-1], (given.k, given.num_rows, given.num_cols, given.padding_value)
+    values: Any = tf.convert_to_tensor(args.diagonal)
+    size, other = (values.shape[-1], (args.k, args.num_rows, args.num_cols, args.padding_value))
     if not size or other != (0, -1, -1, 0):
-        return plain(**vars(given))
+        return original(**vars(args))
     is_on = np.eye(size, dtype=bool)
     return tf.where(is_on, tf.expand_dims(values, -1), tf.zeros((), values.dtype))
 
 
-def diag_part(plain: Plain, given: Given) -> tf.Tensor:
-    """Return the diagonal as the column sums of a masked matrix."""
-    values: Any = tf.convert_to_tensor(given.input)
+def compute_diag_part(original: Original, args: Arguments) -> tf.Tensor:
+    """Return the diagonals of matrices as the sums of their rows under a constant mask."""
+    values: Any = tf.convert_to_tensor(args.input)
     rows, columns = values.shape[-2:]
-    if given.k != 0 or rows is None or columns is None or values.dtype == tf.bool:
-        return plain(**vars(given))
+    if args.k != 0 or rows is None or columns is None or values.dtype == tf.bool:
+        return original(**vars(args))
     is_on = np.eye(rows, columns, dtype=bool)
     sums: Any = tf.reduce_sum(tf.where(is_on, values, tf.zeros((), values.dtype)), -1)
     return sums[..., : min(rows, columns)]
 
 
-def strided_slice(plain: Plain, given: Given) -> tf.Tensor:
-    """Return a slice that names each axis, since DTensor mishandles unnamed axes after a new axis."""
-    ends = [tf.get_static_value(each) for each in (given.begin, given.end, given.strides)]
-    rank = given.input_.shape.rank
-    if not given.new_axis_mask or rank is None or any(each is None for each in ends):
-        return plain(**vars(given))
-    count, dots = len(ends[0]), given.ellipsis_mask.bit_length()
+def compute_strided_slice(original: Original, args: Arguments) -> tf.Tensor:
+    """Return a slice with an entry for each axis, because DTensor is wrong if some follow a new axis without one."""
+    ends = [tf.get_static_value(each) for each in (args.begin, args.end, args.strides)]
+    rank = args.input_.shape.rank
+    if not args.new_axis_mask or rank is None or any(each is None for each in ends):
+        return original(**vars(args))
+    count, dots = len(ends[0]), args.ellipsis_mask.bit_length()
     first = dots - 1 if dots else count
-    unnamed = rank - (count - given.new_axis_mask.bit_count() - bool(dots))
+    unnamed = rank - (count - args.new_axis_mask.bit_count() - bool(dots))
     order = [*range(first), *[-1] * unnamed, *range(first + bool(dots), count)]
 
-    def reorder_bits(mask: int, of_unnamed: bool) -> int:
+    def reorder_mask_bits(mask: int, of_unnamed: bool) -> int:
         return sum(1 << at for at, i in enumerate(order) if (of_unnamed if i < 0 else mask >> i & 1))
 
     named: list[list[int]] = [[1 if i < 0 else each[i] for i in order] for each in ends]
-    masks = reorder_bits(given.begin_mask, True), reorder_bits(given.end_mask, True), 0
-    masks += reorder_bits(given.new_axis_mask, False), reorder_bits(given.shrink_axis_mask, False)
-    return plain(given.input_, *named, *masks, given.var, given.name)
+    masks = reorder_mask_bits(args.begin_mask, True), reorder_mask_bits(args.end_mask, True), 0
+    masks += reorder_mask_bits(args.new_axis_mask, False), reorder_mask_bits(args.shrink_axis_mask, False)
+    return original(args.input_, *named, *masks, args.var, args.name)
 
 
 def _average_windows(values: tf.Tensor, size: Sizes, steps: Sizes, padding: str) -> tf.Tensor:
-    """Return the averages of windows, one axis after the other, ignoring padding."""
+    """Return the averages of windows without their padding, computed along one axis after the other."""
     rank = len(values.shape)
     for axis, (length, step) in enumerate(
         zip(_expand_sizes(size, rank - 2), _expand_sizes(steps, rank - 2), strict=True), 1
     ):
         ones = tf.ones([values.shape[i] if i == axis else 1 for i in range(rank)], values.dtype)
         total, counts = (
-            tf.add_n(list(_iterate_places(a, axis, length, step, padding))) for a in (values, ones)
+            tf.add_n(list(_iterate_window_slices(a, axis, length, step, padding))) for a in (values, ones)
         )
         values = total / counts
     return values
 
 
-def _is_first(given: Given) -> bool:
-    return (given.data_format or keras.config.image_data_format()) == "channels_first"
+def _has_channels_first(args: Arguments) -> bool:
+    return (args.data_format or keras.config.image_data_format()) == "channels_first"
 
 
-def _move_channels_last(given: Given) -> Any:
-    return keras.ops.moveaxis(given.inputs, 1, -1) if _is_first(given) else given.inputs
+def _get_channels_last_inputs(args: Arguments) -> Any:
+    """Return the inputs of a call with channels as the last axis."""
+    return keras.ops.moveaxis(args.inputs, 1, -1) if _has_channels_first(args) else args.inputs
 
 
-def _as_given(values: tf.Tensor, given: Given) -> Any:
-    return keras.ops.moveaxis(values, -1, 1) if _is_first(given) else values
+def _restore_channel_position(values: tf.Tensor, args: Arguments) -> Any:
+    """Return values with channels moved from the last axis to the one of a call's `data_format`."""
+    return keras.ops.moveaxis(values, -1, 1) if _has_channels_first(args) else values
 
 
 def _expand_sizes(sizes: Sizes, num_axes: int) -> Sequence[int]:
@@ -190,8 +195,8 @@ def _expand_sizes(sizes: Sizes, num_axes: int) -> Sequence[int]:
     return sizes * num_axes if len(sizes) == 1 else sizes
 
 
-def _insert_zeros(kernel: Any, rates: Sizes) -> Any:
-    """Insert zeros between a kernel's elements along each spatial axis."""
+def _insert_zeros_in_kernel(kernel: Any, rates: Sizes) -> Any:
+    """Return a kernel with zeros between its elements along each spatial axis, instead of dilation rates."""
     kernel = tf.convert_to_tensor(kernel)
     for axis, rate in enumerate(_expand_sizes(rates, len(kernel.shape) - 2)):
         if rate > 1:
@@ -204,7 +209,7 @@ def _insert_zeros(kernel: Any, rates: Sizes) -> Any:
     return kernel
 
 
-def _pad_axis(values: Any, axis: int, size: int, step: int, padding: str) -> tuple[tf.Tensor, int]:
+def _pad_windows(values: Any, axis: int, size: int, step: int, padding: str) -> tuple[tf.Tensor, int]:
     """Return the array padded along an axis, and the number of windows there."""
     length = values.shape[axis]
     if padding.upper() != "SAME":
@@ -215,8 +220,10 @@ def _pad_axis(values: Any, axis: int, size: int, step: int, padding: str) -> tup
     return tf.pad(values, [around if i == axis else (0, 0) for i in range(len(values.shape))]), count
 
 
-def _iterate_places(values: tf.Tensor, axis: int, size: int, step: int, padding: str) -> Iterator[tf.Tensor]:
+def _iterate_window_slices(
+    values: tf.Tensor, axis: int, size: int, step: int, padding: str
+) -> Iterator[tf.Tensor]:
     """Yield, for each position in a window, the elements of all windows along an axis."""
-    values, count = _pad_axis(values, axis, size, step, padding)
+    values, count = _pad_windows(values, axis, size, step, padding)
     for place in range(size):
         yield values[(*(slice(None),) * axis, slice(place, place + (count - 1) * step + 1, step))]

@@ -1,7 +1,7 @@
-"""Keras on torch: `Variable._value` is a `torch.nn.Parameter`, here one that holds a `DTensor`.
+"""Store and train Keras variables on torch: `_value` is a `torch.nn.Parameter`, here one with a `DTensor`.
 
-What is small and belongs to no weight (metrics, seeds, an optimizer's counters) stays a plain tensor, of which every
-process has one: Keras reads it between steps, where nothing runs on the mesh.
+Small variables that belong to no weight, such as metrics, seeds, and an optimizer's counters, stay unsharded tensors,
+of which each process has one, because Keras reads them between steps, where nothing runs on the mesh.
 """
 
 from __future__ import annotations
@@ -21,75 +21,79 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.keras.backends.torch_calls import (
     place_on_mesh,
     run_outer_call,
-    wrap_call,
+    wrap_call_on_mesh,
     wrap_own_losses,
 )
 from layoutmap.adapters.keras.backends.torch_private import NAMES, TorchLayer, keras_core
-from layoutmap.adapters.keras.backends.torch_steps import make_export_refusal, make_training_wraps, wrap_apply
-from layoutmap.adapters.keras.paths import list_sublayers
-from layoutmap.adapters.keras.private import Names, in_symbolic_scope
+from layoutmap.adapters.keras.backends.torch_steps import (
+    make_export_refusal,
+    make_training_wrappers,
+    wrap_apply,
+)
+from layoutmap.adapters.keras.paths import iterate_sublayers
+from layoutmap.adapters.keras.private import NamesByOwner, in_symbolic_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import (
-    call_own_step,
+    call_custom_train_step,
     compute_loss,
-    has_own_step,
-    make_for_training,
-    restored_state,
+    create_training_variables,
+    has_custom_train_step,
+    keep_model_state,
 )
 from layoutmap.adapters.keras.wraps import CALLS, get_session
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.unsupported import Unsupported
+from layoutmap.core.unsupported import UnsupportedFeature
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.devices import convert_device_type, explain_no_padding
-from layoutmap.engines.torch.gather import Gradients
+from layoutmap.engines.torch.gather import GradientReducer
 
 _to_numpy = get_engine("torch").to_numpy
 _UNSIGNED = {"uint16": torch.uint16, "uint32": torch.uint32}
 _num_draws: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-Found = tuple[dict[str, Any], list[object]]
+LossesAndGradients = tuple[dict[str, Any], list[object]]
 
 
 # torch cannot mix DTensors and unsharded tensors, so the outermost call converts both ways (decisions/0018).
 class TorchBackend(Backend):
-    """Keras on torch (see `layoutmap.adapters.keras.protocol`)."""
+    """Adapt this library to Keras on torch (see `layoutmap.adapters.keras.protocol`)."""
 
     engine_name = "torch"
     make_unsharded_tensor = staticmethod(torch.as_tensor)
-    read_value = staticmethod(lambda variable: _read_value(variable))
+    read_value = staticmethod(lambda variable: _read_in_keras_dtype(variable))
     single_scope_steps = MappingProxyType({"train_step": True})
     unsupported_board_options = ("write_images",)
-    make_training_wraps = staticmethod(make_training_wraps)
-    silenced_methods = (
+    make_training_wrappers = staticmethod(make_training_wrappers)
+    methods_disabled_in_scope = (
         (TorchLayer, "_post_build"),
         (TorchLayer, "_post_track_variable"),
         (keras.Model, "_post_quantize"),
     )  # these methods would read variables without values, and `values_changed` replaces them
-    global_init = MappingProxyType(
+    global_init_reasons = MappingProxyType(
         {
-            "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
-            "Identity": "torch makes a diagonal in one piece",
+            "Orthogonal": "the QR decomposition of an orthogonal matrix needs the whole matrix",
+            "Identity": "torch creates the diagonal of a matrix only as a whole",
         }
     )
 
     def __init__(self) -> None:
-        self._gradients: Gradients | None = None
+        self._gradients: GradientReducer | None = None
 
     def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
         """Return why a variable cannot have uneven shards in a layout, or an empty text if it can."""
         return explain_no_padding(layout, variable.shape)
 
-    def list_private_names(self) -> Names:
+    def list_private_names(self) -> NamesByOwner:
         """Return the private names of classes and modules listed in `torch_private`."""
         return NAMES
 
-    def compute_on(self, mesh: Mesh) -> None:
+    def set_default_device_type(self, mesh: Mesh) -> None:
         """Set Keras's default device to the mesh's device type, also for CPUs on a machine with GPUs."""
-        kind = convert_device_type(str(get_engine("torch").bind(mesh).device_type))
+        kind = convert_device_type(str(get_engine("torch").bind_mesh(mesh).device_type))
         if torch.device(keras_core.DEFAULT_DEVICE).type != kind:
-            # The change is permanent, because models outlive their scope and Keras creates their inputs.
+            # Keras creates the inputs of models, also after their scope, so the change is permanent.
             keras_core.DEFAULT_DEVICE = kind
 
     @contextmanager
@@ -106,60 +110,60 @@ class TorchBackend(Backend):
         """Return whether the code runs in a compiled function's trace or in Keras's symbolic one."""
         return torch.compiler.is_compiling() or in_symbolic_scope()
 
-    def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> object:
-        """Store a variable's value so that later assignments keep its layout."""
+    def store_value(self, variable: Any, value: Any, assignment: Assignment, session: KerasSession) -> object:
+        """Store a value so that later ones keep its layout, or unsharded if it is small. Return a new tag."""
         if _is_kept_unsharded(assignment):
-            held = torch.nn.Parameter(torch.as_tensor(_to_numpy(held)), requires_grad=held.requires_grad)
+            value = torch.nn.Parameter(torch.as_tensor(_to_numpy(value)), requires_grad=value.requires_grad)
         # Keras has no hook for this, so set the methods on the instance. A copy of the variable gets its own.
         own = variable.__dict__
         own["_direct_assign"] = functools.partial(_assign_value, variable)
-        own["__array__"] = functools.partial(_convert_to_array, variable)
+        own["__array__"] = functools.partial(_convert_to_numpy_array, variable)
         tag = object()
         variable._layout = tag
-        variable._value = held
+        variable._value = value
         return tag
 
-    def refresh_references(self, optimizers: Sequence[object], layers: Sequence[keras.Layer]) -> None:
-        """Update the parameters that layers track, since each variable has a new tensor."""
+    def update_references(self, optimizers: Sequence[object], layers: Sequence[keras.Layer]) -> None:
+        """Update the parameters that layers track, and watch their gradients, because their tensors are new."""
         held: dict[int, torch.Tensor] = {}
-        below = {id(each): each for layer in layers for each in (layer, *list_sublayers(layer))}
+        below = {id(each): each for layer in layers for each in (layer, *iterate_sublayers(layer))}
         for layer in below.values():
-            if getattr(layer, "built", False) and _is_stale(layer):
+            if getattr(layer, "built", False) and _has_stale_parameters(layer):
                 layer._track_variables()
             held |= {id(variable): variable._value for variable in layer._trainable_variables}
         if self._gradients is not None:
             self._gradients.remove()
-        self._gradients = Gradients(value for value in held.values() if value is not None)
+        self._gradients = GradientReducer(value for value in held.values() if value is not None)
 
     @staticmethod
-    def find_unsupported(layer: object, path: str, weights: list[str]) -> Iterator[Unsupported]:
+    def find_unsupported_ops(layer: object, path: str, weights: list[str]) -> Iterator[UnsupportedFeature]:
         """Yield the reasons why a layer cannot be sharded."""
         if isinstance(layer, keras.layers.TorchModuleWrapper):
-            yield Unsupported(
+            yield UnsupportedFeature(
                 path,
                 "a torch module inside a Keras layer is not sharded",
                 why="the module would keep unsharded parameters while the layer's variables are sharded",
                 fix="write the layer in Keras, or build the whole model in torch and use its adapter: library='torch'",
             )
 
-    def make_layer_wraps(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
-        """Return methods to wrap on a layer so that a call with unsharded tensors runs on the mesh."""
-        wraps = {
-            **{name: wrap_call(layer, session, name) for name in CALLS},
+    def make_layer_wrappers(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
+        """Return wrappers of a layer's methods with which calls with unsharded tensors run on the mesh."""
+        wrappers = {
+            **{name: wrap_call_on_mesh(layer, session, name) for name in CALLS},
             "_get_own_losses": wrap_own_losses(layer._get_own_losses, session),
             "_get_regularization_losses": wrap_own_losses(layer._get_regularization_losses, session),
         }
         if isinstance(layer, keras.Model):
-            wraps["export"] = make_export_refusal(layer)
-        return wraps
+            wrappers["export"] = make_export_refusal(layer)
+        return wrappers
 
-    def make_optimizer_wraps(self, optimizer: keras.Optimizer, session: KerasSession) -> WrappedMethods:
+    def make_optimizer_wrappers(self, optimizer: keras.Optimizer, session: KerasSession) -> WrappedMethods:
         """Return an `apply` that updates on the mesh, with each gradient in the layout of its weight."""
         return {"apply": wrap_apply(optimizer, session)}
 
     @contextmanager
-    def match_runs(self, model: object) -> Generator[None]:
-        """Seed torch's generator by the number of the model's run, and restore it when the block ends."""
+    def use_same_draws_and_rows(self, model: object) -> Generator[None]:
+        """Seed torch's generator with the number of this model's runs so far. Restore it when the block ends."""
         _num_draws[model] = number = _num_draws.get(model, 0) + 1
         with torch.random.fork_rng():
             torch.manual_seed(number)
@@ -170,17 +174,19 @@ class TorchBackend(Backend):
         found = {"torch": torch.get_rng_state().numpy()}
         return found | ({"cuda": torch.cuda.get_rng_state().numpy()} if torch.cuda.is_initialized() else {})
 
-    def restore_random_states(self, found: Mapping[str, object]) -> None:
+    def restore_random_states(self, states: Mapping[str, object]) -> None:
         """Restore the states that `read_random_states` returned."""
-        if "torch" in found:
-            torch.set_rng_state(torch.from_numpy(found["torch"]))
-        if "cuda" in found and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state(torch.from_numpy(found["cuda"]))
+        if "torch" in states:
+            torch.set_rng_state(torch.from_numpy(states["torch"]))
+        if "cuda" in states and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(torch.from_numpy(states["cuda"]))
 
-    def gradients(self, model: keras.Model, x: object, y: object, sample_weight: object) -> Found:
-        """Return the training losses and their gradients."""
+    def compute_gradients(
+        self, model: keras.Model, x: object, y: object, sample_weight: object
+    ) -> LossesAndGradients:
+        """Return the training losses by name, and their gradients, as numpy arrays."""
         session = get_session(model)
-        make_for_training(model, session, (x, y, sample_weight))
+        create_training_variables(model, session, (x, y, sample_weight))
         if session is None:
             return _compute_gradients(model, x, y, sample_weight)
         batch = place_on_mesh((x, y, sample_weight), session)
@@ -188,9 +194,10 @@ class TorchBackend(Backend):
             return _compute_gradients(model, *batch)
 
 
-def _compute_gradients(model: keras.Model, x: object, y: object, sample_weight: object) -> Found:
-    compute = call_own_step if has_own_step(model) else _compute_loss_gradients
-    with restored_state(model):
+def _compute_gradients(model: keras.Model, x: object, y: object, sample_weight: object) -> LossesAndGradients:
+    """Return losses and gradients of a batch as numpy arrays. The model's state stays unchanged."""
+    compute = call_custom_train_step if has_custom_train_step(model) else _compute_loss_gradients
+    with keep_model_state(model):
         model.zero_grad()
         losses, gradients = compute(model, (x, y, sample_weight))
         model.zero_grad()
@@ -200,7 +207,8 @@ def _compute_gradients(model: keras.Model, x: object, y: object, sample_weight: 
     return losses, [None if gradient is None else _to_numpy(gradient) for gradient in gradients]
 
 
-def _compute_loss_gradients(model: keras.Model, batch: Any) -> Found:
+def _compute_loss_gradients(model: keras.Model, batch: Any) -> LossesAndGradients:
+    """Return the loss of a batch, and its gradients with zeros for weights without one."""
     loss = compute_loss(model, batch)
     loss.backward()
     held = [variable.value for variable in model.trainable_variables]
@@ -210,20 +218,21 @@ def _compute_loss_gradients(model: keras.Model, batch: Any) -> Found:
 # -- variables
 
 
-def _read_value(variable: keras.Variable) -> object:
-    """Return the value of a variable. Keras stores unsigned integers as larger signed ones."""
+def _read_in_keras_dtype(variable: keras.Variable) -> object:
+    """Return the value of a variable. Unsigned integers are converted back from the signed ones that Keras stores."""
     dtype = _UNSIGNED.get(variable.dtype)
     return variable.value if dtype is None else variable.value.to(dtype)
 
 
 def _is_kept_unsharded(assignment: Assignment) -> bool:
-    """Return whether a variable stays an unsharded tensor."""
+    """Return whether a variable is small and belongs to no weight, so that it stays an unsharded tensor."""
     variable = assignment.variable
     small = variable.kind in (Kind.METRIC, Kind.RNG) or (variable.kind == Kind.SLOT and not variable.parent)
     return small and assignment.layout.is_fully_replicated()
 
 
 def _assign_value(variable: keras.Variable, value: object) -> None:
+    """Copy a value into a variable's tensor in its layout. This replaces `_direct_assign`."""
     held = variable._value
     with torch.no_grad():
         if not isinstance(held, DTensor):
@@ -234,15 +243,16 @@ def _assign_value(variable: keras.Variable, value: object) -> None:
             held.copy_(new)
 
 
-def _convert_to_array(variable: keras.Variable, dtype: Any = None, copy: bool | None = None) -> object:
+def _convert_to_numpy_array(variable: keras.Variable, dtype: Any = None, copy: bool | None = None) -> object:
+    """Return the global value of a variable as a numpy array. This replaces `__array__`."""
     return np.asarray(_to_numpy(variable.value), dtype=dtype)
 
 
 # -- layers
 
 
-def _is_stale(layer: keras.Layer) -> bool:
-    """Return whether torch tracks parameters of a layer that differ from its variables' tensors."""
+def _has_stale_parameters(layer: keras.Layer) -> bool:
+    """Return whether the parameters of a layer in torch are not the present tensors of its variables."""
     known = layer._modules.get("_torch_params")
     held = {variable.path: variable._value for variable in layer.variables}
     if known is None or known.keys() != held.keys():

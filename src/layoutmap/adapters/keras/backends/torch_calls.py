@@ -16,18 +16,18 @@ from layoutmap.adapters.keras.backends.torch_private import is_symbolic_device
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.training import place_batch
-from layoutmap.adapters.keras.wraps import get_call
+from layoutmap.adapters.keras.wraps import get_call_method
 from layoutmap.core.layout import Layout
 from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops import (
-    SummingUp,
+    ReduceProductsMode,
     enable_dtensor_ops,
+    hook_gradient_reduction,
     is_batch_divisible,
-    note_redistributed,
-    reduce_gradient,
+    record_copy,
 )
-from layoutmap.engines.torch.placing import full_tensor, reduce_partial
+from layoutmap.engines.torch.placing import reduce_partial, to_unsharded
 
 
 def place_on_mesh(values: object, session: KerasSession) -> Any:
@@ -37,7 +37,7 @@ def place_on_mesh(values: object, session: KerasSession) -> Any:
 
 def unshard_results(values: object) -> Any:
     """Replace nested DTensors by unsharded tensors through which gradients flow."""
-    return keras.tree.map_structure(_unshard_value, values, none_is_leaf=True)
+    return keras.tree.map_structure(_unshard_tensor, values, none_is_leaf=True)
 
 
 def _is_unsharded_array(value: object) -> bool:
@@ -50,19 +50,19 @@ def _is_unsharded_array(value: object) -> bool:
 
 @contextmanager
 def compute_on_mesh(session: KerasSession) -> Generator[None]:
-    """Compute with DTensors of the scope's mesh correctly until the block ends."""
-    native = session.engine.native(session.policy.replicated(0), 0)[0]
+    """Simulate the scope's mesh if needed, and correct DTensor's operations, until the block ends."""
+    native = session.engine.make_native_layout(session.policy.make_replicated_layout(0), 0)[0]
     with simulation.simulate_mesh(native), enable_dtensor_ops(native):
         yield
 
 
 @contextmanager
 def run_outer_call(session: KerasSession, values: object) -> Generator[None]:
-    """Compute the thread's outermost call or step on the mesh until the block ends."""
-    here = session.on_thread
-    here.sums_up = not all(map(is_batch_divisible, keras.tree.flatten(values)))
-    sums = SummingUp() if here.sums_up else nullcontext()
-    # Take the session's lock first, as weight creation does. Another order could deadlock two threads.
+    """Run the thread's outermost call or step on the mesh, with these inputs, until the block ends."""
+    here = session.thread_state
+    here.has_replicated_inputs = not all(map(is_batch_divisible, keras.tree.flatten(values)))
+    sums = ReduceProductsMode() if here.has_replicated_inputs else nullcontext()
+    # Two threads could deadlock with different orders of locks, so take the session's lock first everywhere.
     with (
         set_temporarily(here, "call_depth", here.call_depth + 1),
         session.lock,
@@ -72,15 +72,16 @@ def run_outer_call(session: KerasSession, values: object) -> Generator[None]:
         yield
 
 
-def _is_running(session: KerasSession) -> bool:
-    return session.on_thread.call_depth > 0
+def _is_in_call(session: KerasSession) -> bool:
+    """Return whether a call or step of the scope is running on this thread."""
+    return session.thread_state.call_depth > 0
 
 
-def _map_values(change: Callable[[Any], object], values: object) -> Any:
-    return keras.tree.map_structure(change, values, none_is_leaf=True)
+def _map_nested_values(function: Callable[[Any], object], values: object) -> Any:
+    return keras.tree.map_structure(function, values, none_is_leaf=True)
 
 
-def _has_no_values(session: KerasSession) -> bool:
+def _is_inferring_shapes(session: KerasSession) -> bool:
     """Return whether Keras only infers shapes, with symbols or placeholders."""
     return is_symbolic_device() or (session.context.plan_only and in_stateless_scope())
 
@@ -88,44 +89,46 @@ def _has_no_values(session: KerasSession) -> bool:
 # -- calls
 
 
-def wrap_call(layer: keras.Layer, session: KerasSession, name: str) -> Callable[..., object]:
+def wrap_call_on_mesh(layer: keras.Layer, session: KerasSession, method_name: str) -> Callable[..., object]:
     """Return a layer's `call` that moves unsharded tensors to the mesh and back in the outermost layer."""
-    function = _wrap_weight_layouts(layer, session, name)
+    function = _wrap_gathering_call(layer, session, method_name)
 
     @functools.wraps(function)
-    def call(*args: object, **kwargs: object) -> object:
-        if _is_running(session):
-            if session.on_thread.sums_up:
-                args, kwargs = _map_values(reduce_gradient, (args, kwargs))
-            # Convert once here, not at each use. The rows of a row-sharded embedding are a partial sum, too.
+    def call_on_mesh(*args: object, **kwargs: object) -> object:
+        if _is_in_call(session):
+            if session.thread_state.has_replicated_inputs:
+                args, kwargs = _map_nested_values(hook_gradient_reduction, (args, kwargs))
+            # Reduce a partial sum, such as rows of a row-sharded embedding, once here instead of at each use.
             return _constrain_to_batch_layout(
-                _map_values(reduce_partial, function(*args, **kwargs)), layer, session
+                _map_nested_values(reduce_partial, function(*args, **kwargs)), layer, session
             )
         given = keras.tree.flatten((args, kwargs))
         tensors = [each for each in given if isinstance(each, (torch.Tensor, np.ndarray))]
-        if not tensors or _has_no_values(session):
+        if not tensors or _is_inferring_shapes(session):
             return function(*args, **kwargs)
-        session.refuse_in_a_plan(layer.name)
+        session.raise_if_plan_only(layer.name)
         stays = any(isinstance(each, DTensor) for each in tensors)
         args, kwargs = place_on_mesh((args, kwargs), session)
         with run_outer_call(session, (args, kwargs)):
             results = function(*args, **kwargs)
         return results if stays else unshard_results(results)
 
-    return call
+    return call_on_mesh
 
 
-def _wrap_weight_layouts(layer: keras.Layer, session: KerasSession, name: str) -> Callable[..., object]:
+def _wrap_gathering_call(
+    layer: keras.Layer, session: KerasSession, method_name: str
+) -> Callable[..., object]:
     """Wrap a layer's `call` to compute with weights in their compute layouts.
 
-    What is sharded over the dim of the batch, too, is gathered for the call, as FSDP does it; the gradient goes the
-    same way back, reduced and scattered.
+    An axis that is sharded over the dim of the batch is gathered for the call, as in FSDP. The gradient is reduced and
+    scattered back to the stored layout.
     """
-    function = get_call(layer, name)
+    function = get_call_method(layer, method_name)
 
     @functools.wraps(function)
-    def call(*args: object, **kwargs: object) -> object:
-        gathered = _find_computing_layouts(layer, session) if _is_running(session) else []
+    def call_with_gathered_weights(*args: object, **kwargs: object) -> object:
+        gathered = _find_computing_layouts(layer, session) if _is_in_call(session) else []
         if not gathered:
             return function(*args, **kwargs)
         before = [variable._value for variable, _ in gathered]
@@ -133,18 +136,18 @@ def _wrap_weight_layouts(layer: keras.Layer, session: KerasSession, name: str) -
             for variable, layout in gathered:
                 stored = variable._value
                 variable._value = session.engine.relayout(stored, layout, pad=True)
-                # a layer may assign to the weight, as spectral norms do
-                note_redistributed(stored, variable._value)
+                # A layer may assign to the gathered weight, as spectral norms do, so record which weight it copies.
+                record_copy(stored, variable._value)
             return function(*args, **kwargs)
         finally:
             for (variable, _), value in zip(gathered, before, strict=True):
                 variable._value = value
 
-    return call
+    return call_with_gathered_weights
 
 
 def _find_computing_layouts(layer: keras.Layer, session: KerasSession) -> list[tuple[keras.Variable, Layout]]:
-    """Return the weights of a layer with another compute layout than their stored one, and that layout."""
+    """Return weights of a layer with their compute layouts, if these differ from the stored ones."""
     found: list[tuple[keras.Variable, Layout]] = []
     for variable in layer._trainable_variables:
         layout = getattr(variable, "layout", None)
@@ -160,7 +163,7 @@ def wrap_own_losses(method: Callable[..., object], session: KerasSession) -> Cal
 
     @functools.wraps(method)
     def compute_losses() -> object:
-        if _is_running(session) or _has_no_values(session):
+        if _is_in_call(session) or _is_inferring_shapes(session):
             return method()
         with compute_on_mesh(session):
             return unshard_results(method())
@@ -170,7 +173,7 @@ def wrap_own_losses(method: Callable[..., object], session: KerasSession) -> Cal
 
 def _constrain_to_batch_layout(outputs: object, layer: object, session: KerasSession) -> object:
     """Shard a model's output in a step only along the batch, because losses reduce over other axes."""
-    if session.on_thread.model_in_step is not layer:
+    if session.thread_state.model_in_step is not layer:
         return outputs
     return place_batch(outputs, session, lambda value: isinstance(value, torch.Tensor))
 
@@ -178,8 +181,8 @@ def _constrain_to_batch_layout(outputs: object, layer: object, session: KerasSes
 # -- off the mesh
 
 
-def _unshard_value(value: object) -> object:
+def _unshard_tensor(value: object) -> object:
     if not isinstance(value, DTensor):
         return value
     with simulation.simulate_mesh(value.device_mesh):
-        return full_tensor(value).clone()
+        return to_unsharded(value).clone()

@@ -12,9 +12,9 @@ import keras
 from keras.src.backend.torch import core as keras_core
 from keras.src.backend.torch.layer import TorchLayer as TorchLayer
 
-from layoutmap.adapters.keras.private import Names
+from layoutmap.adapters.keras.private import NamesByOwner
 
-NAMES: Names = (
+NAMES: NamesByOwner = (
     (keras_core, ("DEFAULT_DEVICE", "device_scope", "get_device")),
     (TorchLayer, ("_post_build", "_post_track_variable", "_track_variables")),
     (keras.layers.Layer, ("_get_own_losses", "_get_regularization_losses")),

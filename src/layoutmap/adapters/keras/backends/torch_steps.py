@@ -18,30 +18,30 @@ from layoutmap.adapters.keras.backends.torch_calls import (
 )
 from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import (
-    build_for_step,
-    check_same_batch,
-    make_step_wraps,
-    materialize_for_training,
+    build_model_for_batch,
+    compare_batches,
+    make_step_wrappers,
+    materialize_training_variables,
 )
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.agreement import CallSchedule
 from layoutmap.engines.patches import set_temporarily
-from layoutmap.engines.torch.dtensor_ops import same_draws
+from layoutmap.engines.torch.dtensor_ops import check_equal_draws
 
 
-def make_training_wraps(model: Any, session: KerasSession) -> WrappedMethods:
-    """Return methods to wrap on a model so that its steps place each batch and run on the mesh."""
+def make_training_wrappers(model: Any, session: KerasSession) -> WrappedMethods:
+    """Return wrappers of a model's methods with which its steps place each batch and run on the mesh."""
     schedule = CallSchedule()
 
-    def step(name: str, own: Callable[[], Callable[..., object]]) -> _MeshStep:
+    def make_step(step_name: str, make_keras_step: Callable[[], Callable[..., object]]) -> _MeshStep:
         _refuse_compiling(model)
-        return _MeshStep(model, session, own(), schedule)
+        return _MeshStep(model, session, make_keras_step(), schedule)
 
-    return make_step_wraps(model, session, schedule, step)
+    return make_step_wrappers(model, session, schedule, make_step)
 
 
 class _MeshStep:
-    """A step that places its batch, runs on the mesh, and returns plain results."""
+    """Place a step's batch on the mesh, run the step there, and return unsharded results."""
 
     def __init__(
         self, model: keras.Model, session: KerasSession, step: Callable[..., object], schedule: CallSchedule
@@ -53,14 +53,18 @@ class _MeshStep:
 
     def __call__(self, data: Sequence[object]) -> object:
         model, session = self._model, self._session
-        if build_for_step(model, session, data[0]):
-            materialize_for_training(model, session)
-        session.refuse_in_a_plan(model.name)
-        with set_temporarily(session.on_thread, "model_in_step", model):
-            is_compared = check_same_batch(data, session, self._schedule)
+        if build_model_for_batch(model, session, data[0]):
+            materialize_training_variables(model, session)
+        session.raise_if_plan_only(model.name)
+        with set_temporarily(session.thread_state, "model_in_step", model):
+            is_compared = compare_batches(data, session, self._schedule)
             batches = [place_on_mesh(batch, session) for batch in data]
-            native = session.engine.native(session.policy.replicated(0), 0)[0]
-            draws = same_draws(native, session.context.gather) if is_compared else nullcontext()
+            native = session.engine.make_native_layout(session.policy.make_replicated_layout(0), 0)[0]
+            draws = (
+                check_equal_draws(native, session.context.gather_from_processes)
+                if is_compared
+                else nullcontext()
+            )
             with draws, run_outer_call(session, batches):
                 results = self._step(batches)
         with torch.no_grad():
@@ -71,7 +75,7 @@ def _refuse_compiling(model: keras.Model) -> None:
     if model.jit_compile:
         raise ScopeError(
             f"{model.name}: jit_compile=True does not work for sharded models on torch",
-            why="torch.compile does not trace a Keras step that takes plain tensors to a mesh",
+            why="torch.compile does not trace a Keras step that converts unsharded tensors to a mesh",
             fix="leave jit_compile out of model.compile(), or run this model on JAX",
         )
 
@@ -80,14 +84,14 @@ def make_export_refusal(model: keras.Model) -> Callable[..., object]:
     """Return an `export` that raises an error with an alternative."""
 
     @functools.wraps(model.export)
-    def export(*args: object, **kwargs: object) -> object:
+    def refuse_export(*args: object, **kwargs: object) -> object:
         raise ScopeError(
             f"{model.name}: a sharded model cannot be exported on torch",
             why="the export would contain the shards of a mesh",
             fix="save it, and export what keras.models.load_model returns outside of a scope",
         )
 
-    return export
+    return refuse_export
 
 
 def wrap_apply(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..., object]:
@@ -95,20 +99,23 @@ def wrap_apply(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..
     apply_plain = optimizer.apply
 
     @functools.wraps(apply_plain)
-    def apply(grads: Iterable[object], trainable_variables: Iterable[keras.Variable] | None = None) -> object:
+    def apply_on_mesh(
+        grads: Iterable[object], trainable_variables: Iterable[keras.Variable] | None = None
+    ) -> object:
         weights = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
         grads = list(grads)
         if not optimizer.built:
-            with session.defer():
+            with session.defer_variables():
                 optimizer.build(weights)
         with compute_on_mesh(session):
-            laid_out = [_place_gradient(g, v, session) for g, v in zip(grads, weights, strict=True)]
+            laid_out = [_relayout_gradient(g, v, session) for g, v in zip(grads, weights, strict=True)]
             return apply_plain(laid_out, trainable_variables and weights)
 
-    return apply
+    return apply_on_mesh
 
 
-def _place_gradient(gradient: object, weight: keras.Variable, session: KerasSession) -> object:
+def _relayout_gradient(gradient: object, weight: keras.Variable, session: KerasSession) -> object:
+    """Return a gradient in the layout of its weight."""
     layout = getattr(weight, "layout", None)
     if layout is None or not isinstance(gradient, torch.Tensor):
         return gradient

@@ -12,7 +12,7 @@ from layoutmap.engines.torch.operators import Args, Kwargs, OpOverload, list_wri
 from layoutmap.engines.torch.trees import is_sequence, tree_leaves
 
 
-def list_changed_tensors(op: OpOverload, args: Args, kwargs: Kwargs) -> list[object]:
+def list_written_tensors(op: OpOverload, args: Args, kwargs: Kwargs) -> list[object]:
     """Return the tensors that an operation changes in place."""
     places = list_written_arguments(op)
     return tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
@@ -23,8 +23,8 @@ def can_defer(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
-def count_elements(shape: Any) -> float:
-    """Count the elements of a shape, or return infinity for any other value."""
+def count_shape_elements(shape: Any) -> float:
+    """Return the number of elements of a shape, or infinity if the value is no sequence of integers."""
     is_shape = is_sequence(shape) and all(type(n) is int for n in shape)
     return math.prod(shape) if is_shape else math.inf
 
@@ -40,8 +40,8 @@ def find_generator(op: OpOverload, args: Args, kwargs: Kwargs) -> torch.Generato
 _INITIALIZER_MODULES = ("torch.nn.init", "torch.nn.utils", "keras.src.initializers")
 
 
-def find_caller() -> str:
-    """Return the outermost torch.nn function or Keras initializer that called the recorded operation."""
+def find_calling_initializer() -> str:
+    """Return the outermost torch.nn function or Keras initializer among the callers, or an empty text."""
     found = ""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:

@@ -1,7 +1,7 @@
 """Replay recorded operations in one pass, if each element depends on few others at known positions.
 
-A `History` turns the steps that a tensor depends on into readers. Where a step needs more than the elements at the same
-place, it says so, in the words of the plan.
+A `ReaderBuilder` turns the steps that a tensor depends on into readers. If a step needs more than the elements at the
+same position, it raises an error whose text is shown in plans.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from layoutmap.engines.torch.deferred_init.operations import (
     FILLED,
     FILLED_WITH,
     ROWS,
-    is_local,
+    can_be_split,
     is_pointwise,
 )
 from layoutmap.engines.torch.deferred_init.readers import (
-    Computed,
-    Filled,
-    Fixed,
-    Interleaved,
-    Joined,
-    Patch,
-    Patched,
-    Picked,
+    ConcatenatedReader,
+    ElementwiseReader,
+    FillReader,
+    InterleavedReader,
+    PatchedReader,
     Reader,
-    Rows,
-    Shifted,
-    make_grid_patch,
-    make_place_patch,
-    make_run_patch,
+    RowReader,
+    ShiftedReader,
+    SpanPatch,
+    StridedReader,
+    TensorReader,
+    make_offset_patch,
+    make_span_patch,
+    make_strided_patch,
 )
-from layoutmap.engines.torch.deferred_init.replay import find_needed_steps
-from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Recorded, View
-from layoutmap.engines.torch.deferred_init.streams import PIECE, Stream, find_random_fill
-from layoutmap.engines.torch.deferred_init.tiles import Tiled
+from layoutmap.engines.torch.deferred_init.replay import find_needed_indices
+from layoutmap.engines.torch.deferred_init.steps import Constant, DeferredMemory, RecordedStep, View
+from layoutmap.engines.torch.deferred_init.streams import PIECE, StreamReader, find_random_fill
+from layoutmap.engines.torch.deferred_init.tiles import TileReader
 
 aten = torch.ops.aten
-_LONGEST_ROW = 64
+_MAX_ROW_LENGTH = 64
 _MAX_GAP = 16
-_MOST_PLACES = 1 << 16
-_MOST_PATCHES = 64
-_SHORTEST_PERIOD = 1024
+_MAX_INDEXED_ELEMENTS = 1 << 16
+_MAX_PATCHES = 64
+_MIN_PERIOD = 1024
 
 
-class NeedsAll(Exception):
+class NeedsWholeTensorError(Exception):
     """Raised if a tensor cannot be computed in one pass over its elements."""
 
 
 class IndexMap(NamedTuple):
-    """Map element `t` of the requested tensor to the element to read: `scale * t + shift`, after `outer`.
+    """Map element `t` of the requested tensor to element `scale * t + shift` of another, after the map in `outer`.
 
     Readers give each element once, so only consumers of the same elements, in the same frame, may share one.
     """
@@ -66,13 +66,13 @@ class IndexMap(NamedTuple):
     shift: int = 0
 
     def map_to_view(self, view: View) -> IndexMap:
-        """Convert this map from elements of a memory to elements of a view in it."""
+        """Return this map to elements of a memory as a map to elements of a view in it."""
         if view.is_dense:
             return self._replace(shift=self.shift - view.offset)
         return IndexMap((view.geometry, "within", self))
 
     def map_to_memory(self, view: View) -> IndexMap:
-        """Convert this map from elements of a view to elements of its memory."""
+        """Return this map to elements of a view as a map to elements of its memory."""
         if view.is_dense:
             return self._replace(shift=self.shift + view.offset)
         if self.outer and self[1:] == (1, 0) and self.outer[:2] == (view.geometry, "within"):
@@ -80,140 +80,143 @@ class IndexMap(NamedTuple):
         return IndexMap((view.geometry, "around", self))
 
     def map_to_rows(self, length: int) -> IndexMap:
-        """Convert this map from rows to elements of rows."""
+        """Return this map to rows of a tensor as a map to the first elements of the rows."""
         return self._replace(scale=self.scale * length, shift=self.shift * length)
 
 
-class History:
-    """Build the readers of one pass over recorded steps.
+class ReaderBuilder:
+    """Build readers that compute tensors in one pass over the recorded steps.
 
     Args:
         steps: The tape.
-        piece: The number of elements to draw at a time.
+        piece_numel: The number of elements to draw at a time.
     """
 
-    def __init__(self, steps: Sequence[Recorded], piece: int = PIECE) -> None:
+    def __init__(self, steps: Sequence[RecordedStep], piece_numel: int = PIECE) -> None:
         self._steps = steps
-        self._piece = piece
+        self._piece = piece_numel
         self._readers: dict[object, Reader] = {}
 
-    def read_before(self, view: View, until: int) -> Reader:
-        """Return a reader of a tensor's elements, in memory order, with their values before a step.
+    def make_reader(self, view: View, until: int) -> Reader:
+        """Return a reader of a tensor's elements in memory order, with their values before the step `until`.
 
         Raises:
             NeedsAll: It cannot be made in one pass.
         """
-        reader = self._read_view(view, until, IndexMap())
+        reader = self._make_view_reader(view, until, IndexMap())
         if reader is None:
-            raise NeedsAll("its elements are far apart in memory")
+            raise NeedsWholeTensorError("its elements overlap or are far apart in memory")
         return reader
 
-    def _read_view(self, view: View, until: int, frame: IndexMap) -> Reader | None:
-        """Return a reader of a view's elements in memory order, or None if they are unordered or far apart."""
+    def _make_view_reader(self, view: View, until: int, index_map: IndexMap) -> Reader | None:
+        """Return a reader of a view's elements in memory order, or None if they overlap or are far apart."""
         if view.is_dense:
-            reader = self._read_memory(view.memory, until, frame.map_to_memory(view))
-            return Shifted(reader, view.offset) if view.offset else reader
-        # Do not read all memory for a small view.
+            reader = self._make_memory_reader(view.memory, until, index_map.map_to_memory(view))
+            return ShiftedReader(reader, view.offset) if view.offset else reader
+        # A small view of a large memory returns None, because its reader would read all of the memory.
         if not view.is_ordered or view.memory.numel > _MAX_GAP * view.numel:
             return None
-        reader = self._read_memory(view.memory, until, frame.map_to_memory(view))
-        return _count_consumer(Picked(reader, view.geometry))
+        reader = self._make_memory_reader(view.memory, until, index_map.map_to_memory(view))
+        return _register_consumer(StridedReader(reader, view.geometry))
 
-    def _read_memory(self, memory: Memory, until: int, frame: IndexMap) -> Reader:
-        place = bisect.bisect_left(memory.writes, until) - 1
-        key = (memory, place, frame)  # a reader yields each element once, so the key includes the frame
+    def _make_memory_reader(self, memory: DeferredMemory, until: int, index_map: IndexMap) -> Reader:
+        """Return the reader of a memory before the step `until`, shared by consumers with equal index maps."""
+        version = bisect.bisect_left(memory.writes, until) - 1
+        key = (memory, version, index_map)  # a reader yields each element once, so the key includes the map
         if key not in self._readers:
-            self._readers[key] = self._read_version(memory, place, frame)
-        return _count_consumer(self._readers[key])
+            self._readers[key] = self._make_version_reader(memory, version, index_map)
+        return _register_consumer(self._readers[key])
 
-    def _read_version(self, memory: Memory, place: int, frame: IndexMap) -> Reader:
-        """Return a reader of a memory after write number `place`."""
-        patches: list[tuple[Recorded, View]] = []
+    def _make_version_reader(self, memory: DeferredMemory, version: int, index_map: IndexMap) -> Reader:
+        """Return a reader of a memory as it is after the write at position `version` in `memory.writes`."""
+        patches: list[tuple[RecordedStep, View]] = []
         while True:
-            step = self._steps[memory.writes[place]]
+            step = self._steps[memory.writes[version]]
             made = step.find_created_view(memory)
             written = [made] if made is not None else [each for each in step.writes if each.memory is memory]
-            # every run reads all patches, so limit their number
-            if len(written) != 1 or len(patches) > _MOST_PATCHES:
-                raise self._make_error(step)
+            # Each span is patched by all patches, so limit their number.
+            if len(written) != 1 or len(patches) > _MAX_PATCHES:
+                raise self._make_step_error(step)
             [view] = written
-            if view.is_all and step.op.overloadpacket is not aten.index_put_:
+            if view.is_whole_memory and step.op.overloadpacket is not aten.index_put_:
                 break
             if made is not None:
-                raise self._make_error(step)
+                raise self._make_step_error(step)
             patches.append((step, view))
-            place -= 1
+            version -= 1
         if not patches:
-            return self._read_result(step, view, frame.map_to_view(view))
-        base = self._read_memory(memory, step.number + 1, frame)
-        return Patched(base, [self._patch(step, view, frame) for step, view in reversed(patches)])
+            return self._make_result_reader(step, view, index_map.map_to_view(view))
+        base = self._make_memory_reader(memory, step.number + 1, index_map)
+        made = [self._make_patch(step, view, index_map) for step, view in reversed(patches)]
+        return PatchedReader(base, made)
 
     # -- steps that write part of a memory
 
-    def _patch(self, step: Recorded, view: View, frame: IndexMap) -> Patch:
+    def _make_patch(self, step: RecordedStep, view: View, index_map: IndexMap) -> SpanPatch:
+        """Return the patch with the values that a step writes to a part of a memory."""
         if step.op.overloadpacket is aten.index_put_:
             return self._make_index_patch(step, view)
         if not view.is_ordered:
-            raise self._make_error(step)
-        reader = _count_consumer(self._read_result(step, view, frame.map_to_view(view)))
+            raise self._make_step_error(step)
+        reader = _register_consumer(self._make_result_reader(step, view, index_map.map_to_view(view)))
         if view.is_dense:
-            return make_run_patch(view.offset, view.numel, reader)
-        return make_grid_patch(view.geometry, reader)
+            return make_span_patch(view.offset, view.numel, reader)
+        return make_strided_patch(view.geometry, reader)
 
-    def _make_index_patch(self, step: Recorded, view: View) -> Patch:
-        """Return the patch of `tensor[indices] = values`, if both exist already."""
+    def _make_index_patch(self, step: RecordedStep, view: View) -> SpanPatch:
+        """Return the patch of `tensor[indices] = values`, if neither is deferred."""
         indices, values = step.args[1:3]
-        accumulates = _get_argument(step, 3, False)
+        accumulates = _get_positional_argument(step, 3, False)
         if accumulates or any(isinstance(each, View) for each in (*indices, values)):
-            raise self._make_error(step)
+            raise self._make_step_error(step)
         index = tuple(slice(None) if each is None else each.value for each in indices)
         shape = torch.empty(1, device="cpu").expand(view.shape)[index].shape
-        if shape.numel() > _MOST_PLACES:
-            raise self._make_error(step)
-        places = torch.full(shape, view.offset, device="cpu")
+        if shape.numel() > _MAX_INDEXED_ELEMENTS:
+            raise self._make_step_error(step)
+        offsets = torch.full(shape, view.offset, device="cpu")
         for axis, (n, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
             along = torch.arange(n, device="cpu").view(
                 [n if i == axis else 1 for i in range(len(view.shape))]
             )
-            places += stride * along.expand(view.shape)[index]
+            offsets += stride * along.expand(view.shape)[index]
         # torch does not define the result of duplicate indices, so refuse them.
-        if places.unique().numel() < places.numel():  # pyright: ignore[reportUnknownMemberType]
-            raise self._make_error(step)
-        return make_place_patch(places.reshape(-1), values.value.expand(shape).reshape(-1))
+        if offsets.unique().numel() < offsets.numel():  # pyright: ignore[reportUnknownMemberType]
+            raise self._make_step_error(step)
+        return make_offset_patch(offsets.reshape(-1), values.value.expand(shape).reshape(-1))
 
     # -- steps that write a whole tensor
 
-    def _read_result(self, step: Recorded, view: View, frame: IndexMap) -> Reader:
+    def _make_result_reader(self, step: RecordedStep, view: View, index_map: IndexMap) -> Reader:
         """Return a reader of the elements that a step writes to a view."""
         packet = step.op.overloadpacket
         if step.state is not None:
             fill = find_random_fill(step, view)
             if fill is None:
-                raise self._make_error(step)
+                raise self._make_step_error(step)
             if step.seed is not None:
-                return Tiled(fill, view.geometry.shape, step.seed)
-            return Stream(fill, view.numel, step.state, self._piece)
+                return TileReader(fill, view.geometry.shape, step.seed)
+            return StreamReader(fill, view.numel, step.state, self._piece)
         if packet in FILLED:
-            return Filled(FILLED[packet], view.dtype)
+            return FillReader(FILLED[packet], view.dtype)
         if packet in FILLED_WITH:
             value = step.args[FILLED_WITH[packet]]
             if isinstance(value, View):
-                raise self._make_error(step)
-            return Filled(value.value.item() if isinstance(value, Constant) else value, view.dtype)
+                raise self._make_step_error(step)
+            return FillReader(value.value.item() if isinstance(value, Constant) else value, view.dtype)
         if packet in COPIES:
-            source = self._read_operand(step, step.args[packet is aten.copy_], view, frame)
-            return Computed(methodcaller("to", view.dtype), [source], owns_first=True)
+            source = self._make_operand_reader(step, step.args[packet is aten.copy_], view, index_map)
+            return ElementwiseReader(methodcaller("to", view.dtype), [source], owns_first=True)
         if is_pointwise(step):
-            return self._read_pointwise(step, view, frame)
+            return self._make_pointwise_reader(step, view, index_map)
         if packet in (aten.cat, aten.stack):
-            return self._read_joined(step, view, frame)
+            return self._make_concatenated_reader(step, view, index_map)
         if packet in ROWS or packet is aten.gather:
-            return self._read_rows(step, view, frame)
-        raise self._make_error(step)
+            return self._make_row_reader(step, view, index_map)
+        raise self._make_step_error(step)
 
-    def _read_pointwise(self, step: Recorded, view: View, frame: IndexMap) -> Reader:
+    def _make_pointwise_reader(self, step: RecordedStep, view: View, index_map: IndexMap) -> Reader:
         if any(isinstance(each, View | Constant) for each in step.kwargs.values()):
-            raise self._make_error(step)
+            raise self._make_step_error(step)
         inputs: list[Reader] = []
         args, places = list(step.args), list[int]()
         for place, arg in enumerate(args):
@@ -221,97 +224,94 @@ class History:
                 args[place] = arg.value.reshape(() if arg.value.dim() == 0 else (1,))
             elif isinstance(arg, View | Constant):
                 places.append(place)
-                inputs.append(self._read_operand(step, arg, view, frame))
+                inputs.append(self._make_operand_reader(step, arg, view, index_map))
 
-        def compute(*values: torch.Tensor) -> torch.Tensor:
-            given = {**dict(enumerate(args)), **dict(zip(places, values, strict=True))}
-            return step.op(*given.values(), **step.kwargs)
+        def compute_step(*values: torch.Tensor) -> torch.Tensor:
+            arguments = {**dict(enumerate(args)), **dict(zip(places, values, strict=True))}
+            return step.op(*arguments.values(), **step.kwargs)
 
-        return Computed(compute, inputs, owns_first=bool(step.writes))
+        return ElementwiseReader(compute_step, inputs, owns_first=bool(step.writes))
 
-    def _read_operand(self, step: Recorded, arg: View | Constant, view: View, frame: IndexMap) -> Reader:
+    def _make_operand_reader(
+        self, step: RecordedStep, arg: View | Constant, view: View, index_map: IndexMap
+    ) -> Reader:
         """Return a reader of an argument's elements at the positions that a pointwise step writes."""
         if isinstance(arg, Constant):
-            return _count_consumer(Fixed(arg.value.expand(view.shape).permute(view.order)))
-        reader = self._read_view(arg, step.number, frame) if arg.has_same_order(view) else None
+            return _register_consumer(TensorReader(arg.value.expand(view.shape).permute(view.axis_order)))
+        reader = self._make_view_reader(arg, step.number, index_map) if arg.has_same_order(view) else None
         if reader is None:
-            raise self._make_error(step)
+            raise self._make_step_error(step)
         return reader
 
-    def _read_joined(self, step: Recorded, view: View, frame: IndexMap) -> Reader:
+    def _make_concatenated_reader(self, step: RecordedStep, view: View, index_map: IndexMap) -> Reader:
         """Return a reader of tensors that are concatenated along an axis, or stacked along a new first axis."""
-        axis = _get_argument(step, 1, 0) % max(1, len(view.shape))
+        axis = _get_positional_argument(step, 1, 0) % max(1, len(view.shape))
         is_stack = step.op.overloadpacket is aten.stack
         outer = math.prod(view.shape[:axis])
-        if not view.is_contiguous or (axis and (is_stack or view.numel // outer < _SHORTEST_PERIOD)):
-            raise self._make_error(step)
+        if not view.is_contiguous or (axis and (is_stack or view.numel // outer < _MIN_PERIOD)):
+            raise self._make_step_error(step)
         parts: list[tuple[Reader, int]] = []
         begin = 0
         for part in step.args[0]:
             reader: Reader | None = None
             if isinstance(part, Constant):
                 reader, numel, dtype = (
-                    _count_consumer(Fixed(part.value)),
+                    _register_consumer(TensorReader(part.value)),
                     part.value.numel(),
                     part.value.dtype,
                 )
             else:
                 numel, dtype = part.numel, part.dtype
                 if part.is_contiguous:
-                    within = frame._replace(shift=frame.shift - begin)
-                    reader = self._read_view(
-                        part, step.number, IndexMap((step, begin, frame)) if axis else within
+                    within = index_map._replace(shift=index_map.shift - begin)
+                    reader = self._make_view_reader(
+                        part, step.number, IndexMap((step, begin, index_map)) if axis else within
                     )
             if reader is None or dtype != view.dtype:
-                raise self._make_error(step)
+                raise self._make_step_error(step)
             parts.append((reader, numel // outer))
             begin += numel // outer
-        return Interleaved(parts) if axis else Joined(parts)
+        return InterleavedReader(parts) if axis else ConcatenatedReader(parts)
 
-    def _read_rows(self, step: Recorded, view: View, frame: IndexMap) -> Reader:
-        """Return a reader of an operation along short rows, such as the maximum of each row."""
+    def _make_row_reader(self, step: RecordedStep, view: View, index_map: IndexMap) -> Reader:
+        """Return a reader of the results of an operation along short rows, such as the maximum of each row."""
         gathers = step.op.overloadpacket is aten.gather
-        axis = _get_argument(step, 1, None)
+        axis = _get_positional_argument(step, 1, None)
         which = next(
-            (i for i, made in enumerate(step.made) if made is not None and made.memory is view.memory), -1
+            (i for i, made in enumerate(step.results) if made is not None and made.memory is view.memory), -1
         )
         if not isinstance(axis, int) or not view.is_contiguous or which < 0:
-            raise self._make_error(step)
+            raise self._make_step_error(step)
         inputs: list[tuple[Reader, int]] = []
         for source in (step.args[0], step.args[2]) if gathers else (step.args[0],):
             n = source.shape[-1] if isinstance(source, View) and source.shape else 0
-            if not 0 < n <= _LONGEST_ROW or axis not in (-1, len(source.shape) - 1):
-                raise self._make_error(step)
-            reader = (
-                self._read_view(source, step.number, frame.map_to_rows(n)) if source.is_contiguous else None
-            )
+            if not 0 < n <= _MAX_ROW_LENGTH or axis not in (-1, len(source.shape) - 1):
+                raise self._make_step_error(step)
+            rows = index_map.map_to_rows(n)
+            reader = self._make_view_reader(source, step.number, rows) if source.is_contiguous else None
             if reader is None or source.numel != n * view.numel:
-                raise self._make_error(step)
+                raise self._make_step_error(step)
             inputs.append((reader, n))
 
-        def compute(rows: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        def compute_from_rows(rows: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
             made = step.op(rows, -1, *others)
             return made if isinstance(made, torch.Tensor) else made[which]
 
-        return Rows(compute, inputs)
+        return RowReader(compute_from_rows, inputs)
 
-    def _make_error(self, step: Recorded) -> NeedsAll:
-        """Return the error for a step that needs unsharded tensors, or depends on such a step."""
-        before = (
-            self._steps[n]
-            for n in find_needed_steps(self._steps, {view.memory for view in step.list_inputs()}, step.number)
-        )
-        cause = next((each for each in before if not is_local(each)), step) if is_local(step) else step
-        asked = cause.seen_in or step.seen_in
-        return NeedsAll(
-            f"{asked} needs all of it: {cause.name}" if asked else f"{cause.name} needs all of it"
-        )
+    def _make_step_error(self, step: RecordedStep) -> NeedsWholeTensorError:
+        """Return the error for a step that cannot be computed in one pass. It names the step that is the cause."""
+        memories = {view.memory for view in step.list_inputs()}
+        before = (self._steps[n] for n in find_needed_indices(self._steps, memories, step.number))
+        cause = next((e for e in before if not can_be_split(e)), step) if can_be_split(step) else step
+        caller, name = cause.caller or step.caller, cause.name
+        return NeedsWholeTensorError(f"{caller or name} needs the whole tensor" + f": {name}" * bool(caller))
 
 
-def _count_consumer(reader: Reader) -> Reader:
+def _register_consumer(reader: Reader) -> Reader:
     reader.consumers += 1
     return reader
 
 
-def _get_argument(step: Recorded, place: int, default: object) -> Any:
-    return step.args[place] if len(step.args) > place else default
+def _get_positional_argument(step: RecordedStep, position: int, default: object) -> Any:
+    return step.args[position] if len(step.args) > position else default

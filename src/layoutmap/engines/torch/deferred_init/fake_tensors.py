@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from layoutmap.engines.tested import Needed
+from layoutmap.engines.tested import ImportGuard
 
-with Needed("torch"):
+with ImportGuard("torch"):
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -20,4 +20,4 @@ UNSUPPORTED_ERRORS = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-"""Errors of fake tensors if a result's shape depends on values or the operator has no shape rule."""
+"""Errors of fake tensors if the shape of a result depends on values, or the operator has no shape rule."""

@@ -17,30 +17,30 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.patches import Attribute, Closing, Patches
-from layoutmap.engines.tested import check_names
+from layoutmap.engines.patches import AttributePatch, ClosingContext, Patches
+from layoutmap.engines.tested import check_names_exist
 from layoutmap.engines.torch.modes import TorchDispatchMode, list_dispatch_modes, list_function_modes
-from layoutmap.engines.torch.modules import get_members
+from layoutmap.engines.torch.modules import get_parameters_and_buffers
 from layoutmap.engines.torch.operators import Args, Function
 from layoutmap.engines.torch.storages import get_storage_key
 
-check_names("torch", (torch.nn.Module, "_apply"))
+check_names_exist("torch", (torch.nn.Module, "_apply"))
 
 
 @contextmanager
-def intercept_operations(tape: Any, its_mode: Any) -> Generator[None]:
-    """Send this thread's operations to a tape while the context is open.
+def intercept_operations(tape: Any, fake_mode: Any) -> Generator[None]:
+    """Send this thread's operations, value reads, deep copies, and module conversions to a tape while open.
 
     Args:
-        tape: A `Tape`, of which this uses `is_recording`, `holds`, `dispatch`, `defer` and `evaluate`.
-        its_mode: The mode that it enters itself, which is left at the end, too.
+        tape: The `Tape`. A type annotation would be a circular import.
+        fake_mode: The tape's own fake tensor mode, which is left at the end if an interrupt left it active.
     """
-    with _support_conversion(tape), _Modes(_ReadInterception(tape), _Operations(tape), inner=its_mode):
+    with _support_module_to(tape), _RecordingModes(_ReadMode(tape), _OperationMode(tape), inner=fake_mode):
         yield
 
 
-class _Modes(Closing):
-    """Enter torch modes together. Closing removes those that an interrupt left on torch's stacks."""
+class _RecordingModes(ClosingContext):
+    """Enter several torch modes. Closing also leaves modes that an interrupt left on torch's stacks."""
 
     def __init__(self, *modes: Any, inner: Any) -> None:
         self._modes = modes
@@ -50,7 +50,7 @@ class _Modes(Closing):
     def open(self) -> None:
         # A recording that ended on another thread could not remove its modes here, so remove them now.
         for mode in (*list_function_modes(), *list_dispatch_modes()):
-            if isinstance(mode, (_ReadInterception, _Operations)) and not mode.tape.is_recording:
+            if isinstance(mode, (_ReadMode, _OperationMode)) and not mode.tape.is_recording:
                 _leave_mode(mode)
         for mode in self._modes:
             mode.__enter__()
@@ -62,7 +62,7 @@ class _Modes(Closing):
 
 
 def _leave_mode(mode: Any) -> None:
-    """Leave one mode on this thread, although torch itself always leaves the innermost one."""
+    """Leave one mode of this thread, and enter those again that were inside of it."""
     for modes in (list_function_modes(), list_dispatch_modes()):
         places = [place for place, each in enumerate(modes) if each is mode]
         for each in reversed(modes[places[-1] :] if places else []):
@@ -71,7 +71,7 @@ def _leave_mode(mode: Any) -> None:
             each.__enter__()
 
 
-class _Operations(TorchDispatchMode):
+class _OperationMode(TorchDispatchMode):
     """Send each operation to a tape."""
 
     def __init__(self, tape: Any) -> None:
@@ -79,7 +79,7 @@ class _Operations(TorchDispatchMode):
         self.tape = tape
 
     def __torch_dispatch__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
-        return self.tape.dispatch(func, args, kwargs or {})
+        return self.tape.run_or_record(func, args, kwargs or {})
 
 
 _SET_DATA = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
@@ -87,8 +87,8 @@ _COPIES = (torch.Tensor.__deepcopy__,)  # pyright: ignore[reportUnknownMemberTyp
 _READS = {getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__array__", "__reduce_ex__")}
 
 
-class _ReadInterception(TorchFunctionMode):
-    """Intercept methods that read a tensor's values without an operation."""
+class _ReadMode(TorchFunctionMode):
+    """Intercept tensor methods that read values or addresses without an operation of torch's dispatcher."""
 
     def __init__(self, tape: Any) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
@@ -97,24 +97,25 @@ class _ReadInterception(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _COPIES and self.tape.is_deferred(args[0]):
-            return _copy_tensor(*args)
+            return _copy_deferred_tensor(*args)
         if func is torch.Tensor.data_ptr and self.tape.is_deferred(args[0]):
             # A deferred tensor has no address, so return a number that is unique for each offset of each memory.
             return get_storage_key(args[0]) + args[0].storage_offset() * args[0].itemsize
         if func == _SET_DATA:
-            return func(args[0], self._match_kind(*args))
+            return func(args[0], self._convert_data_like(*args))
         if func in _READS and self.tape.is_deferred(args[0]):
-            return func(self.tape.evaluate(args[0]), *args[1:], **kwargs)
+            return func(self.tape.evaluate_tensors(args[0]), *args[1:], **kwargs)
         return func(*args, **kwargs)
 
-    def _match_kind(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-        """Convert new data for a tensor: deferred for a deferred tensor, real for a real one."""
+    def _convert_data_like(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        """Return data to assign to a tensor: deferred for a deferred tensor, and real for a real one."""
         if self.tape.is_deferred(tensor) == self.tape.is_deferred(data):
             return data
-        return self.tape.defer(data) if self.tape.is_deferred(tensor) else self.tape.evaluate(data)
+        return self.tape.defer(data) if self.tape.is_deferred(tensor) else self.tape.evaluate_tensors(data)
 
 
-def _copy_tensor(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor:
+def _copy_deferred_tensor(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Replace `copy.deepcopy` of a deferred tensor: return a deferred copy."""
     if id(tensor) in memo:
         return memo[id(tensor)]
     if not tensor.is_leaf:
@@ -135,13 +136,13 @@ _open = threading.local()  # weak references to the tapes that record on this th
 
 
 def _list_recording_tapes() -> list[Any]:
-    # An interrupt may leave dead references.
+    # An interrupt may leave dead references, so skip these.
     return [t for ref in getattr(_open, "tapes", ()) if (t := ref()) is not None and t.is_recording]
 
 
 @contextmanager
-def _support_conversion(tape: Any) -> Generator[None]:
-    """Let `Module.to` and similar methods convert deferred parameters while the context is open."""
+def _support_module_to(tape: Any) -> Generator[None]:
+    """Make `Module.to` and similar methods convert deferred parameters while open."""
     with _APPLY.activate():
         before = _list_recording_tapes()
         try:
@@ -151,11 +152,11 @@ def _support_conversion(tape: Any) -> Generator[None]:
             _open.tapes = tuple(ref for ref in getattr(_open, "tapes", ()) if ref() not in (None, tape))
 
 
-def _make_apply(original: Function) -> Function:
+def _make_module_apply(original: Function) -> Function:
     @functools.wraps(original)
     def _apply(module: torch.nn.Module, fn: Function, recurse: bool = True) -> object:
         tapes = _list_recording_tapes()
-        parameters, _ = get_members(module)
+        parameters, _ = get_parameters_and_buffers(module)
         every = dict(parameters)
         held = {
             key: each
@@ -190,4 +191,4 @@ def _make_apply(original: Function) -> Function:
     return _apply
 
 
-_APPLY = Patches([Attribute(torch.nn.Module, "_apply", _make_apply)])
+_APPLY = Patches([AttributePatch(torch.nn.Module, "_apply", _make_module_apply)])

@@ -30,22 +30,22 @@ _LEFT, _NEXT, _WORDS = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _N)
 Block = npt.NDArray[np.uint32]
 
 
-def get_position(generator: torch.Generator) -> int:
-    """Return the number of words that a generator has used of its current block."""
+def get_word_position(generator: torch.Generator) -> int:
+    """Return how many words of its current block a generator has used."""
     state = generator.get_state().numpy()
     left, following = int(state[_LEFT].view(np.int32)[0]), int(state[_NEXT].view(np.uint64)[0])
     return _N if left == 1 and following == 0 else following
 
 
-def jump_ahead(generator: torch.Generator, words: int) -> None:
+def jump_ahead(generator: torch.Generator, num_words: int) -> None:
     """Advance a generator by a number of 32-bit words, without updating its cached normal number."""
     state = generator.get_state().numpy().copy()
-    blocks, place = divmod(get_position(generator) + words - 1, _N)
+    blocks, place = divmod(get_word_position(generator) + num_words - 1, _N)
     place += 1
     block: Block = state[_WORDS].view(np.uint64).astype(np.uint32)
     # The first block after seeding is not part of the recurrence, so step once. The rest is a common distance, so that
     # jumps share one polynomial.
-    far = words // _N - 2
+    far = num_words // _N - 2
     if far > _MIN_JUMP_BLOCKS:
         block = _compute_block_ahead(_compute_next_block(block), far)
         blocks -= far + 1
@@ -58,8 +58,8 @@ def jump_ahead(generator: torch.Generator, words: int) -> None:
 
 
 @functools.cache
-def is_exact() -> bool:
-    """Return whether a jump leaves the generator of this torch version in the same state as drawing."""
+def can_jump_exactly() -> bool:
+    """Return whether `jump_ahead` leaves a generator of this torch version in the same state as drawing numbers."""
     drawn, jumped = torch.Generator("cpu"), torch.Generator("cpu")
     try:
         for generator in (drawn, jumped):
@@ -75,12 +75,12 @@ def is_exact() -> bool:
     return True
 
 
-def _draw_words(generator: torch.Generator, words: int) -> None:
-    torch.empty(words, dtype=torch.int32, device="cpu").random_(generator=generator)
+def _draw_words(generator: torch.Generator, num_words: int) -> None:
+    torch.empty(num_words, dtype=torch.int32, device="cpu").random_(generator=generator)
 
 
 def _compute_next_block(block: Block) -> Block:
-    """Compute the next block of words."""
+    """Return the block of 624 words that follows a block."""
     made = np.empty_like(block)
     old = np.append(block, np.uint32(0))
     for start, stop in ((0, _N - _M), (_N - _M, 2 * (_N - _M)), (2 * (_N - _M), _N)):
@@ -96,13 +96,13 @@ def _compute_next_block(block: Block) -> Block:
     return made
 
 
-def _compute_block_ahead(block: Block, blocks: int) -> Block:
-    """Compute the block that follows after a number of blocks."""
+def _compute_block_ahead(block: Block, num_blocks: int) -> Block:
+    """Return the block that is `num_blocks` blocks after a block."""
     run = [block]
     for _ in range(_DEGREE // _N + 1):
         run.append(_compute_next_block(run[-1]))
     windows = np.lib.stride_tricks.sliding_window_view(np.concatenate(run), _N)
-    terms = np.flatnonzero(_unpack_bits(_compute_power(blocks * _N)))
+    terms = np.flatnonzero(_unpack_polynomial_bits(_compute_power_of_x(num_blocks * _N)))
     made = np.zeros_like(block)
     for start in range(0, len(terms), _ROWS):
         made ^= np.bitwise_xor.reduce(windows[terms[start : start + _ROWS]], axis=0)
@@ -113,24 +113,26 @@ def _compute_block_ahead(block: Block, blocks: int) -> Block:
 
 
 @functools.lru_cache(maxsize=256)
-def _compute_power(exponent: int) -> int:
-    """Compute x^exponent modulo the polynomial of the recurrence."""
+def _compute_power_of_x(exponent: int) -> int:
+    """Return x^exponent modulo the polynomial of the recurrence."""
     made = 1
     for bit in bin(exponent)[2:]:
-        made = _reduce_polynomial(_compute_square(made) << int(bit))
+        made = _reduce_modulo_recurrence(_compute_square(made) << int(bit))
     return made
 
 
-def _reduce_polynomial(polynomial: int) -> int:
-    # The polynomial is x u^32 + sum of a_k x u^(31-k) + a_31, with u = x^623 + x^396 and a_k the bits of the mask; so
-    # x^19937, its highest power, may be replaced by the rest of it.
+def _reduce_modulo_recurrence(polynomial: int) -> int:
+    """Return a polynomial modulo the polynomial of the recurrence."""
+    # The polynomial is x u^32 + sum of a_k x u^(31-k) + a_31, with u = x^623 + x^396 and a_k the bits of the mask. So
+    # its highest power, x^19937, equals the sum of the other terms, and is replaced by these.
     mask = (1 << _DEGREE) - 1
     while high := polynomial >> _DEGREE:
-        polynomial = (polynomial & mask) ^ _multiply_by_rest(high)
+        polynomial = (polynomial & mask) ^ _multiply_by_remainder_polynomial(high)
     return polynomial
 
 
-def _multiply_by_rest(factor: int) -> int:
+def _multiply_by_remainder_polynomial(factor: int) -> int:
+    """Return the product of a polynomial and those terms of the recurrence's polynomial that equal x^19937."""
     total = 0
     for k in range(31):
         total = (total << (_N - 1)) ^ (total << (_M - 1)) ^ (factor if _A >> k & 1 else 0)
@@ -142,11 +144,11 @@ _SPREAD = np.array([sum((byte >> i & 1) << (2 * i) for i in range(8)) for byte i
 
 
 def _compute_square(polynomial: int) -> int:
-    """Compute a polynomial's square, which over bits is the sum of the squares of its terms."""
+    """Return the square of a polynomial over bits."""
     data = polynomial.to_bytes(polynomial.bit_length() // 8 + 1, "little")
     return int.from_bytes(_SPREAD[np.frombuffer(data, np.uint8)].astype("<u2").tobytes(), "little")
 
 
-def _unpack_bits(polynomial: int) -> Any:
+def _unpack_polynomial_bits(polynomial: int) -> Any:
     data = polynomial.to_bytes(_DEGREE // 8 + 1, "little")
     return np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from layoutmap.engines.torch.deferred_init.steps import Recorded
+from layoutmap.engines.torch.deferred_init.steps import RecordedStep
 from layoutmap.engines.torch.operators import get_overload_name
 
 aten = torch.ops.aten
@@ -61,18 +61,18 @@ OVERWRITING = {*RANDOM_IN_PLACE, aten.zero_, aten.fill_, aten.copy_}
 """In-place operations that overwrite all previous values."""
 
 
-def is_pointwise(step: Recorded) -> bool:
+def is_pointwise(step: RecordedStep) -> bool:
     """Return whether each result element depends only on the arguments' elements at the same position."""
     if step.op.overloadpacket not in _POINTWISE or get_overload_name(step.op).endswith("out"):
         return False
     if step.name == "pow":
         return step.args[1] in _EXPONENTS
-    # With other factors, one program may round once and another twice.
+    # With another `alpha`, a fused multiply-add rounds once, but separate operations round twice.
     return step.kwargs.get("alpha", 1) in (1, -1)
 
 
-def is_local(step: Recorded) -> bool:
-    """Return whether a step needs only some elements at once, if its tensors have the same memory order."""
+def can_be_split(step: RecordedStep) -> bool:
+    """Return whether a step can be computed some elements at a time, if its tensors have the same memory order."""
     packet = step.op.overloadpacket
     known = packet in FILLED or packet in FILLED_WITH or packet in COPIES or packet in ROWS
     return (

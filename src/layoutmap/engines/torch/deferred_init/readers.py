@@ -1,8 +1,8 @@
-"""Read a tensor's values run by run, from the first element to the last.
+"""Read a tensor's values in spans, from the first element to the last.
 
-A reader stands for a one-dimensional tensor that never exists as one, in the order of its memory. `read` asks for
-elements further on each time, or again for some of those that it gave last. What it gives must not be changed, but by
-who is its only consumer; `own` copies if there are others.
+A reader represents a flattened tensor, in memory order, that is never stored as a whole. Each `read_span` must ask for
+later elements than the last one, or for a part of the last span. Callers must not change its result. `read_writable`
+returns a result that they may change, and copies if there are several consumers.
 """
 
 from __future__ import annotations
@@ -12,59 +12,60 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
-from layoutmap.engines.torch.deferred_init.steps import Geometry
+from layoutmap.engines.torch.deferred_init.spans import ElementSpan, UnreadableSpanError
+from layoutmap.engines.torch.deferred_init.steps import MemoryGeometry
 
 
 class Reader:
-    """Compute a tensor's elements run by run. Subclasses implement `_compute`."""
+    """Compute the elements of a tensor, one span at a time. Subclasses implement `_compute_elements`."""
 
     shares = False  # whether the result may share memory with another object
 
     def __init__(self) -> None:
         self.consumers = 0
-        self._run = Run(0, 0)
+        self._span = ElementSpan(0, 0)
         self._values = torch.empty(0)
 
-    def read(self, run: Run) -> torch.Tensor:
-        """Return the elements of a run. The caller must not change them.
+    def read_span(self, span: ElementSpan) -> torch.Tensor:
+        """Return the elements of a span. The caller must not change them.
 
         Raises:
             ApartError: They are apart in a way that this reader does not know, or before those that it gave last.
         """
-        if self.consumers < 2:  # with a single consumer, no other one reads this run
-            return self._compute(run)
-        if self._run == run:
+        if self.consumers < 2:  # a single consumer reads each span once, so do not cache it
+            return self._compute_elements(span)
+        if self._span == span:
             return self._values
-        if self._run.start <= run.start and run.stop <= self._run.stop and self._run.rows == run.rows == 1:
-            return self._values[run.start - self._run.start : run.stop - self._run.start]
-        self._values = self._compute(run)  # other consumers read the run next, so cache it
-        self._run = run
+        last = self._span
+        if last.start <= span.start and span.stop <= last.stop and last.rows == span.rows == 1:
+            return self._values[span.start - last.start : span.stop - last.start]
+        self._values = self._compute_elements(span)  # other consumers read the span next, so cache it
+        self._span = span
         return self._values
 
-    def read_owned(self, run: Run) -> torch.Tensor:
-        """Return the elements of a run in memory that the caller may change."""
-        values = self.read(run)
+    def read_writable(self, span: ElementSpan) -> torch.Tensor:
+        """Return the elements of a span in memory that the caller may change."""
+        values = self.read_span(span)
         return values.clone() if self.shares or self.consumers > 1 else values
 
-    def _compute(self, run: Run) -> torch.Tensor:
+    def _compute_elements(self, span: ElementSpan) -> torch.Tensor:
         raise NotImplementedError
 
 
-class Filled(Reader):
-    """Return one value for every element."""
+class FillReader(Reader):
+    """Read a tensor of equal elements."""
 
     def __init__(self, value: float, dtype: torch.dtype) -> None:
         super().__init__()
         self._value = value
         self._dtype = dtype
 
-    def _compute(self, run: Run) -> torch.Tensor:
-        return torch.empty(run.numel, dtype=self._dtype, device="cpu").fill_(self._value)
+    def _compute_elements(self, span: ElementSpan) -> torch.Tensor:
+        return torch.empty(span.numel, dtype=self._dtype, device="cpu").fill_(self._value)
 
 
-class Fixed(Reader):
-    """Read a real tensor, which may be broadcast or have another memory order.
+class TensorReader(Reader):
+    """Read a tensor that has values. It may be broadcast, or have another memory order.
 
     Args:
         values: The tensor, with its axes in the order of the memory that is read.
@@ -74,58 +75,60 @@ class Fixed(Reader):
 
     def __init__(self, values: torch.Tensor) -> None:
         super().__init__()
-        self._all = values
+        self._tensor = values
 
-    def _compute(self, run: Run) -> torch.Tensor:
-        if self._all.is_contiguous():
-            flat = self._all.reshape(-1)[run.start : run.stop]
+    def _compute_elements(self, span: ElementSpan) -> torch.Tensor:
+        if self._tensor.is_contiguous():
+            flat = self._tensor.reshape(-1)[span.start : span.stop]
             return (
                 flat
-                if run.rows == 1
-                else flat.as_strided((run.rows, run.length), (run.stride, 1)).reshape(-1)
+                if span.rows == 1
+                else flat.as_strided((span.rows, span.length), (span.stride, 1)).reshape(-1)
             )
-        begins = range(run.start, run.stop, run.stride or run.length)
+        begins = range(span.start, span.stop, span.stride or span.length)
         found = [
-            box for begin in begins for box in split_into_boxes(self._all.shape, begin, begin + run.length)
+            box
+            for begin in begins
+            for box in split_into_blocks(self._tensor.shape, begin, begin + span.length)
         ]
-        return torch.cat([self._all[box].reshape(-1) for box in found])
+        return torch.cat([self._tensor[box].reshape(-1) for box in found])
 
 
-class Shifted(Reader):
-    """Read another reader with shifted element numbers."""
+class ShiftedReader(Reader):
+    """Read another reader with a constant added to the positions of elements."""
 
     def __init__(self, reader: Reader, offset: int) -> None:
         super().__init__()
         self._reader = reader
         self._offset = offset
 
-    def read(self, run: Run) -> torch.Tensor:
-        """Return the elements of a run. The caller must not change them."""
-        return self._reader.read(run.move_by(self._offset))
+    def read_span(self, span: ElementSpan) -> torch.Tensor:
+        """Return the elements of a span. The caller must not change them."""
+        return self._reader.read_span(span.shift_by(self._offset))
 
-    def read_owned(self, run: Run) -> torch.Tensor:
-        """Return the elements of a run in memory that the caller may change."""
-        return self._reader.read_owned(run.move_by(self._offset))
+    def read_writable(self, span: ElementSpan) -> torch.Tensor:
+        """Return the elements of a span in memory that the caller may change."""
+        return self._reader.read_writable(span.shift_by(self._offset))
 
 
-class Picked(Reader):
-    """Read some separate elements of another reader, in order."""
+class StridedReader(Reader):
+    """Read a strided view: some elements of another reader, in ascending order."""
 
-    def __init__(self, reader: Reader, geometry: Geometry) -> None:
+    def __init__(self, reader: Reader, geometry: MemoryGeometry) -> None:
         super().__init__()
         self._reader = reader
         self._geometry = geometry
 
-    def _compute(self, run: Run) -> torch.Tensor:
-        if run.rows > 1:
-            raise ApartError
-        places = self._geometry.list_places(run.start, run.stop)
-        low, high = self._geometry.find_place(run.start), self._geometry.find_place(run.stop - 1) + 1
-        return self._reader.read(Run(low, high - low))[places - low]
+    def _compute_elements(self, span: ElementSpan) -> torch.Tensor:
+        if span.rows > 1:
+            raise UnreadableSpanError
+        offsets = self._geometry.list_offsets(span.start, span.stop)
+        low, high = (self._geometry.find_offset(span.start), self._geometry.find_offset(span.stop - 1) + 1)
+        return self._reader.read_span(ElementSpan(low, high - low))[offsets - low]
 
 
-class Joined(Reader):
-    """Concatenate several readers.
+class ConcatenatedReader(Reader):
+    """Read the elements of several readers, one reader after the other.
 
     Args:
         parts: Readers and the numbers of their elements.
@@ -135,18 +138,18 @@ class Joined(Reader):
         super().__init__()
         self._parts = parts
 
-    def _compute(self, run: Run) -> torch.Tensor:
+    def _compute_elements(self, span: ElementSpan) -> torch.Tensor:
         found, begin = list[torch.Tensor](), 0
         for reader, numel in self._parts:
-            part = run.clip_to(begin, begin + numel)
+            part = span.clip_to(begin, begin + numel)
             if part is not None:
-                found.append(reader.read(part[0].move_by(-begin)))
+                found.append(reader.read_span(part[0].shift_by(-begin)))
             begin += numel
         return torch.cat(found)
 
 
-class Interleaved(Reader):
-    """Interleave several readers: a stretch of each in turn, repeatedly.
+class InterleavedReader(Reader):
+    """Read a fixed number of elements of each reader in turn, repeatedly.
 
     Args:
         parts: Readers and the numbers of the elements in their stretches.
@@ -157,21 +160,21 @@ class Interleaved(Reader):
         self._parts = parts
         self._period = sum(numel for _, numel in parts)
 
-    def _compute(self, run: Run) -> torch.Tensor:
+    def _compute_elements(self, span: ElementSpan) -> torch.Tensor:
         found: list[torch.Tensor] = []
-        for begin in range(run.start, run.stop, run.stride or run.length):
-            for period in range(begin // self._period, -(-(begin + run.length) // self._period)):
+        for begin in range(span.start, span.stop, span.stride or span.length):
+            for period in range(begin // self._period, -(-(begin + span.length) // self._period)):
                 first = period * self._period
                 for reader, numel in self._parts:
-                    low, high = max(begin, first), min(begin + run.length, first + numel)
+                    low, high = max(begin, first), min(begin + span.length, first + numel)
                     if low < high:
-                        found.append(reader.read(Run(period * numel + low - first, high - low)))
+                        found.append(reader.read_span(ElementSpan(period * numel + low - first, high - low)))
                     first += numel
         return torch.cat(found)
 
 
-class Computed(Reader):
-    """Apply an operation to each element.
+class ElementwiseReader(Reader):
+    """Read the results of an operation that is applied to each element of its inputs.
 
     Args:
         function: Computes the result from the inputs' values, and may modify the first if `owns_first`.
@@ -187,15 +190,15 @@ class Computed(Reader):
         self._inputs = inputs
         self._owns_first = owns_first
 
-    def _compute(self, run: Run) -> torch.Tensor:
+    def _compute_elements(self, span: ElementSpan) -> torch.Tensor:
         first = slice(0, int(self._owns_first))
-        owned = [reader.read_owned(run) for reader in self._inputs[first]]
-        rest = [reader.read(run) for reader in self._inputs[len(owned) :]]
+        owned = [reader.read_writable(span) for reader in self._inputs[first]]
+        rest = [reader.read_span(span) for reader in self._inputs[len(owned) :]]
         return self._function(*owned, *rest)
 
 
-class Rows(Reader):
-    """Apply an operation that computes one element from each short row.
+class RowReader(Reader):
+    """Read the results of an operation that computes one element from each short row of its inputs.
 
     Args:
         function: Computes one element per row from the rows of each input.
@@ -207,82 +210,83 @@ class Rows(Reader):
         self._function = function
         self._inputs = inputs
 
-    def _compute(self, run: Run) -> torch.Tensor:
-        rows = [reader.read(run.multiply(n)).view(run.numel, n) for reader, n in self._inputs]
-        return self._function(*rows).reshape(run.numel)
+    def _compute_elements(self, span: ElementSpan) -> torch.Tensor:
+        rows = [reader.read_span(span.scale_by(n)).view(span.numel, n) for reader, n in self._inputs]
+        return self._function(*rows).reshape(span.numel)
 
 
-Patch = Callable[[torch.Tensor, Run], None]
-"""Writes new values for some elements into the values of a run."""
+SpanPatch = Callable[[torch.Tensor, ElementSpan], None]
+"""Function that writes new values for some elements into the values of a span."""
 
 
-def make_run_patch(offset: int, numel: int, reader: Reader) -> Patch:
-    """Return a patch with new values for a contiguous run of elements."""
+def make_span_patch(offset: int, numel: int, reader: Reader) -> SpanPatch:
+    """Return a patch that writes new values to consecutive elements."""
 
-    def write_values(values: torch.Tensor, run: Run) -> None:
-        part = run.clip_to(offset, offset + numel)
+    def write_values(values: torch.Tensor, span: ElementSpan) -> None:
+        part = span.clip_to(offset, offset + numel)
         if part is not None:
-            values[part[1]] = reader.read(part[0].move_by(-offset))
+            values[part[1]] = reader.read_span(part[0].shift_by(-offset))
 
     return write_values
 
 
-def make_grid_patch(geometry: Geometry, reader: Reader) -> Patch:
-    """Return a patch with new values for the elements of a strided view, in their order."""
+def make_strided_patch(geometry: MemoryGeometry, reader: Reader) -> SpanPatch:
+    """Return a patch that writes new values to the elements of a strided view."""
 
-    def write_values(values: torch.Tensor, run: Run) -> None:
-        low, high = geometry.count_elements_before(run.start), geometry.count_elements_before(run.stop)
-        if low < high and run.rows > 1:
-            raise ApartError
+    def write_values(values: torch.Tensor, span: ElementSpan) -> None:
+        low, high = geometry.count_elements_before(span.start), geometry.count_elements_before(span.stop)
+        if low < high and span.rows > 1:
+            raise UnreadableSpanError
         if low < high:
-            values[geometry.list_places(low, high) - run.start] = reader.read(Run(low, high - low))
+            new_values = reader.read_span(ElementSpan(low, high - low))
+            values[geometry.list_offsets(low, high) - span.start] = new_values
 
     return write_values
 
 
-def make_place_patch(places: torch.Tensor, values: torch.Tensor) -> Patch:
-    """Return a patch with new values for elements at arbitrary positions.
+def make_offset_patch(offsets: torch.Tensor, values: torch.Tensor) -> SpanPatch:
+    """Return a patch that writes new values to elements at arbitrary offsets.
 
     Args:
-        places: Which elements, in any order, each once.
-        values: Their values.
+        offsets: Positions of elements, in any order, without duplicates.
+        values: The new values of these elements.
     """
-    in_order, order = places.sort()
+    in_order, order = offsets.sort()
     ordered = values[order]
 
-    def write_values(values: torch.Tensor, run: Run) -> None:
-        ends = torch.tensor([run.start, run.stop], device="cpu")
+    def write_values(values: torch.Tensor, span: ElementSpan) -> None:
+        ends = torch.tensor([span.start, span.stop], device="cpu")
         low, high = torch.searchsorted(in_order, ends).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        at, new = in_order[low:high] - run.start, ordered[low:high]
-        if run.rows > 1:
-            row, column = at // run.stride, at % run.stride
-            there = column < run.length
-            at, new = (row * run.length + column)[there], new[there]
-        values[at] = new.to(values.dtype)
+        positions, new = in_order[low:high] - span.start, ordered[low:high]
+        if span.rows > 1:
+            row, column = positions // span.stride, positions % span.stride
+            is_in_span = column < span.length
+            positions, new = (row * span.length + column)[is_in_span], new[is_in_span]
+        values[positions] = new.to(values.dtype)
 
     return write_values
 
 
-class Patched(Reader):
-    """Apply patches to the values of another reader, in order."""
+class PatchedReader(Reader):
+    """Read another reader's values after patches were applied to them, in order."""
 
-    def __init__(self, reader: Reader, patches: Sequence[Patch]) -> None:
+    def __init__(self, reader: Reader, patches: Sequence[SpanPatch]) -> None:
         super().__init__()
         self._reader = reader
         self._patches = patches
 
-    def _compute(self, run: Run) -> torch.Tensor:
-        values = self._reader.read_owned(run)
+    def _compute_elements(self, span: ElementSpan) -> torch.Tensor:
+        values = self._reader.read_writable(span)
         for patch in self._patches:
-            patch(values, run)
+            patch(values, span)
         return values
 
 
-def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Split a run of elements into blocks, in row-major order.
+def split_into_blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+    """Yield the indices of blocks that together have the elements from `start` to `stop`, in row-major order.
 
     Example:
-        >>> list(split_into_boxes((4, 3), 2, 9))
+        >>> list(split_into_blocks((4, 3), 2, 9))
         [(slice(0, 1, None), slice(2, 3, None)), (slice(1, 3, None), slice(0, 3, None))]
     """
     if start >= stop:
@@ -295,11 +299,11 @@ def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tu
     first, begin = divmod(start, inner)
     last, end = divmod(stop, inner)
     if first == last:
-        yield from ((slice(first, first + 1), *box) for box in split_into_boxes(rest, begin, end))
+        yield from ((slice(first, first + 1), *box) for box in split_into_blocks(rest, begin, end))
         return
     if begin:
-        yield from ((slice(first, first + 1), *box) for box in split_into_boxes(rest, begin, inner))
+        yield from ((slice(first, first + 1), *box) for box in split_into_blocks(rest, begin, inner))
         first += 1
     if first < last:
         yield (slice(first, last), *(slice(0, n) for n in rest))
-    yield from ((slice(last, last + 1), *box) for box in split_into_boxes(rest, 0, end))
+    yield from ((slice(last, last + 1), *box) for box in split_into_blocks(rest, 0, end))

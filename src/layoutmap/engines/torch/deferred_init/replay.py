@@ -13,50 +13,52 @@ from typing import Any
 import torch
 
 from layoutmap.engines.torch.deferred_init.operations import OVERWRITING
-from layoutmap.engines.torch.deferred_init.runs import Run
-from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Recorded, View
+from layoutmap.engines.torch.deferred_init.spans import ElementSpan
+from layoutmap.engines.torch.deferred_init.steps import Constant, DeferredMemory, RecordedStep, View
 from layoutmap.engines.torch.deferred_init.streams import find_generator_overload, find_random_fill
-from layoutmap.engines.torch.deferred_init.tiles import Tiled
+from layoutmap.engines.torch.deferred_init.tiles import TileReader
 from layoutmap.engines.torch.operators import Args, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 
-def _is_overwritten(step: Recorded, memory: Memory) -> bool:
+def _is_memory_overwritten(step: RecordedStep, memory: DeferredMemory) -> bool:
     """Return whether a step overwrites all values of a memory without reading them."""
-    if step.op.overloadpacket not in OVERWRITING or not step.writes[0].is_all:
+    if step.op.overloadpacket not in OVERWRITING or not step.writes[0].is_whole_memory:
         return False
     return sum(view.memory is memory for view in step.list_inputs()) == 1
 
 
-def replay(steps: Sequence[Recorded], wanted: Sequence[View], until: int) -> list[torch.Tensor]:
-    """Replay steps, and return unsharded tensors with their values before a step.
+def replay_steps(steps: Sequence[RecordedStep], views: Sequence[View], until: int) -> list[torch.Tensor]:
+    """Replay recorded steps, and return unsharded tensors with their values from before the step `until`.
 
     Args:
-        steps: The tape.
-        wanted: The tensors.
-        until: The number of the step.
+        steps: All recorded steps.
+        views: The deferred tensors.
+        until: The index of the first step that is not replayed.
     """
-    numbers = find_needed_steps(steps, {view.memory for view in wanted}, until)
-    last_use = {view.memory: number for number in numbers for view in _list_views(steps[number])}
-    kept = {view.memory for view in wanted}
-    storages: dict[Memory, torch.UntypedStorage] = {}
+    indices = find_needed_indices(steps, {view.memory for view in views}, until)
+    last_use = {view.memory: index for index in indices for view in _list_step_views(steps[index])}
+    kept = {view.memory for view in views}
+    storages: dict[DeferredMemory, torch.UntypedStorage] = {}
     with torch.no_grad():
-        for number in numbers:
-            _run_step(steps[number], storages)
-            for memory in {view.memory for view in _list_views(steps[number])}:
-                if last_use[memory] == number and memory not in kept:
+        for index in indices:
+            _replay_step(steps[index], storages)
+            for memory in {view.memory for view in _list_step_views(steps[index])}:
+                if last_use[memory] == index and memory not in kept:
                     storages.pop(memory, None)  # no later step reads this memory, so free it
-        return [view.make_tensor(_get_storage(view.memory, storages)) for view in wanted]
+        return [view.make_tensor(_get_storage(view.memory, storages)) for view in views]
 
 
-def _list_views(step: Recorded) -> list[View]:
-    return [*step.list_inputs(), *(view for view in step.made if view is not None)]
+def _list_step_views(step: RecordedStep) -> list[View]:
+    return [*step.list_inputs(), *(view for view in step.results if view is not None)]
 
 
-def find_needed_steps(steps: Sequence[Recorded], memories: set[Memory], until: int) -> list[int]:
-    """Return the numbers of the steps on which some memories depend, in order."""
+def find_needed_indices(
+    steps: Sequence[RecordedStep], memories: set[DeferredMemory], until: int
+) -> list[int]:
+    """Return the ascending indices of the steps on which the values of some memories depend."""
     found: set[int] = set()
-    seen: set[tuple[Memory, int]] = set()
+    seen: set[tuple[DeferredMemory, int]] = set()
     todo = [(memory, until) for memory in memories]
     while todo:
         memory, end = todo.pop()
@@ -67,40 +69,41 @@ def find_needed_steps(steps: Sequence[Recorded], memories: set[Memory], until: i
         seen.add((memory, number))
         found.add(number)
         step = steps[number]
-        over = step.find_created_view(memory) is not None or _is_overwritten(step, memory)
+        over = step.find_created_view(memory) is not None or _is_memory_overwritten(step, memory)
         todo += [(view.memory, number) for view in step.list_inputs() if not (over and view.memory is memory)]
         if not over:
             todo.append((memory, number))
     return sorted(found)
 
 
-def _get_storage(memory: Memory, storages: dict[Memory, torch.UntypedStorage]) -> torch.UntypedStorage:
-    """Return a memory's real storage, which starts with zeros."""
+def _get_storage(
+    memory: DeferredMemory, storages: dict[DeferredMemory, torch.UntypedStorage]
+) -> torch.UntypedStorage:
+    """Return the real storage of a memory. A new one is filled with zeros."""
     if memory not in storages:
         storages[memory] = torch.zeros(memory.num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
     return storages[memory]
 
 
-def _run_step(step: Recorded, storages: dict[Memory, torch.UntypedStorage]) -> None:
+def _replay_step(step: RecordedStep, storages: dict[DeferredMemory, torch.UntypedStorage]) -> None:
     def resolve_leaf(leaf: object) -> object:
         if isinstance(leaf, View):
             return leaf.make_tensor(_get_storage(leaf.memory, storages))
         return leaf.value if isinstance(leaf, Constant) else leaf
 
     if step.seed is not None:
-        [view] = step.writes or step.made
+        [view] = step.writes or step.results
         fill = None if view is None else find_random_fill(step, view)
         assert view is not None
         assert fill is not None
-        values = (
-            Tiled(fill, view.geometry.shape, step.seed).read(Run(0, view.numel)).view(view.geometry.shape)
-        )
-        view.make_tensor(_get_storage(view.memory, storages)).permute(view.order).copy_(values)
+        shape = view.geometry.shape
+        values = TileReader(fill, shape, step.seed).read_span(ElementSpan(0, view.numel)).view(shape)
+        view.make_tensor(_get_storage(view.memory, storages)).permute(view.axis_order).copy_(values)
         return
     args, kwargs = tree_map(resolve_leaf, (step.args, step.kwargs))
-    made = call(step, args, kwargs)
+    made = call_step(step, args, kwargs)
     tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
-    for view, tensor in zip(step.made, tensors, strict=True):
+    for view, tensor in zip(step.results, tensors, strict=True):
         if view is None or view.memory in storages:
             continue
         if tensor.stride() != view.strides or tensor.storage_offset() or view.offset:
@@ -110,8 +113,10 @@ def _run_step(step: Recorded, storages: dict[Memory, torch.UntypedStorage]) -> N
             storages[view.memory] = tensor.untyped_storage()
 
 
-def call(step: Recorded, args: Args, kwargs: Kwargs, generator: torch.Generator | None = None) -> Any:
-    """Do a step's operation on real tensors.
+def call_step(
+    step: RecordedStep, args: Args, kwargs: Kwargs, generator: torch.Generator | None = None
+) -> Any:
+    """Call a step's operation on real tensors, and return its result.
 
     Args:
         step: The step.

@@ -1,7 +1,7 @@
 """Describe recorded steps: operations, and views of memory that is not allocated.
 
-A deferred tensor is a `View` of a `Memory`. Views need no step: torch says which memory an operation's result is in.
-So a step is an operation that makes memory or changes some, and the history of a tensor is the list of such steps.
+A deferred tensor is a `View` of a `DeferredMemory`. Views need no step, because torch reports the memory of an
+operation's result. So each step creates or changes memory, and the history of a tensor is a list of such steps.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from layoutmap.engines.torch.trees import tree_leaves
 
 
 @dataclass(slots=True, eq=False)
-class Memory:
-    """The memory of deferred tensors that share it.
+class DeferredMemory:
+    """A storage without values that one or several deferred tensors use.
 
     Args:
         storage: The fake storage, kept so that its id is not reused.
@@ -38,45 +38,45 @@ class Memory:
 
     @property
     def numel(self) -> int:
-        """The number of elements, of its own type."""
+        """The number of elements of `dtype` that fit into the memory."""
         return self.num_bytes // self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
-    """Strided elements of a memory: shape, strides, and offset, the slowest axis first."""
+class MemoryGeometry:
+    """Offset, sizes, and strides of a view's elements in memory, from the slowest axis to the fastest."""
 
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def find_place(self, element: int) -> int:
-        """Return the offset of an element in memory."""
-        place = self.offset
+    def find_offset(self, index: int) -> int:
+        """Return the memory offset of the element at an index in memory order."""
+        offset = self.offset
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            element, along = divmod(element, n)
-            place += along * stride
-        return place
+            index, along = divmod(index, n)
+            offset += along * stride
+        return offset
 
-    def list_places(self, start: int, stop: int) -> torch.Tensor:
-        """Return the offsets of a range of elements in memory."""
+    def list_offsets(self, start: int, stop: int) -> torch.Tensor:
+        """Return the memory offsets of the elements from `start` up to `stop`."""
         left = torch.arange(start, stop, device="cpu")
-        place = torch.full_like(left, self.offset)
+        offset = torch.full_like(left, self.offset)
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            place += left % n * stride
+            offset += left % n * stride
             left //= n
-        return place
+        return offset
 
-    def count_elements_before(self, place: int) -> int:
-        """Count the elements before an offset in memory."""
-        return bisect.bisect_left(range(math.prod(self.shape)), place, key=self.find_place)
+    def count_elements_before(self, offset: int) -> int:
+        """Return the number of elements that lie before an offset in memory."""
+        return bisect.bisect_left(range(math.prod(self.shape)), offset, key=self.find_offset)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """A tensor without values: shape, strides, and offset in a memory."""
+    """A deferred tensor: its shape, strides, and offset in a memory."""
 
-    memory: Memory
+    memory: DeferredMemory
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
@@ -86,65 +86,65 @@ class View:
 
     @property
     def numel(self) -> int:
-        """The number of its elements."""
+        """The number of elements of the view."""
         return int(torch.Size(self.shape).numel())
 
     @property
-    def order(self) -> tuple[int, ...]:
-        """Return the axes in memory order, the slowest first. Axes of size 1 come first."""
+    def axis_order(self) -> tuple[int, ...]:
+        """The axes from the slowest in memory to the fastest. Axes of size 1 come first."""
         return tuple(sorted(range(len(self.shape)), key=lambda i: (self.shape[i] != 1, -self.strides[i], i)))
 
     @property
     def is_dense(self) -> bool:
-        """Whether its elements are contiguous in memory, each once, in the memory's own dtype."""
+        """Whether the elements fill a range of the memory, each once, in the memory's own dtype."""
         if self.dtype != self.memory.dtype or self.conj or self.neg:
             return False
         expected = 1
-        for axis in reversed(self.order):
+        for axis in reversed(self.axis_order):
             if self.shape[axis] != 1 and self.strides[axis] != expected:
                 return False
             expected *= self.shape[axis]
         return True
 
     @property
-    def is_all(self) -> bool:
-        """Whether it covers all of its memory, each element once."""
+    def is_whole_memory(self) -> bool:
+        """Whether the elements fill the whole memory, each once."""
         return self.is_dense and self.offset == 0 and self.numel == self.memory.numel
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether torch would call it contiguous."""
-        return self.is_dense and [i for i in self.order if self.shape[i] != 1] == [
+        """Whether the elements are dense and in row-major order."""
+        return self.is_dense and [i for i in self.axis_order if self.shape[i] != 1] == [
             i for i, n in enumerate(self.shape) if n != 1
         ]
 
     @property
     def is_ordered(self) -> bool:
-        """Whether its elements do not overlap and its axes are in memory order."""
+        """Whether elements do not overlap, and an axis spans less memory than a stride of the next slower axis."""
         if self.dtype != self.memory.dtype or self.conj or self.neg:
             return False
         reach = 0
-        for axis in reversed(self.order):
+        for axis in reversed(self.axis_order):
             if self.shape[axis] != 1 and self.strides[axis] <= reach:
                 return False
             reach += (self.shape[axis] - 1) * self.strides[axis]
         return True
 
     @property
-    def geometry(self) -> Geometry:
-        """Offset, sizes, and strides of its elements in memory, sorted so that transposed views are equal."""
-        return Geometry(
+    def geometry(self) -> MemoryGeometry:
+        """Positions of the elements in memory. Transposed views have equal geometries."""
+        return MemoryGeometry(
             self.offset,
-            tuple(self.shape[axis] for axis in self.order),
-            tuple(self.strides[axis] for axis in self.order),
+            tuple(self.shape[axis] for axis in self.axis_order),
+            tuple(self.strides[axis] for axis in self.axis_order),
         )
 
     def has_same_order(self, other: View) -> bool:
         """Return whether another view has the same shape and the same order of axes in memory."""
-        return self.shape == other.shape and self.order == other.order
+        return self.shape == other.shape and self.axis_order == other.axis_order
 
     def make_tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return the tensor that this view describes, in a real storage."""
+        """Return the real tensor that this view is in a real storage."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.shape, self.strides)  # pyright: ignore[reportArgumentType, reportCallIssue]
         tensor = torch.conj(tensor) if self.conj else tensor
@@ -157,38 +157,38 @@ class Constant:
 
     Args:
         value: The tensor.
-        is_of_file: Whether its memory is a mapped file, so that only accessed parts are read.
+        is_mapped_file: Whether its memory is a mapped file, so that only accessed parts are read.
     """
 
     value: torch.Tensor
-    is_of_file: bool = False
+    is_mapped_file: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Recorded:
-    """A recorded operation.
+class RecordedStep:
+    """A recorded operation, with its arguments and results.
 
     Args:
         number: Its position on the tape.
         op: The operation of torch.
         args: Its arguments; tensors are a `View` or a `Constant`.
         kwargs: Its arguments by name, without the generator.
-        made: For each returned tensor, its view; `None` if it is not deferred.
+        results: For each returned tensor, its view; `None` if it is not deferred.
         writes: The views that it changed in place.
         state: The generator's state before it, if it draws random numbers.
         seed: The seed of its tiles, if it is drawn by tiles.
-        seen_in: The torch or library function that called it, for messages.
+        caller: The torch or Keras initializer that called it, for messages; empty if there is none.
     """
 
     number: int
     op: OpOverload
     args: Args
     kwargs: Kwargs
-    made: tuple[View | None, ...]
+    results: tuple[View | None, ...]
     writes: tuple[View, ...]
     state: torch.Tensor | None = None
     seed: int | None = None
-    seen_in: str = ""
+    caller: str = ""
 
     @property
     def name(self) -> str:
@@ -199,10 +199,10 @@ class Recorded:
         """Return the deferred tensors among the arguments."""
         return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, View))
 
-    def find_created_view(self, memory: Memory) -> View | None:
-        """Return the view with which this step created a memory, or None if another step did."""
+    def find_created_view(self, memory: DeferredMemory) -> View | None:
+        """Return the result with which this step created a memory, or None if it did not create the memory."""
         written = {view.memory for view in self.writes}
-        for view in self.made:
+        for view in self.results:
             if view is not None and view.memory is memory and memory not in written:
                 return view
         return None

@@ -1,9 +1,9 @@
 """Fill memory with random numbers in pieces of bounded size.
 
-Torch's generator for the CPU gives one stream of numbers, and an operation that takes a fixed number of them for each
-element can be done piece by piece, if pieces are multiples of 16 and the last one has at least 16: torch fills
-contiguous memory in groups of 16, and does the last 16 again. Which operations that is true of depends on how torch was
-built, so each is tried on a few numbers before it is believed.
+Torch's generator for the CPU is one stream of numbers. An operation that takes a fixed number of them per element can
+be computed in pieces, if each piece is a multiple of 16 elements and the last one has at least 16, because torch fills
+contiguous memory in groups of 16, and repeats the last 16 elements. Whether that holds for an operation depends on how
+torch was built, so each operation is tested on a few numbers first.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from layoutmap.engines.torch.deferred_init import jump
 from layoutmap.engines.torch.deferred_init.operations import RANDOM_IN_PLACE
 from layoutmap.engines.torch.deferred_init.readers import Reader
-from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
-from layoutmap.engines.torch.deferred_init.steps import Recorded, View
+from layoutmap.engines.torch.deferred_init.spans import ElementSpan, UnreadableSpanError
+from layoutmap.engines.torch.deferred_init.steps import RecordedStep, View
 from layoutmap.engines.torch.operators import (
     Args,
     Function,
@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class RandomFill:
-    """An in-place random operation that can fill any number of elements.
+    """An in-place random operation that fills any number of elements with random numbers.
 
     Args:
         op: The operation in place.
@@ -53,8 +53,8 @@ class RandomFill:
     dtype: torch.dtype
     strided: bool
 
-    def draw_next(self, numel: int, generator: torch.Generator) -> torch.Tensor:
-        """Draw the next values of the stream."""
+    def draw_next_values(self, numel: int, generator: torch.Generator) -> torch.Tensor:
+        """Return the next random values of a generator."""
         if self.strided:
             # torch consumes the stream in another order for strided memory.
             values = torch.empty(2 * numel, dtype=self.dtype, device="cpu")[::2]
@@ -63,12 +63,13 @@ class RandomFill:
         self.op(values, *self.args, generator=generator)
         return values.contiguous()
 
-    def skip(self, numel: int, generator: torch.Generator) -> None:
-        """Advance the generator by that many values."""
-        words = _count_words(self)
+    def skip_values(self, numel: int, generator: torch.Generator) -> None:
+        """Advance a generator as if `numel` values were drawn."""
+        words = _count_generator_words(self)
         # The last group may cache the second number of a normal pair, so draw it.
         ahead = (numel - _RNG_GROUP) // _RNG_GROUP * _RNG_GROUP
-        if ahead * words >= _MIN_JUMP_WORDS and jump.is_exact():  # drawing is faster for shorter distances
+        # Drawing is faster than a jump for shorter distances.
+        if ahead * words >= _MIN_JUMP_WORDS and jump.can_jump_exactly():
             jump.jump_ahead(generator, ahead * words)
             numel -= ahead
         room = _get_scratch_buffer((2 if self.strided else 1) * min(numel, PIECE + _RNG_GROUP), self.dtype)
@@ -81,7 +82,7 @@ _scratch_buffers = threading.local()
 
 
 def _get_scratch_buffer(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the same scratch buffer each time, because repeated allocations would fragment the heap."""
+    """Return this thread's scratch buffer, which is reused because new allocations would fragment the heap."""
     num_bytes = numel * dtype.itemsize
     room = getattr(_scratch_buffers, "bytes", None)
     if room is None or room.numel() < num_bytes:
@@ -95,17 +96,17 @@ def free_scratch_buffer() -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _can_split(fill: RandomFill) -> bool:
-    """Return whether drawing in pieces gives the same bits and generator state as drawing at once."""
-    for numel in (_RNG_GROUP * 50 + 5, _RNG_GROUP * 50):  # with and without a remainder
+def _can_draw_in_pieces(fill: RandomFill) -> bool:
+    """Return whether drawing in pieces gives equal numbers and an equal generator state as drawing at once."""
+    for numel in (_RNG_GROUP * 50 + 5, _RNG_GROUP * 50):  # with and without an incomplete group
         at_once, in_parts = torch.Generator("cpu"), torch.Generator("cpu")
         for generator in (at_once, in_parts):
             generator.manual_seed(20)
             # An odd count leaves the second number of a normal pair in the cache.
             torch.empty(5, device="cpu").normal_(generator=generator)
-        expected = fill.draw_next(numel, at_once)
+        expected = fill.draw_next_values(numel, at_once)
         parts = [
-            fill.draw_next(n, in_parts)
+            fill.draw_next_values(n, in_parts)
             for n in (_RNG_GROUP * 3, _RNG_GROUP * 30, _RNG_GROUP, numel - _RNG_GROUP * 34)
         ]
         same = torch.equal(expected.view(torch.uint8), torch.cat(parts).view(torch.uint8))
@@ -115,21 +116,21 @@ def _can_split(fill: RandomFill) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _count_words(fill: RandomFill) -> int:
+def _count_generator_words(fill: RandomFill) -> int:
     """Return the number of generator words per element, or 0 if it varies or is unknown."""
     generator = torch.Generator("cpu")
     generator.manual_seed(20)
-    fill.draw_next(_RNG_GROUP, generator)
-    begin = jump.get_position(generator)
-    fill.draw_next(_RNG_GROUP * 8, generator)
-    middle = jump.get_position(generator)
-    fill.draw_next(_RNG_GROUP * 4, generator)
+    fill.draw_next_values(_RNG_GROUP, generator)
+    begin = jump.get_word_position(generator)
+    fill.draw_next_values(_RNG_GROUP * 8, generator)
+    middle = jump.get_word_position(generator)
+    fill.draw_next_values(_RNG_GROUP * 4, generator)
     each, rest = divmod(middle - begin, _RNG_GROUP * 8)
-    return each if not rest and jump.get_position(generator) - middle == _RNG_GROUP * 4 * each > 0 else 0
+    return each if not rest and jump.get_word_position(generator) - middle == _RNG_GROUP * 4 * each > 0 else 0
 
 
 def split_into_pieces(numel: int, size: int = PIECE) -> Iterator[tuple[int, int]]:
-    """Yield the start and stop of each piece of a run. The last piece is not shorter than `_RNG_GROUP`."""
+    """Yield the start and stop of each piece of some elements. The last piece has at least `_RNG_GROUP`."""
     start = 0
     while start < numel:
         stop = start + size
@@ -138,8 +139,8 @@ def split_into_pieces(numel: int, size: int = PIECE) -> Iterator[tuple[int, int]
         start = stop
 
 
-def find_random_fill(step: Recorded, view: View) -> RandomFill | None:
-    """Return how to draw a step's values in pieces in memory order, or None if that is impossible."""
+def find_random_fill(step: RecordedStep, view: View) -> RandomFill | None:
+    """Return the fill that draws a step's values in pieces in memory order, or None if there is none."""
     packet, args = step.op.overloadpacket, step.args
     if not view.is_ordered or any(isinstance(arg, View) for arg in args[1:]):
         return None
@@ -161,44 +162,44 @@ def find_random_fill(step: Recorded, view: View) -> RandomFill | None:
     if found is None or not all(isinstance(arg, int | float | bool | None) for arg in found[1]):
         return None
     fill = RandomFill(found[0], tuple(found[1]), view.dtype, strided=not view.is_contiguous)
-    return fill if _can_split(fill) else None
+    return fill if _can_draw_in_pieces(fill) else None
 
 
-class Stream(Reader):
-    """Read the values of one fill, from the first to the last."""
+class StreamReader(Reader):
+    """Read the values of one random fill, from the first to the last."""
 
-    def __init__(self, fill: RandomFill, numel: int, state: torch.Tensor, piece: int = PIECE) -> None:
+    def __init__(self, fill: RandomFill, numel: int, state: torch.Tensor, piece_numel: int = PIECE) -> None:
         super().__init__()
         self._fill = fill
         self._numel = numel
-        self._size = piece
+        self._size = piece_numel
         self._generator = torch.Generator("cpu")
         self._generator.set_state(state)
         self._start = self._stop = 0
         self._piece = torch.empty(0)
 
-    def _compute(self, run: Run) -> torch.Tensor:
-        if run.rows > 1:
-            raise ApartError
-        start, stop = run.start, run.stop
+    def _compute_elements(self, span: ElementSpan) -> torch.Tensor:
+        if span.rows > 1:
+            raise UnreadableSpanError
+        start, stop = span.start, span.stop
         parts: list[torch.Tensor] = []
         while start < stop:
             if start >= self._stop:
-                self._draw_piece_with(start)
+                self._draw_piece_containing(start)
             if start < self._start:
-                raise ApartError
-            upto = min(stop, self._stop)
-            parts.append(self._piece[start - self._start : upto - self._start])
-            start = upto
+                raise UnreadableSpanError
+            end = min(stop, self._stop)
+            parts.append(self._piece[start - self._start : end - self._start])
+            start = end
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _draw_piece_with(self, element: int) -> None:
-        begin = min(element, max(self._numel - _RNG_GROUP, 0)) // self._size * self._size
+    def _draw_piece_containing(self, index: int) -> None:
+        begin = min(index, max(self._numel - _RNG_GROUP, 0)) // self._size * self._size
         if begin > self._stop:
-            self._fill.skip(begin - self._stop, self._generator)
+            self._fill.skip_values(begin - self._stop, self._generator)
         end = begin + self._size
         self._start, self._stop = begin, self._numel if self._numel - end < _RNG_GROUP else end
-        self._piece = self._fill.draw_next(self._stop - begin, self._generator)
+        self._piece = self._fill.draw_next_values(self._stop - begin, self._generator)
 
 
 @functools.cache

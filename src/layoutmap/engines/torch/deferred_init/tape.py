@@ -1,14 +1,14 @@
 """Record how tensors get their values, without computing them.
 
-While a tape records, operations that would make large tensors give fake ones, which know all but their values: torch
-says what each operation would return, and the tape writes it down. Small tensors are made, so that values read from
-them exist. A value that is read from a deferred tensor, as by `.item()`, is made on the spot and forgotten again.
+While a tape records, an operation that would create a large tensor returns a fake tensor, and the tape stores the
+operation. Small tensors are computed, so that their values can be read. If a value of a deferred tensor is read, as by
+`.item()`, the tensor is computed temporarily.
 
-Random operations on deferred tensors make no tensor: the tape keeps the state of the generator, and leaves it as the
-operation would have. So what follows draws the same numbers as in a plain program.
+A random operation on deferred tensors draws no numbers. The tape stores the state of the generator, and advances it as
+the operation would. So later operations draw the same numbers as in an unsharded program.
 
-A tape records one thread, the one that opened `record_operations()`. Deferred tensors stay fake after it; `recipe` says
-how to make their values.
+A tape records the thread that opened `record_operations()`. Deferred tensors stay fake after it, and `make_recipe`
+describes how to compute their values.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from layoutmap.core.errors import EngineError
 from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.torch.deferred_init.calls import (
     can_defer,
-    count_elements,
-    find_caller,
+    count_shape_elements,
+    find_calling_initializer,
     find_generator,
-    list_changed_tensors,
+    list_written_tensors,
 )
 from layoutmap.engines.torch.deferred_init.fake_tensors import UNSUPPORTED_ERRORS, FakeTensor, FakeTensorMode
 from layoutmap.engines.torch.deferred_init.interception import intercept_operations
 from layoutmap.engines.torch.deferred_init.operations import OVERWRITING
 from layoutmap.engines.torch.deferred_init.recipes import Recipe
-from layoutmap.engines.torch.deferred_init.replay import call, replay
-from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Recorded, View
+from layoutmap.engines.torch.deferred_init.replay import call_step, replay_steps
+from layoutmap.engines.torch.deferred_init.steps import Constant, DeferredMemory, RecordedStep, View
 from layoutmap.engines.torch.deferred_init.streams import PIECE, find_generator_overload, find_random_fill
 from layoutmap.engines.torch.operators import (
     Args,
@@ -56,15 +56,15 @@ class Tape:
     """Record the operations that compute deferred tensors.
 
     Args:
-        smallest: Tensors with fewer elements are computed at once, unless they depend on deferred ones.
-        piece: The number of elements to compute at a time, a multiple of 16.
-        dry: Whether nobody will ask for values, only for shapes: random operations then leave the generator as it is,
-            which takes no time however large the tensors are. What is read while recording is random, too; whether any
-            element is true is taken to be false, and whether all are, true.
+        min_numel: Tensors with fewer elements are computed at once, unless they depend on deferred ones.
+        piece_numel: The number of elements to compute at a time, a multiple of 16.
+        shapes_only: Whether only shapes will be read later, and no values. Random operations then leave the generator
+            unchanged, which takes no time for large tensors. Values that are read while recording are arbitrary, but
+            `any` of a tensor is false and `all` of it is true.
         tiles: Whether random numbers are drawn by tiles: then a part of a tensor costs no more than that part, and
             values are the same on every mesh, but not those of a plain program. Each random operation takes one
             number from the generator.
-        is_here: Whether the code that runs now on the thread is to be recorded: another task may share the thread.
+        should_record: Returns whether to record the running code, because other tasks may share the thread.
 
     Example:
         >>> tape = Tape()
@@ -72,36 +72,36 @@ class Tape:
         ...     layer = torch.nn.Linear(100, 100)
         >>> tape.is_deferred(layer.weight), tape.is_deferred(layer.bias)
         (True, False)
-        >>> recipe = tape.recipe(layer.weight)
-        >>> [block] = recipe.blocks([(slice(0, 50), slice(0, 100))])
+        >>> recipe = tape.make_recipe(layer.weight)
+        >>> [block] = recipe.compute_blocks([(slice(0, 50), slice(0, 100))])
         >>> block.shape
         torch.Size([50, 100])
     """
 
     def __init__(
         self,
-        smallest: int = SMALLEST,
-        piece: int = PIECE,
+        min_numel: int = SMALLEST,
+        piece_numel: int = PIECE,
         *,
-        dry: bool = False,
+        shapes_only: bool = False,
         tiles: bool = False,
-        is_here: Callable[[], bool] = lambda: True,
+        should_record: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._smallest = smallest
-        self._dry = dry
+        self._min_numel = min_numel
+        self._shapes_only = shapes_only
         self._tiles = tiles
-        self._is_here = is_here
-        self._piece = piece
+        self._should_record = should_record
+        self._piece = piece_numel
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._steps: list[Recorded] = []
-        self._memories: dict[int, Memory] = {}
+        self._steps: list[RecordedStep] = []
+        self._memories: dict[int, DeferredMemory] = {}
         self._lent: dict[int, list[Constant]] = {}
         self._depth = 0
         self._paused = False
 
     @contextmanager
     def record_operations(self) -> Generator[Tape]:
-        """Record this thread's operations on large tensors while open. The context may be reentered."""
+        """Record this thread's operations on large tensors while open. It can be opened again inside."""
         if self._depth:
             yield self
             return
@@ -115,18 +115,18 @@ class Tape:
 
     @property
     def is_recording(self) -> bool:
-        """Whether it is inside `record_operations()`."""
+        """Whether a `record_operations()` context is open."""
         return bool(self._depth)
 
     def is_deferred(self, tensor: torch.Tensor) -> bool:
-        """Return whether this tape defers a tensor."""
+        """Return whether a tensor is deferred by this tape."""
         return (
             isinstance(tensor, FakeTensor)
             and tensor.layout == torch.strided
             and get_storage_key(tensor) in self._memories
         )
 
-    def recipe(self, tensor: torch.Tensor) -> Recipe:
+    def make_recipe(self, tensor: torch.Tensor) -> Recipe:
         """Return the recipe of the current values of a deferred tensor.
 
         Raises:
@@ -143,14 +143,14 @@ class Tape:
 
     # -- called by the modes
 
-    def dispatch(self, op: OpOverload, args: Args, kwargs: Kwargs) -> object:
-        """Run an operation, or record it."""
+    def run_or_record(self, op: OpOverload, args: Args, kwargs: Kwargs) -> object:
+        """Record an operation on deferred or large tensors, or run it. Return its result."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if self._paused or op.namespace == "prim" or not self._is_here():
+        if self._paused or op.namespace == "prim" or not self._should_record():
             return op(*args, **kwargs)
         if not any(map(self.is_deferred, tensors)):
-            return self._handle_real(op, args, kwargs, tensors)
-        written = [leaf for leaf in list_changed_tensors(op, args, kwargs) if isinstance(leaf, torch.Tensor)]
+            return self._run_or_defer(op, args, kwargs, tensors)
+        written = [leaf for leaf in list_written_tensors(op, args, kwargs) if isinstance(leaf, torch.Tensor)]
         if not all(map(self.is_deferred, written)):
             if any(map(self.is_deferred, written)):
                 raise EngineError(
@@ -160,46 +160,46 @@ class Tape:
                 )
             return self._run_evaluated(op, args, kwargs, written)
         try:
-            foreseen = self._infer_result(op, args, kwargs)
+            inferred = self._infer_fake_result(op, args, kwargs)
         except UNSUPPORTED_ERRORS:
-            if written:  # running it now would change a temporary copy
+            if written:  # running it would change a temporary copy, and not the tensor itself
                 raise
             return self._run_evaluated(op, args, kwargs, written)
         is_drawn = find_generator(op, args, kwargs) is not None
         can_all_wait = all(
-            can_defer(leaf) for leaf in tree_leaves(foreseen) if isinstance(leaf, torch.Tensor)
+            can_defer(leaf) for leaf in tree_leaves(inferred) if isinstance(leaf, torch.Tensor)
         )
         if not can_all_wait or (is_drawn and find_generator_overload(op) is None):
             return self._run_evaluated(op, args, kwargs, written)
-        return self._write_down(op, args, kwargs, written, foreseen)
+        return self._record_step(op, args, kwargs, written, inferred)
 
     def defer(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a deferred tensor with the values of a real one."""
         copy = torch.ops.aten.clone.default
         with torch.no_grad():
-            return self._write_down(copy, (tensor,), {}, [], self._infer_result(copy, (tensor,), {}))
+            return self._record_step(copy, (tensor,), {}, [], self._infer_fake_result(copy, (tensor,), {}))
 
-    def read_later(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def defer_read(self, read_tensor: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return a deferred tensor with a file's values. Of a mapped file, only the needed parts are read.
 
         Args:
-            read: Gives the tensor, which nobody else changes.
+            read_tensor: Returns the tensor, which nothing else may change.
         """
-        with self._pause():
-            tensor = read()
-        if tensor.numel() < self._smallest or not can_defer(tensor):
+        with self._pause_recording():
+            tensor = read_tensor()
+        if tensor.numel() < self._min_numel or not can_defer(tensor):
             return tensor
-        copy, constant = torch.ops.aten.clone.default, Constant(tensor.detach(), is_of_file=True)
+        copy, constant = torch.ops.aten.clone.default, Constant(tensor.detach(), is_mapped_file=True)
         with torch.no_grad():
-            return self._write_down(copy, (constant,), {}, [], self._infer_result(copy, (tensor,), {}))
+            return self._record_step(copy, (constant,), {}, [], self._infer_fake_result(copy, (tensor,), {}))
 
-    def evaluate(self, values: object) -> Any:
-        """Replace deferred tensors in arguments by real ones."""
-        held = [
+    def evaluate_tensors(self, values: object) -> Any:
+        """Return nested values with computed tensors in place of deferred ones."""
+        deferred = [
             leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and self.is_deferred(leaf)
         ]
-        with self._pause():
-            made = iter(self._compute_values([self._make_view(tensor) for tensor in held]))
+        with self._pause_recording():
+            made = iter(self._compute_views([self._make_view(tensor) for tensor in deferred]))
         return tree_map(
             lambda leaf: next(made) if isinstance(leaf, torch.Tensor) and self.is_deferred(leaf) else leaf,
             values,
@@ -207,36 +207,39 @@ class Tape:
 
     # -- helpers
 
-    def _handle_real(self, op: OpOverload, args: Args, kwargs: Kwargs, tensors: list[torch.Tensor]) -> object:
-        """Run an operation on real tensors, or defer it if its result is much larger than they are."""
-        written = list_changed_tensors(op, args, kwargs)
+    def _run_or_defer(
+        self, op: OpOverload, args: Args, kwargs: Kwargs, tensors: list[torch.Tensor]
+    ) -> object:
+        """Run an operation on real tensors, or record it if its result is much larger than they are."""
+        written = list_written_tensors(op, args, kwargs)
         for leaf in written:
-            self._copy_constant(leaf)
+            self._copy_lent_constants(leaf)
         known = sum(tensor.numel() for tensor in tensors if not tensor.is_meta)
         # Deferring results that are not much larger than existing tensors saves little memory.
-        bound = max(self._smallest, 2 * known + 1 if known else 0)
-        if written or can_return_view(op) or (not tensors and args and count_elements(args[0]) < bound):
+        bound = max(self._min_numel, 2 * known + 1 if known else 0)
+        if written or can_return_view(op) or (not tensors and args and count_shape_elements(args[0]) < bound):
             return op(*args, **kwargs)
         # Tensor subclasses may have side effects, so do not defer them.
         if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
             return op(*args, **kwargs)
         try:
-            foreseen = self._infer_result(op, args, kwargs)
+            inferred = self._infer_fake_result(op, args, kwargs)
         except (*UNSUPPORTED_ERRORS, NotImplementedError):
             return op(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(foreseen) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for leaf in tree_leaves(inferred) if isinstance(leaf, torch.Tensor)]
         if not made or not all(can_defer(tensor) and tensor.numel() >= bound for tensor in made):
             return op(*args, **kwargs)
-        return self._write_down(op, args, kwargs, [], foreseen)
+        return self._record_step(op, args, kwargs, [], inferred)
 
     def _run_evaluated(self, op: OpOverload, args: Args, kwargs: Kwargs, written: list[torch.Tensor]) -> Any:
+        """Run an operation with computed tensors in place of deferred ones. It changes the tensors `written`."""
         for leaf in written:
-            self._copy_constant(leaf)
-        args, kwargs = self.evaluate((args, kwargs))
+            self._copy_lent_constants(leaf)
+        args, kwargs = self.evaluate_tensors((args, kwargs))
         return op(*args, **kwargs)
 
-    def _infer_result(self, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Return an operation's result as fake tensors."""
+    def _infer_fake_result(self, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        """Return an operation's result as fake tensors, without running it."""
         if op.overloadpacket in OVERWRITING and not any(isinstance(arg, torch.Tensor) for arg in args[1:]):
             return args[0]  # a fill changes only values, so the result is its first argument
         args, kwargs = tree_map(self._detach_leaf, (args, kwargs))
@@ -249,16 +252,17 @@ class Tape:
         # A fake mode caches each real tensor that it sees, so detach it.
         return leaf.detach() if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) else leaf
 
-    def _write_down(
-        self, op: OpOverload, args: Args, kwargs: Kwargs, written: list[torch.Tensor], made: torch.Tensor
+    def _record_step(
+        self, op: OpOverload, args: Args, kwargs: Kwargs, written: list[torch.Tensor], inferred: torch.Tensor
     ) -> Any:
-        made_tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        """Append an operation to the tape, unless its results are only views. Return its inferred result."""
+        made_tensors = [leaf for leaf in tree_leaves(inferred) if isinstance(leaf, torch.Tensor)]
         fresh = [each for each in made_tensors if isinstance(each, FakeTensor) and not self.is_deferred(each)]
         if not fresh and (not written or torch.Tag.inplace_view in op.tags):
-            return made  # the results are views, so nothing is recorded
+            return inferred  # the results are views, so nothing is recorded
         number = len(self._steps)
         for tensor in fresh:
-            memory = Memory(tensor.untyped_storage(), tensor.dtype, [number])
+            memory = DeferredMemory(tensor.untyped_storage(), tensor.dtype, [number])
             self._memories.setdefault(get_storage_key(tensor), memory)
         if "dtype" in list_argument_names(op) and not any(
             isinstance(x, torch.Tensor) for x in tree_leaves(args)
@@ -268,7 +272,7 @@ class Tape:
         generator = find_generator(op, args, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         recorded_args, recorded_kwargs = tree_map(self._record_argument, (args, kwargs))
-        step = Recorded(
+        step = RecordedStep(
             number,
             op,
             recorded_args,
@@ -276,28 +280,28 @@ class Tape:
             tuple(self._make_view(each) if self.is_deferred(each) else None for each in made_tensors),
             tuple(self._make_view(each) for each in written),
             None if generator is None else generator.get_state(),
-            seen_in=find_caller(),
+            caller=find_calling_initializer(),
         )
-        if generator is not None and not self._dry:
+        if generator is not None and not self._shapes_only:
             step = self._advance_generator(step, generator)
         for memory in {view.memory for view in step.writes}:
             memory.writes.append(number)
         self._steps.append(step)
-        return made
+        return inferred
 
-    def _advance_generator(self, step: Recorded, generator: torch.Generator) -> Recorded:
-        """Advance a generator past a random operation, and return the step with the generator's state."""
-        view = step.writes[0] if step.writes else step.made[0]
+    def _advance_generator(self, step: RecordedStep, generator: torch.Generator) -> RecordedStep:
+        """Advance a generator as a random step would, and return the step, with a seed if it draws by tiles."""
+        view = step.writes[0] if step.writes else step.results[0]
         fill = None if view is None else find_random_fill(step, view)
-        with self._pause():
+        with self._pause_recording():
             if fill is not None and view is not None:
                 if self._tiles:
                     seed = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
                     return dataclasses.replace(step, seed=int(seed))
-                fill.skip(view.numel, generator)
+                fill.skip_values(view.numel, generator)
                 return step
             views = list(step.list_inputs())
-            made = dict(zip(views, self._compute_values(views), strict=True))
+            made = dict(zip(views, self._compute_views(views), strict=True))
             args, kwargs = tree_map(
                 lambda leaf: (
                     made[leaf]
@@ -308,17 +312,18 @@ class Tape:
                 ),
                 (step.args, step.kwargs),
             )
-            call(step, args, kwargs, generator)
+            call_step(step, args, kwargs, generator)
         return step
 
-    def _compute_values(self, views: list[View]) -> list[torch.Tensor]:
-        if self._dry and len(views) == 1:
+    def _compute_views(self, views: list[View]) -> list[torch.Tensor]:
+        """Return the values of deferred tensors. If only shapes will be read, `any` is false and `all` is true."""
+        if self._shapes_only and len(views) == 1:
             maker = self._steps[views[0].memory.writes[0]]
             if maker.op in (torch.ops.aten.any.default, torch.ops.aten.all.default):
                 return [torch.tensor(maker.name == "all", device="cpu")]
         if len(views) == 1:
-            return [Recipe(self._steps, views[0], len(self._steps), self._piece).global_value()]
-        return replay(self._steps, views, len(self._steps))
+            return [Recipe(self._steps, views[0], len(self._steps), self._piece).compute_global_value()]
+        return replay_steps(self._steps, views, len(self._steps))
 
     def _make_view(self, tensor: torch.Tensor) -> View:
         return View(
@@ -332,34 +337,34 @@ class Tape:
         )
 
     def _record_argument(self, leaf: object) -> object:
-        """Convert an argument to the form that the tape stores."""
+        """Return an argument as the tape stores it: a `View`, a `Constant`, or the value itself."""
         if isinstance(leaf, torch.Generator):
             return None
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if self.is_deferred(leaf):
             return self._make_view(leaf)
-        with self._pause():
+        with self._pause_recording():
             if leaf.numel() <= _MAX_COPIED:
                 return Constant(leaf.detach().clone())
             constant = Constant(leaf.detach())
             self._lent.setdefault(get_storage_key(leaf), []).append(constant)
             return constant
 
-    def _copy_constant(self, leaf: object) -> None:
-        """Copy a real tensor for the recorded steps that read it, before it changes."""
+    def _copy_lent_constants(self, leaf: object) -> None:
+        """Copy the values of a real tensor for the recorded steps that read it, because it will change now."""
         if isinstance(leaf, torch.Tensor) and self._lent:
             for constant in self._lent.pop(get_storage_key(leaf), ()):
                 constant.value = constant.value.clone()
 
     @contextmanager
-    def _pause(self) -> Generator[None]:
+    def _pause_recording(self) -> Generator[None]:
         with set_temporarily(self, "_paused", True), torch.no_grad():
             yield
 
 
-def trace(function: Function, *args: object, tiles: bool = False) -> Recipe:
-    """Return the recipe of the one tensor that a function returns.
+def trace_recipe(function: Function, *args: object, tiles: bool = False) -> Recipe:
+    """Return the recipe of the tensor that a function returns.
 
     Args:
         function: Makes a tensor; random numbers come from generators that it makes, or from torch's own.
@@ -370,7 +375,7 @@ def trace(function: Function, *args: object, tiles: bool = False) -> Recipe:
         EngineError: It returns something else.
 
     Example:
-        >>> trace(lambda: torch.ones(100, 100)).shape
+        >>> trace_recipe(lambda: torch.ones(100, 100)).shape
         (100, 100)
     """
     tape = Tape(tiles=tiles)
@@ -383,4 +388,4 @@ def trace(function: Function, *args: object, tiles: bool = False) -> Recipe:
             why="a recipe describes one tensor",
             fix="return only the tensor",
         )
-    return tape.recipe(made) if tape.is_deferred(made) else Recipe.from_values(made)
+    return tape.make_recipe(made) if tape.is_deferred(made) else Recipe.from_values(made)

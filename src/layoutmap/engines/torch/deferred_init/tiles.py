@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from layoutmap.engines.torch.deferred_init.readers import Reader
-from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
+from layoutmap.engines.torch.deferred_init.spans import ElementSpan, UnreadableSpanError
 from layoutmap.engines.torch.deferred_init.streams import RandomFill
 
 TILE = 256
@@ -22,7 +22,7 @@ _MIN_ROW_LENGTH = 64
 
 
 def count_columns(shape: Sequence[int]) -> int:
-    """Count the elements of a row, which spans the fewest last axes with a minimum length.
+    """Return the elements of a row, which spans the fewest last axes with `_MIN_ROW_LENGTH` elements.
 
     Example:
         >>> count_columns((1000, 500)), count_columns((128, 64, 3, 3))
@@ -36,19 +36,19 @@ def count_columns(shape: Sequence[int]) -> int:
     return columns
 
 
-def choose_tile(shape: Sequence[int]) -> tuple[int, int]:
-    """Choose the rows and columns of a tile.
+def choose_tile_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the number of rows and of columns in a tile.
 
     Example:
-        >>> choose_tile((1000, 500)), choose_tile((8, 50000))
+        >>> choose_tile_shape((1000, 500)), choose_tile_shape((8, 50000))
         ((256, 256), (8, 8192))
     """
     height = max(1, min(TILE, math.prod(shape) // max(count_columns(shape), 1)))
     return height, TILE * TILE // height
 
 
-class Tiled(Reader):
-    """Read the values of one fill by tiles.
+class TileReader(Reader):
+    """Read the values of one random fill, drawn by tiles.
 
     Args:
         fill: The random operation.
@@ -61,21 +61,22 @@ class Tiled(Reader):
         self._fill = fill
         self._columns = max(count_columns(shape), 1)
         self._rows = math.prod(shape) // self._columns
-        self._height, self._width = choose_tile(shape)
+        self._height, self._width = choose_tile_shape(shape)
         self._seed = seed
         self._generator = torch.Generator("cpu")
 
-    def _compute(self, run: Run) -> torch.Tensor:
-        row, column = divmod(run.start, self._columns)
-        if column + run.length <= self._columns and run.stride in (0, self._columns):
-            return self._draw_part(row, row + run.rows, column, column + run.length).reshape(-1)
-        if run.rows > 1:
-            raise ApartError
-        last = -(-run.stop // self._columns)
-        rows = self._draw_part(row, last, 0, self._columns).reshape(-1)
-        return rows[column : column + run.length]
+    def _compute_elements(self, span: ElementSpan) -> torch.Tensor:
+        row, column = divmod(span.start, self._columns)
+        if column + span.length <= self._columns and span.stride in (0, self._columns):
+            return self._draw_rectangle(row, row + span.rows, column, column + span.length).reshape(-1)
+        if span.rows > 1:
+            raise UnreadableSpanError
+        last = -(-span.stop // self._columns)
+        rows = self._draw_rectangle(row, last, 0, self._columns).reshape(-1)
+        return rows[column : column + span.length]
 
-    def _draw_part(self, top: int, bottom: int, left: int, right: int) -> torch.Tensor:
+    def _draw_rectangle(self, top: int, bottom: int, left: int, right: int) -> torch.Tensor:
+        """Return the values of some rows and columns, from all tiles that overlap them."""
         made = torch.empty(bottom - top, right - left, dtype=self._fill.dtype, device="cpu")
         for row in range(top - top % self._height, bottom, self._height):
             for column in range(left - left % self._width, right, self._width):
@@ -88,9 +89,10 @@ class Tiled(Reader):
         return made
 
     def _draw_tile(self, row: int, column: int) -> torch.Tensor:
+        """Return the values of the tile that starts at a row and column. Its seed depends on that position."""
         height, width = min(self._height, self._rows - row), min(self._width, self._columns - column)
         key = f"{self._seed} {row} {column}".encode()
         self._generator.manual_seed(
             int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
         )
-        return self._fill.draw_next(height * width, self._generator).view(height, width)
+        return self._fill.draw_next_values(height * width, self._generator).view(height, width)

@@ -8,33 +8,34 @@ from __future__ import annotations
 import torch
 
 from layoutmap.engines.torch.dtensor_ops.shards import (
-    find_kept_axes,
-    find_mesh,
-    join_shards,
-    take_local_shard,
+    find_device_mesh,
+    find_sharded_axes,
+    reshard_to_local,
+    wrap_shards,
 )
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 
 
-def _convolve(function: Function, args: Args, kwargs: Kwargs) -> object:
+def _compute_convolution(function: Function, args: Args, kwargs: Kwargs) -> object:
     names = ("input", "weight", "bias", "stride", "padding", *_REST[function])
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
-    mesh = find_mesh((x, weight, bias))
-    batched = x.ndim == weight.ndim  # an input without a batch axis
+    mesh = find_device_mesh((x, weight, bias))
+    batched = x.ndim == weight.ndim  # otherwise the input has no batch axis
     out_axis = 1 if "output_padding" in names else 0  # output channel axis of the weight
-    batch = find_kept_axes([x], mesh, [0] if batched else [])
+    batch = find_sharded_axes([x], mesh, [0] if batched else [])
     # Grouped convolutions read parts of the input channels, so these stay replicated.
-    channels = find_kept_axes([weight], mesh, [out_axis] if given.get("groups", 1) == 1 else [], taken=batch)
+    channel_axes = [out_axis] if given.get("groups", 1) == 1 else []
+    channels = find_sharded_axes([weight], mesh, channel_axes, excluded_dims=batch)
     of_bias = dict.fromkeys(channels, 0)
     apart = {**batch, **channels}
     local = function(
-        take_local_shard(x, mesh, batch, apart),
-        take_local_shard(weight, mesh, channels, apart),
-        None if bias is None else take_local_shard(bias, mesh, of_bias, apart),
+        reshard_to_local(x, mesh, batch, apart),
+        reshard_to_local(weight, mesh, channels, apart),
+        None if bias is None else reshard_to_local(bias, mesh, of_bias, apart),
         **given,
     )
-    return join_shards(local, mesh, {**batch, **dict.fromkeys(channels, 1 if batched else 0)})
+    return wrap_shards(local, mesh, {**batch, **dict.fromkeys(channels, 1 if batched else 0)})
 
 
 _REST = {
@@ -44,4 +45,4 @@ _REST = {
         ("output_padding", "groups", "dilation"),
     ),
 }
-CONVOLUTIONS = dict.fromkeys(_REST, _convolve)
+CONVOLUTIONS = dict.fromkeys(_REST, _compute_convolution)

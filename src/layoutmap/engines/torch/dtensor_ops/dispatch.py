@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.engines.tested import Needed, check_names
+from layoutmap.engines.tested import ImportGuard, check_names_exist
 from layoutmap.engines.torch.operators import (
     COLLECTIVES,
     OPERATORS,
@@ -29,10 +29,10 @@ from layoutmap.engines.torch.operators import (
     list_written_arguments,
 )
 from layoutmap.engines.torch.placing import restore_axis_order
-from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_spec, set_pieces
+from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_spec, set_local
 from layoutmap.engines.torch.trees import tree_leaves
 
-with Needed("torch"):
+with ImportGuard("torch"):
     from torch.distributed.tensor import _dispatch as _of_dispatch
     from torch.distributed.tensor._op_schema import OutputSharding
     from torch.distributed.tensor._redistribute import DTensorRedistributePlanner as _Planner
@@ -47,7 +47,7 @@ _TAIL = "_dispatch_fast_path_python_tail"  # builds results of in-place operator
 _SEARCH = "find_min_cost_path"  # finds collectives between two layouts
 _RESULTS = "_dispatch_get_local_results_slow_path"  # computes operators on redistributed arguments
 
-check_names(
+check_names_exist(
     "torch",
     (
         _DISPATCHER,
@@ -58,12 +58,12 @@ check_names(
     (torch._C, "_clear_DTensor_sharding_propagator_cache _dispatch_has_kernel_for_dispatch_key"),
 )
 
-_OWN_OPERATORS = ("aten", "prims", *COLLECTIVES)
+_TORCH_NAMESPACES = ("aten", "prims", *COLLECTIVES)
 
 
 def is_custom_operator(function: Function) -> bool:
-    """Return whether a function is an operator from outside torch without a `register_sharding` strategy."""
-    if not isinstance(function, OPERATORS) or str(function).partition(".")[0] in _OWN_OPERATORS:
+    """Return whether a function is an operator from outside torch without a registered sharding rule."""
+    if not isinstance(function, OPERATORS) or str(function).partition(".")[0] in _TORCH_NAMESPACES:
         return False
     packet: Any = getattr(function, "overloadpacket", function)
     return any(
@@ -72,14 +72,14 @@ def is_custom_operator(function: Function) -> bool:
     )
 
 
-def take_view_shape(op: OpOverload, args: Args, kwargs: Kwargs, view: object) -> object:
-    """Give a DTensor the shape of its view, for operators that reshape their first argument in place."""
-    set_pieces(args[0], get_local(view), get_spec(view))
+def set_shape_of_view(op: OpOverload, args: Args, kwargs: Kwargs, view: object) -> object:
+    """Give an operator's first argument the shape of its view in place, as `squeeze_` does, and return it."""
+    set_local(args[0], get_local(view), get_spec(view))
     return return_and_correct_aliasing(op, args, kwargs, args[0])  # pyright: ignore[reportUnknownVariableType]
 
 
-def list_specs(answer: object) -> list[DTensorSpec]:
-    """Return the specs of arguments and results in DTensor's plan for an operator."""
+def list_planned_specs(answer: object) -> list[DTensorSpec]:
+    """Return the specs of results and redistributed arguments that DTensor has planned for an operator."""
     if not isinstance(answer, OutputSharding):
         return []
     found = [each for each in tree_leaves(answer.output_spec) if isinstance(each, DTensorSpec)]
@@ -100,157 +100,164 @@ def decompose_operator(op: OpOverload, args: Args, kwargs: Kwargs) -> object:
     return op.decompose(*args, **kwargs)
 
 
-_HANDLED = (
+_ALWAYS_ANSWERED = (
     *("convolution.default", "convolution_backward.default", "as_strided.default"),
     *("argmax.default", "argmin.default"),
 )
 
 
 class OperatorGuardPatch:
-    """Let `answer` decide about DTensor's operators, and clear DTensor's cached decisions.
+    """Make DTensor's dispatcher ask `answer` how to compute each operator.
 
     Args:
-        answer: Called with a function that returns what `DTensor` would do, the operator, its arguments, positional
-            and by name, and their mesh. It returns that, which is then kept, or the operator's result.
-        changed: Called with an operator, the tensors that `DTensor` has changed by it, and its arguments.
-        moved: Called with a DTensor that was redistributed for a view of it, its local tensor there, and
-            the spec of that.
+        answer_operator: Called with a function that returns DTensor's own answer, the operator, its args, its kwargs,
+            and the mesh. It returns DTensor's answer, which is then cached, or the operator's result.
+        write_changes: Called with an operator, the tensors that it has changed, its args, and its kwargs.
+        record_copy: Called if a DTensor was redistributed for a view of it: with the DTensor, the redistributed local
+            tensor, and its spec.
     """
 
-    def __init__(self, answer: Function, changed: Function, moved: Function):
+    def __init__(self, answer: Function, write_changes: Function, record_copy: Function):
         own = getattr(_Dispatcher, _PROPAGATE).__get__(_DISPATCHER)
 
-        def propagate(op: OpOverload, args: Args, kwargs: Kwargs, info: Any, try_cache: bool) -> object:
+        def propagate_or_answer(
+            op: OpOverload, args: Args, kwargs: Kwargs, info: Any, try_cache: bool
+        ) -> object:
             return answer(lambda: own(op, args, kwargs, info, try_cache), op, args, kwargs, info.compute_mesh)
 
         self._answer = answer
         self._methods = {
-            _PROPAGATE: propagate,
-            "layoutmap_tail": functools.partial(_return_results, changed),
-            "layoutmap_results": functools.partial(_compute_results, moved),
-            "redistribute_local_args": _redistribute,
+            _PROPAGATE: propagate_or_answer,
+            "layoutmap_tail": functools.partial(_return_written_results, write_changes),
+            "layoutmap_results": functools.partial(_compute_local_results, record_copy),
+            "redistribute_local_args": _redistribute_arguments,
         }
 
     def install(self) -> None:
-        """Install the guard unless it is installed."""
+        """Install the patch, unless it is installed, and clear DTensor's cached answers."""
         if _PROPAGATE in vars(_DISPATCHER):
             return  # keep the caches, which contain this guard's answers
         vars(_DISPATCHER).update(self._methods)  # pyright: ignore[reportUnknownMemberType]
-        for name, instead in _INSTEAD.items():
+        for name, instead in _REPLACEMENTS.items():
             getattr(_Dispatcher, name).__code__ = instead.__code__
-        for name in _HANDLED:  # handled in Python, without sharding rules
+        for name in _ALWAYS_ANSWERED:  # handled in Python, without sharding rules
             op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
-            handler = functools.partial(_call_answer, self._answer, _HANDLERS_OF_DTENSOR[op])
+            handler = functools.partial(_answer_with_handler, self._answer, _ORIGINAL_HANDLERS[op])
             _DISPATCHER._custom_op_handlers[op] = handler
         setattr(_Planner, _SEARCH, _find_cheapest_path)
-        _clear_sharding_caches()  # drop answers cached before the guard
+        _clear_operator_caches()  # drop answers cached before the guard
 
     def remove(self) -> None:
-        """Restore DTensor's own decisions."""
+        """Restore torch's dispatcher, and clear its cached answers."""
         for name in self._methods:
             vars(_DISPATCHER).pop(name, None)  # pyright: ignore[reportUnknownMemberType]
-        for name, code in _OF_TORCH.items():
+        for name, code in _ORIGINAL_CODE.items():
             getattr(_Dispatcher, name).__code__ = code
-        _DISPATCHER._custom_op_handlers.update(_HANDLERS_OF_DTENSOR)
-        setattr(_Planner, _SEARCH, _OWN_SEARCH)
-        _clear_sharding_caches()
+        _DISPATCHER._custom_op_handlers.update(_ORIGINAL_HANDLERS)
+        setattr(_Planner, _SEARCH, _ORIGINAL_SEARCH)
+        _clear_operator_caches()
 
 
-def _clear_sharding_caches() -> None:
-    """Clear DTensor's cached decisions about operators on this thread."""
+def _clear_operator_caches() -> None:
+    """Clear this thread's cache of how DTensor computes operators."""
     _DISPATCHER.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
-_OWN_SEARCH: Function = getattr(_Planner, _SEARCH)
+_ORIGINAL_SEARCH: Function = getattr(_Planner, _SEARCH)
 _SEARCHES = threading.RLock()
-_Way = tuple[Any, ...]
+_LayoutPath = tuple[Any, ...]
 
 
 def _find_cheapest_path(planner: Any, source: Any, target: Any) -> list[object]:
-    """Return the layouts on the cheapest path to a layout, resuming the last search from this source.
+    """Return the layouts on the cheapest path to `target`, and continue the last search from `source`.
 
     Torch begins anew for each target: the first step of a small model on three mesh dims took a minute.
     """
-    # Symbolic sizes during dynamic compilation.
+    # Sizes are symbolic during dynamic compilation, so leave such searches to torch.
     if not all(type(size) is int for size in planner.dtensor_meta.shape):
-        return _OWN_SEARCH(planner, source, target)
+        return _ORIGINAL_SEARCH(planner, source, target)
     state: dict[str, Any] = planner.__dict__
     wanted = [frozenset(each) for each in state.values() if type(each) is set]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     with _SEARCHES:
-        found: dict[Any, tuple[dict[Any, _Way], Iterator[tuple[Any, _Way]]]]
+        found: dict[Any, tuple[dict[Any, _LayoutPath], Iterator[tuple[Any, _LayoutPath]]]]
         found = state.setdefault("layoutmap_found", {})
         steps = state.setdefault("layoutmap_steps", {}).setdefault((*wanted,), {})
-        ways, search = found.setdefault((source, *wanted), ({}, _iterate_paths(planner, source, steps)))
-        while target not in ways:
-            layout, way = next(search, (None, ()))
-            if not way:  # no path exists, so torch raises the error
-                return _OWN_SEARCH(planner, source, target)
-            ways[layout] = way
-        return list(ways[target])
+        paths, search = found.setdefault((source, *wanted), ({}, _iterate_paths(planner, source, steps)))
+        while target not in paths:
+            layout, path = next(search, (None, ()))
+            if not path:  # no path exists, so torch raises the error
+                return _ORIGINAL_SEARCH(planner, source, target)
+            paths[layout] = path
+        return list(paths[target])
 
 
 def _iterate_paths(
     planner: Any, source: Any, steps: dict[Any, dict[Any, float]]
-) -> Iterator[tuple[Any, _Way]]:
-    """Yield layouts and the cheapest paths to them, by cost. Searches from all sources share `steps`."""
+) -> Iterator[tuple[Any, _LayoutPath]]:
+    """Yield layouts with the cheapest paths to them, by cost. All searches share the costs in `steps`."""
     numbers = itertools.count()
-    begun: list[tuple[float, int, Any, _Way]] = [(0.0, next(numbers), source, (source,))]
+    begun: list[tuple[float, int, Any, _LayoutPath]] = [(0.0, next(numbers), source, (source,))]
     passed = set[object]()
     while begun:
-        cost, _, layout, way = heapq.heappop(begun)
+        cost, _, layout, path = heapq.heappop(begun)
         if layout in passed:
             continue
         passed.add(layout)
-        yield layout, way
+        yield layout, path
         if layout not in steps:
             steps[layout] = planner.get_next_state(layout.placements, layout.tensor_dim_to_mesh_dim)
         for other, step in steps[layout].items():
             if other not in passed:
-                heapq.heappush(begun, (cost + step, next(numbers), other, (*way, other)))
+                heapq.heappush(begun, (cost + step, next(numbers), other, (*path, other)))
 
 
-_HANDLERS_OF_DTENSOR = dict(_DISPATCHER._custom_op_handlers)
+_ORIGINAL_HANDLERS = dict(_DISPATCHER._custom_op_handlers)
 # torch's C++ code caches these methods, so replace their `__code__` instead of the attribute.
-_OF_TORCH = {name: getattr(_Dispatcher, name).__code__ for name in (_TAIL, _RESULTS)}
-_OWN = {name: FunctionType(code, _of_dispatch.__dict__) for name, code in _OF_TORCH.items()}
-_INSTEAD: dict[str, Function] = {
+_ORIGINAL_CODE = {name: getattr(_Dispatcher, name).__code__ for name in (_TAIL, _RESULTS)}
+_ORIGINALS = {name: FunctionType(code, _of_dispatch.__dict__) for name, code in _ORIGINAL_CODE.items()}
+_REPLACEMENTS: dict[str, Function] = {
     _TAIL: lambda self, *args: self.layoutmap_tail(*args),  # pyright: ignore[reportUnknownLambdaType, reportUnknownMemberType]
     _RESULTS: lambda self, *args: self.layoutmap_results(*args),  # pyright: ignore[reportUnknownLambdaType, reportUnknownMemberType]
 }
 
 
-def _compute_results(moved: Function, op: OpOverload, args: Args, info: Any) -> object:
-    """Return the local results of an operator."""
-    results = _OWN[_RESULTS](_DISPATCHER, op, args, info)
+def _compute_local_results(record_copy: Function, op: OpOverload, args: Args, info: Any) -> object:
+    """Return the local results of an operator, and record a copy if a view of it is taken."""
+    results = _ORIGINALS[_RESULTS](_DISPATCHER, op, args, info)
     if is_pure_view(op) and (schema := info.output_sharding.redistribute_schema) is not None:
-        moved(args[0], info.local_args[0], schema.args_schema[0])
+        record_copy(args[0], info.local_args[0], schema.args_schema[0])
     return results
 
 
-def _redistribute(info: Any, schema: Any, *options: object) -> None:
-    """Redistribute the arguments of an operator, as `DTensor` does, and keep the order of their axes in memory."""
+def _redistribute_arguments(info: Any, schema: Any, *options: object) -> None:
+    """Redistribute the arguments of an operator as DTensor does, and restore the memory order of their axes."""
     _Dispatcher.redistribute_local_args(info, schema, *options)
     found = schema.args_schema if info.args_tree_spec is None else tree_leaves(schema.args_schema)
-    # The lists may differ in length.
+    # The lists may differ in length, so only their common items are compared.
     for place, (held, wanted) in enumerate(zip(info.flat_args_schema, found, strict=False)):
         if isinstance(held, DTensorSpec) and held != wanted:
             before, after = info.local_args[:place], info.local_args[place + 1 :]
             info.local_args = (*before, restore_axis_order(info.local_args[place], wanted), *after)
 
 
-def _return_results(then: Function, op: OpOverload, args: Args, kwargs: Kwargs, *others: object) -> object:
-    """Return DTensor's result of an operator that changes tensors, some of which may be unsharded."""
+def _return_written_results(
+    record_changes: Function, op: OpOverload, args: Args, kwargs: Kwargs, *others: object
+) -> object:
+    """Return DTensor's result of an operator that may change tensors, after recording the changes."""
     is_inplace, is_out = others[-2:]
     if is_inplace or is_out:
         changed = args[0] if is_inplace else [kwargs[name] for _, name in list_written_arguments(op)]
         leaves = [changed] if isinstance(changed, torch.Tensor) else tree_leaves(changed)
-        then(op, leaves, args, kwargs)
+        record_changes(op, leaves, args, kwargs)
         if is_inplace and isinstance(changed, torch.Tensor) and not isinstance(changed, DTensor):
             return changed
-    return _OWN[_TAIL](_DISPATCHER, op, args, kwargs, *others)
+    return _ORIGINALS[_TAIL](_DISPATCHER, op, args, kwargs, *others)
 
 
-def _call_answer(answer: Function, handler: Function, op: OpOverload, args: Args, kwargs: Kwargs) -> object:
+def _answer_with_handler(
+    answer: Function, handler: Function, op: OpOverload, args: Args, kwargs: Kwargs
+) -> object:
+    """Return the answer for an operator that DTensor computes by a handler, without a sharding rule."""
     mesh = next(each.device_mesh for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor))
     return answer(lambda: handler(op, args, kwargs), op, args, kwargs, mesh)

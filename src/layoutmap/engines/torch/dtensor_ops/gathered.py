@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import LayoutMapWarning, format_message
 from layoutmap.core.users_line import find_user_stacklevel
-from layoutmap.engines.torch.dtensor_ops.shards import find_mesh
+from layoutmap.engines.torch.dtensor_ops.shards import find_device_mesh
 from layoutmap.engines.torch.operators import (
     OPERATORS,
     Args,
@@ -25,43 +25,43 @@ from layoutmap.engines.torch.operators import (
     resolve_overload,
 )
 from layoutmap.engines.torch.placing import (
-    full_tensor,
     hook_gradient,
     is_replicated,
-    place_like,
     replicate_tensor,
+    shard_like,
+    to_unsharded,
 )
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
-from layoutmap.engines.torch.unseen import check, snapshot_counters
+from layoutmap.engines.torch.unseen import check_unchanged, snapshot_counters
 
 
 def compute_gathered(
     function: Function,
     args: Args,
     kwargs: Kwargs,
-    write: Callable[[DTensor, torch.Tensor], object] = lambda old, new: old.copy_(place_like(new, old)),
+    write_back: Callable[[DTensor, torch.Tensor], object] = lambda old, new: old.copy_(shard_like(new, old)),
 ) -> Any:
     """Compute a function on gathered tensors. Gradients pass, and DTensors that it changes keep their layout.
 
     Args:
         function: The function.
         args: Its arguments, of which some are DTensors.
-        kwargs: And by name.
-        write: Gives a DTensor the values that the function has changed it to.
+        kwargs: Its arguments by name.
+        write_back: Called with a DTensor that the function has changed, and its new values, to write these to it.
     """
-    mesh = find_mesh(tree_leaves((args, kwargs)))
-    changed = find_changed(function, args, kwargs)
-    plain = {id(each): full_tensor(each).clone() if isinstance(each, DTensor) else each for each in changed}
+    mesh = find_device_mesh(tree_leaves((args, kwargs)))
+    changed = find_changed_tensors(function, args, kwargs)
+    full = {id(each): to_unsharded(each).clone() if isinstance(each, DTensor) else each for each in changed}
 
     def gather_value(value: object) -> object:
-        return plain[id(value)] if id(value) in plain else full_tensor(value)
+        return full[id(value)] if id(value) in full else to_unsharded(value)
 
     args, kwargs = tree_map(gather_value, (tuple(args), dict(kwargs)))
     result = function(*args, **kwargs)
     for each in changed:
         if isinstance(each, DTensor):
-            write(each, plain[id(each)])
-    given = {id(plain[id(each)]): each for each in changed}  # the result may be one of the changed arguments
+            write_back(each, full[id(each)])
+    given = {id(full[id(each)]): each for each in changed}  # the result may be one of the changed arguments
 
     def replicate_result(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -71,8 +71,8 @@ def compute_gathered(
     return tree_map(replicate_result, result)
 
 
-def find_changed(function: Function, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
-    """Return the tensors that a call changes, by the operator's schema or the function's name."""
+def find_changed_tensors(function: Function, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
+    """Return the tensors that a call changes in place, by an operator's schema or a function's name."""
     if isinstance(function, OPERATORS):
         written = list_written_arguments(resolve_overload(function, args, kwargs))
         found: Any = [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
@@ -89,21 +89,21 @@ def compute_custom_operator(function: Function, args: Args, kwargs: Kwargs) -> o
     return compute_gathered(function, args, kwargs)
 
 
-def read_gathered(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """Call a function that reads values, with gathered tensors in place of DTensors."""
+def call_with_gathered_values(function: Function, args: Args, kwargs: Kwargs) -> object:
+    """Call a function that reads values, such as `tolist`, with gathered tensors in place of DTensors."""
     with torch.no_grad():
         return function(*tree_map(gather_and_wait, tuple(args)), **kwargs)
 
 
 def gather_and_wait(value: object) -> object:
-    """Return all values of a DTensor, and wait for a collective in progress. Other values stay unchanged."""
-    plain = full_tensor(value)
-    return plain.wait() if isinstance(value, DTensor) and hasattr(plain, "wait") else plain
+    """Return a DTensor as an unsharded tensor, after its collectives have ended. Other values stay unchanged."""
+    gathered = to_unsharded(value)
+    return gathered.wait() if isinstance(value, DTensor) and hasattr(gathered, "wait") else gathered
 
 
 @functools.cache
 def is_in_place(function: Function) -> bool:
-    """Return whether a function changes its first argument, judging by its name."""
+    """Return whether a function changes its first argument. Only its name is considered."""
     name = function.__name__
     return (name.endswith("_") and not name.endswith("__")) or name in _CHANGING
 
@@ -115,7 +115,7 @@ _CHANGING = {
 
 
 def format_function(function: Function) -> str:
-    """Return the name of a function for messages."""
+    """Return the full name of a function, as messages show it."""
     if isinstance(function, OPERATORS):
         return f"torch.ops.{getattr(function, 'overloadpacket', function)}"
     module = getattr(function, "__module__", None) or "torch.Tensor"
@@ -126,7 +126,7 @@ _warned_functions: set[str] = set()
 
 
 def warn_of_gathering(name: str, why: str) -> None:
-    """Warn that a function is computed on gathered tensors, once for each function."""
+    """Warn that a function is computed on gathered tensors. It warns once per function."""
     if name in _warned_functions:  # warn once per function
         return
     _warned_functions.add(name)
@@ -135,7 +135,7 @@ def warn_of_gathering(name: str, why: str) -> None:
         f"{name}: computed on gathered tensors, by each process",
         {},
         why or "DTensor has no rule for it",
-        "call it on what is small, or relayout its arguments first",
+        "call it on small tensors, or relayout its arguments first",
     )
     warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({"torch", "functools"}))
 
@@ -147,35 +147,38 @@ _READING = (  # DTensor reads only the local part of these: pytorch/pytorch#1666
 )
 READS = dict.fromkeys(
     [*(getattr(_TENSOR, name) for name in _READING), torch.equal, torch.allclose, torch.is_nonzero],
-    read_gathered,
+    call_with_gathered_values,
 )
 
 
 def _compute_tensor_split(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """Compute `tensor_split`, because torch reads its split points from memory."""
-    return function(args[0], *map(full_tensor, args[1:]), **tree_map(full_tensor, kwargs))
+    """Compute `tensor_split` with gathered split points, because torch reads these from memory."""
+    return function(args[0], *map(to_unsharded, args[1:]), **tree_map(to_unsharded, kwargs))
 
 
 def _convert_list(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """Compute `torch.tensor` of a list of tensors, because torch reads them from memory."""
+    """Compute `torch.tensor` of a list with gathered tensors, because torch reads these from memory."""
 
-    def gather_list(value: object) -> Any:
-        return tree_map(full_tensor, value) if isinstance(value, (list, tuple)) else value
+    def gather_tensors_in_list(value: object) -> Any:
+        return tree_map(to_unsharded, value) if isinstance(value, (list, tuple)) else value
 
-    return function(*map(gather_list, args), **{name: gather_list(each) for name, each in kwargs.items()})
+    return function(
+        *map(gather_tensors_in_list, args),
+        **{name: gather_tensors_in_list(each) for name, each in kwargs.items()},
+    )
 
 
 def compute_product(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """Compute `prod`, and refuse its backward pass if the input or result was changed meanwhile."""
+    """Compute `prod`. Its backward pass raises if the input or the result was changed through `tensor.data`."""
     given = dict(kwargs)
     x = args[0] if args else given.pop("input")
     numbers = snapshot_counters(x)
 
-    def check_gradient(gradient: torch.Tensor) -> object:
-        check(numbers)
+    def return_checked_gradient(gradient: torch.Tensor) -> object:
+        check_unchanged(numbers)
         return gradient
 
-    result = function(hook_gradient(x, check_gradient), *args[1:], **given)
+    result = function(hook_gradient(x, return_checked_gradient), *args[1:], **given)
     numbers += snapshot_counters(result)
     return result
 
@@ -187,6 +190,6 @@ GATHERED: dict[object, Function] = {
     torch.prod: compute_product,
     **dict.fromkeys((torch.tensor_split, _TENSOR.tensor_split), _compute_tensor_split),
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, _TENSOR.new_tensor), _convert_list),
-    # Their gradients compare values, so partial sums, which round, must be gathered.
+    # Their gradients compare values for equality, so partial sums, which round differently, must be gathered.
     **dict.fromkeys((_TENSOR.index_reduce_, _TENSOR.scatter_reduce_), compute_gathered),
 }

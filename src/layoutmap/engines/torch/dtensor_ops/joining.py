@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import torch
 
-from layoutmap.engines.tested import is_before
+from layoutmap.engines.tested import is_older_than
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 
 JOINS = (
     frozenset({torch.cat, torch.concat, torch.concatenate})
-    if is_before("torch", "2.14")
+    if is_older_than("torch", "2.14")
     else frozenset[Function]()
 )
 
 
-def drop_empty(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Return the arguments of a concatenation without tensors of shape (0,), if others have more axes."""
+def drop_empty_tensors(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Return the arguments of a concatenation without tensors of shape (0,), if other tensors have more axes."""
     tensors = args[0] if args else kwargs.get("tensors", ())
     kept = [each for each in tensors if tuple(each.shape) != (0,)]
     if not kept or max(each.ndim for each in kept) < 2:

@@ -1,7 +1,7 @@
 """Compute `linear` of DTensors on local shards, if that needs no gather.
 
-DTensor composes it of seven operators, and of nine backwards, each of which it plans, wraps and records. Where no mesh
-dim needs an argument in another layout, that is one product, and two backwards.
+DTensor composes it of seven operators in forward and nine in backward, and plans, wraps, and records each of them. If
+no argument needs another layout, one local product in forward and two in backward are enough.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     redistribute_tensor,
     reduce_partial,
-    reduce_placements,
+    replace_partial,
     replicate_gradient,
 )
 from layoutmap.engines.torch.specs import (
     DTensorSpec,
-    cache_by_mesh,
+    cache_while_meshes_exist,
     get_local,
     get_meta,
     get_spec,
     make_dtensor,
-    make_tensor_spec,
+    make_row_major_spec,
 )
 
 
 # DTensor's dispatcher is slow for `linear`, so it is skipped if no operand must move (decisions/0057).
 def _compute_linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    """Compute `linear` on local shards, or by DTensor if an argument would have to be redistributed."""
     given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
     tensors: list[Any] = [given["input"], given["weight"], given.get("bias")]
     plan = None
     # Under autocast, torch must convert the arguments first.
     if not any(map(torch.is_autocast_enabled, {each.device.type for each in tensors[:2]})):
         of_bias = None if tensors[2] is None else get_spec(tensors[2])
-        plan = _plan_shards(get_spec(tensors[0]), get_spec(tensors[1]), of_bias)
-    if plan is None and tensors[0].ndim == 1:  # torch would reshape the result in place
+        plan = _plan_local_product(get_spec(tensors[0]), get_spec(tensors[1]), of_bias)
+    if plan is None and tensors[0].ndim == 1:  # torch would reshape the result in place, so compute one row
         result = _compute_linear(function, (tensors[0].unsqueeze(0), tensors[1]), {}).squeeze(0)
         return result if tensors[2] is None else result + tensors[2]
     if plan is None:
@@ -51,8 +52,8 @@ def _compute_linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Ten
     return _Linear.apply(*tensors, plan)
 
 
-class _Plan(NamedTuple):
-    """The layouts of a product's result and gradients.
+class _ProductPlan(NamedTuple):
+    """The layouts of a product's result and of its gradients.
 
     Attributes:
         result: The spec of the result.
@@ -67,9 +68,9 @@ class _Plan(NamedTuple):
     num_summands: int
 
 
-@cache_by_mesh
-def _plan_shards(x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | None) -> _Plan | None:
-    """Return how to multiply on shards, or None if an argument needs another layout or is no matrix."""
+@cache_while_meshes_exist
+def _plan_local_product(x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | None) -> _ProductPlan | None:
+    """Return the plan to multiply local shards, or None if an argument needs another layout, rank, or dtype."""
     mesh, last = x.mesh, len(x.shape) - 1
     dtypes = {get_meta(each).dtype for each in (x, weight, bias) if each is not None}
     ranks = len(weight.shape), 1 if bias is None else len(bias.shape)
@@ -100,12 +101,12 @@ def _plan_shards(x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | None) 
     (dtype,) = dtypes
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     specs = [
-        None if of is None else make_tensor_spec(mesh, tuple(placements), of.shape, dtype)
+        None if of is None else make_row_major_spec(mesh, tuple(placements), of.shape, dtype)
         for of, placements in zip((x, weight, bias), of_gradients, strict=True)
     ]
-    return _Plan(
-        make_tensor_spec(mesh, tuple(of_result), shape, dtype),
-        reduce_placements(of_result),
+    return _ProductPlan(
+        make_row_major_spec(mesh, tuple(of_result), shape, dtype),
+        replace_partial(of_result),
         specs,
         num_summands,
     )
@@ -114,7 +115,7 @@ def _plan_shards(x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | None) 
 class _Linear(AutogradFunction):
     @staticmethod
     def forward(
-        ctx: Ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: _Plan
+        ctx: Ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: _ProductPlan
     ) -> DTensor:
         ctx.plan = plan
         ctx.save_for_backward(x, weight)
@@ -126,18 +127,18 @@ class _Linear(AutogradFunction):
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         x, weight = ctx.saved_tensors
-        plan: _Plan = ctx.plan
+        plan: _ProductPlan = ctx.plan
         given = redistribute_tensor(replicate_gradient(upstream[0], plan.result.mesh), plan.upstream)
-        if torch.is_grad_enabled():  # for double backward
+        if torch.is_grad_enabled():  # a second derivative is recorded
             return (*_compute_gradients(given, x, weight, ctx.needs_input_grad), None)
         gradient = get_local(given)
-        rows = _flatten_rows(gradient)
+        rows = _flatten_to_matrix(gradient)
         results: list[torch.Tensor | None] = [None, None, None, None]
         if ctx.needs_input_grad[0]:
             results[0] = gradient @ get_local(weight)
         if ctx.needs_input_grad[1]:
             local = get_local(x)
-            results[1] = rows.t() @ _flatten_rows(local)
+            results[1] = rows.t() @ _flatten_to_matrix(local)
         if ctx.needs_input_grad[2]:
             results[2] = rows.sum(0)
         return tuple(
@@ -146,23 +147,26 @@ class _Linear(AutogradFunction):
         )
 
 
-def _flatten_rows(x: torch.Tensor) -> torch.Tensor:
+def _flatten_to_matrix(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with all axes except the last one flattened."""
     # Not -1, because the last axis of a shard may be empty.
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _compute_gradients(
-    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool]
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs_gradient: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    rows = _flatten_rows(gradient)
+    """Return the gradients of input, weight, and bias by operations that can be differentiated again."""
+    rows = _flatten_to_matrix(gradient)
     return (
-        gradient @ weight if wanted[0] else None,
-        rows.t() @ _flatten_rows(x) if wanted[1] else None,
-        rows.sum(0) if wanted[2] else None,
+        gradient @ weight if needs_gradient[0] else None,
+        rows.t() @ _flatten_to_matrix(x) if needs_gradient[1] else None,
+        rows.sum(0) if needs_gradient[2] else None,
     )
 
 
 def _compute_matmul(function: Function, args: Args, kwargs: Kwargs) -> object:
+    """Compute `matmul`. A vector times a matrix becomes a matrix of one row, and a scalar result is reduced."""
     if len(args) == 2 and args[0].ndim == 1 and args[1].ndim == 2:  # same case as in `_compute_linear`
         return function(args[0].unsqueeze(0), args[1]).squeeze(0)
     result = function(*args, **kwargs)

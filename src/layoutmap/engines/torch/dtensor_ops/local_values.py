@@ -1,10 +1,10 @@
 """Track tensors that a program takes out of DTensors with `to_local` or `full_tensor` in a model's call.
 
-A plain tensor that meets a DTensor there counts as the global tensor, the same on each device. A shard is not, so what
-is computed from one has a mark:
+A plain tensor beside a DTensor counts as the global tensor, equal on all devices. A shard differs between devices, so
+shards and all tensors that are computed from them are marked:
 
-- beside tensors that each device has in full, each device computes with its own, and the result is marked, too
-- beside any other DTensor, or as an output of the model, it is refused
+- beside replicated tensors, each device computes with its own shard, and the result is marked, too
+- beside any other DTensor, or as an output of the model, a shard is refused
 """
 
 from __future__ import annotations
@@ -22,36 +22,37 @@ from layoutmap.engines.torch.modes import list_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves
 
-# torch.save writes tensor attributes, which torch.load then refuses, so store marks in a separate table (0151).
+# torch.load refuses files of tensors with attributes, so store marks in a separate table (decisions/0151).
 _marks: Any = WeakIdKeyDictionary()
 """For each local tensor, whether it differs between devices."""
 
 
-def mark_local(local: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
-    """Mark the local tensor of a DTensor, and return it."""
+def mark_local_tensor(local: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
+    """Mark the local tensor of a DTensor with whether it differs between devices, and return it."""
     differs = not all(each.is_replicate() for each in placements)
     if differs or list_function_modes():  # outside forward passes, replicated values are ordinary tensors
         _marks[local] = differs
     return local
 
 
-def _list_marks(values: object) -> list[bool]:
+def _list_shard_marks(values: object) -> list[bool]:
+    """Return, for each marked tensor among some values, whether it differs between devices."""
     leaves = tree_leaves(values) if _marks else ()
     return [_marks[each] for each in leaves if isinstance(each, torch.Tensor) and each in _marks]
 
 
 def has_local_tensor(values: object) -> bool:
-    """Return whether some values contain the local tensor of a DTensor."""
-    return bool(_list_marks(values))
+    """Return whether some values contain a marked local tensor of a DTensor."""
+    return bool(_list_shard_marks(values))
 
 
 def has_shard(values: object) -> bool:
     """Return whether some values contain a tensor that differs between devices."""
-    return any(_list_marks(values))
+    return any(_list_shard_marks(values))
 
 
 def mark_results(function: Function, args: Args, kwargs: Kwargs, result: Any) -> Any:
-    """Mark the results that each device computed from its own tensors, and return them."""
+    """Mark the results of a function that each device has called with its own tensors, and return them."""
     differs = has_shard((args, kwargs))
     for each in tree_leaves((result, args[:1] if is_in_place(function) else (), kwargs.get("out"))):
         if isinstance(each, torch.Tensor) and not isinstance(each, DTensor):
@@ -59,8 +60,10 @@ def mark_results(function: Function, args: Args, kwargs: Kwargs, result: Any) ->
     return result
 
 
-def refuse_mixed(function: Function, args: Args, kwargs: Kwargs, changed: Sequence[torch.Tensor]) -> None:
-    """Raise if a shard is combined with a sharded DTensor, or a DTensor is changed by one.
+def refuse_shard_with_dtensor(
+    function: Function, args: Args, kwargs: Kwargs, changed: Sequence[torch.Tensor]
+) -> None:
+    """Raise if a call combines a shard with a sharded DTensor, or changes a DTensor.
 
     Raises:
         EngineError: There is such a DTensor.
@@ -69,26 +72,26 @@ def refuse_mixed(function: Function, args: Args, kwargs: Kwargs, changed: Sequen
         if isinstance(each, DTensor) and (
             any(each is other for other in changed) or not all(p.is_replicate() for p in each.placements)
         ):
-            raise shard_error(
+            raise make_shard_error(
                 f"{format_function(function)}: a shard, computed with a tensor on the mesh", each
             )
 
 
-def refuse_shard(what: str, value: object) -> None:
-    """Raise for a shard in place of the global tensor.
+def refuse_shard(description: str, value: object) -> None:
+    """Raise if a value is a shard, where the global tensor is needed.
 
     Raises:
         EngineError: It differs.
     """
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and has_shard(value):
-        raise shard_error(f"{what}: a shard in the place of the global tensor", value)
+        raise make_shard_error(f"{description}: a shard in the place of the global tensor", value)
 
 
-def shard_error(what: str, tensor: torch.Tensor) -> EngineError:
-    """Make the error for a shard where the global tensor is needed."""
+def make_shard_error(description: str, tensor: torch.Tensor) -> EngineError:
+    """Return the error for a shard that is used where the global tensor is needed."""
     layout = {"layout": str(tensor.placements)} if isinstance(tensor, DTensor) else {}
     return EngineError(
-        what,
+        description,
         facts={"shape": tuple(tensor.shape), **layout},
         why="to_local() returns the shard of each device, and here it would be taken for the whole tensor",
         fix="use the tensor itself or tensor.full_tensor(), or combine the shards first: "

@@ -1,8 +1,8 @@
 """Look up rows and elements by index in tensors that may be sharded along the indexed axis.
 
-Each device takes what is in its shard, and zero for the rest, and the sum is made at once. DTensor does the same, but
-sums that it has still to make share what they leave out, and a number that no device has gives zero. Here that is an
-error, as on one device; on an accelerator the check waits for nothing, as torch's own.
+Each device looks up the rows of its shard, with zeros for other rows, and the results are summed at once. DTensor does
+the same, but its pending sums share one mask, and an index that no device has returns zero. Here that is an error, as
+on one device. On an accelerator, the check is asynchronous, as torch's own.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.tested import check_names
+from layoutmap.engines.tested import check_names_exist
 from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered
-from layoutmap.engines.torch.dtensor_ops.shards import find_kept_axes, make_placements, take_local_shard
+from layoutmap.engines.torch.dtensor_ops.shards import find_sharded_axes, make_placements, reshard_to_local
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import from_shards, reduce_partial
+from layoutmap.engines.torch.placing import make_dtensor_from_shards, reduce_partial
 from layoutmap.engines.torch.specs import get_local, get_spec
 
-check_names("torch", (torch.ops.aten, "_assert_async"))
+check_names_exist("torch", (torch.ops.aten, "_assert_async"))
 
 
 def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    """Compute `embedding` without gathering a table with sharded rows."""
     given = {**dict(zip(_EMBEDDING, args, strict=False)), **kwargs}
     if given.get("max_norm") is not None:
         raise EngineError(
@@ -49,12 +50,12 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
         return _compute_embedding(function, (), {**given, "input": rows.reshape(1)}).squeeze(0)
     if not is_axis_sharded(table, 0):
         return reduce_partial(function(**given))
-    check_numbers(rows, table.shape[0], "embedding")
+    check_index_range(rows, table.shape[0], "embedding")
     mesh = table.device_mesh
-    apart = find_kept_axes([rows], mesh, range(rows.ndim))
-    along = find_kept_axes([table], mesh, (0, 1), taken=apart, uneven=(0, 1))
-    shard = take_local_shard(table, mesh, along, apart)
-    rows = take_local_shard(rows, mesh, apart, ())
+    apart = find_sharded_axes([rows], mesh, range(rows.ndim))
+    along = find_sharded_axes([table], mesh, (0, 1), excluded_dims=apart, uneven_axes=(0, 1))
+    shard = reshard_to_local(table, mesh, along, apart)
+    rows = reshard_to_local(rows, mesh, apart, ())
     here, is_here = find_local_rows(
         rows, table.shape[0], mesh, [dim for dim, axis in along.items() if axis == 0]
     )
@@ -70,19 +71,19 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 
 
-def _gather(function: Function, args: Args, kwargs: Kwargs) -> object:
+def _compute_gather(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(("input", "dim", "index"), args, strict=False)), **kwargs}
     x, index = given["input"], given["index"]
     if not is_axis_sharded(x, given["dim"]) or index.ndim != x.ndim:
         return function(*args, **kwargs)
     axis, mesh = given["dim"] % x.ndim, x.device_mesh
-    check_numbers(index, x.shape[axis], "gather", axis)
+    check_index_range(index, x.shape[axis], "gather", axis)
     apart: dict[int, int] = {}
-    if _flatten_axis(x.shape, axis) == _flatten_axis(index.shape, axis):
-        apart = find_kept_axes([x, index], mesh, set(range(x.ndim)) - {axis})
-    along = find_kept_axes([x], mesh, {axis}, taken=apart, uneven={axis})
-    shard = take_local_shard(x, mesh, {**apart, **along}, apart)
-    index = take_local_shard(index, mesh, apart, ())
+    if _set_size_to_1(x.shape, axis) == _set_size_to_1(index.shape, axis):
+        apart = find_sharded_axes([x, index], mesh, set(range(x.ndim)) - {axis})
+    along = find_sharded_axes([x], mesh, {axis}, excluded_dims=apart, uneven_axes={axis})
+    shard = reshard_to_local(x, mesh, {**apart, **along}, apart)
+    index = reshard_to_local(index, mesh, apart, ())
     here, is_here = find_local_rows(index, x.shape[axis], mesh, along)
     return sum_shards(shard.gather(axis, here).where(is_here, 0), mesh, apart, along)
 
@@ -90,7 +91,7 @@ def _gather(function: Function, args: Args, kwargs: Kwargs) -> object:
 def find_local_rows(
     index: torch.Tensor, size: int, mesh: DeviceMesh, dims: Collection[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of this device's shard for a local index, and a mask of those that it really has.
+    """Return an index as row numbers of this device's shard, and a mask of the rows that the shard has.
 
     Args:
         index: The index.
@@ -98,17 +99,17 @@ def find_local_rows(
         mesh: The mesh.
         dims: The mesh dims over which that axis is sharded.
     """
-    numbers = list_local_indices(size, mesh, dims, index.device)
+    numbers = list_shard_indices(size, mesh, dims, index.device)
     is_here = (index >= numbers[0]) & (index <= numbers[-1])
-    # Use any valid row for indices outside this shard.
+    # Use any valid row for an index outside of this shard, because the mask removes it.
     return (index - numbers[0]).clamp(min=0).minimum(numbers[-1] - numbers[0]), is_here
 
 
-def list_local_indices(
+def list_shard_indices(
     size: int, mesh: DeviceMesh, dims: Collection[int], device: torch.device
 ) -> torch.Tensor:
-    """Return the indices of an axis that this device's shard has. See `find_local_rows`."""
-    return take_local_shard(torch.arange(size, device=device), mesh, dict.fromkeys(dims, 0), ())
+    """Return the global indices of the part of an axis that this device's shard has. See `find_local_rows`."""
+    return reshard_to_local(torch.arange(size, device=device), mesh, dict.fromkeys(dims, 0), ())
 
 
 def sum_shards(
@@ -118,28 +119,29 @@ def sum_shards(
     dims: Collection[int],
     shape: Sequence[int] | None = None,
 ) -> DTensor:
-    """Return the DTensor of local shards that are summed over some mesh dims and sharded over others."""
+    """Return the DTensor, sharded along `axes`, that is the sum of local tensors over the mesh dims `dims`."""
     placements = [
         Partial() if dim in dims else placement for dim, placement in enumerate(make_placements(mesh, axes))
     ]
-    return reduce_partial(from_shards(local, mesh, placements, shape))
+    return reduce_partial(make_dtensor_from_shards(local, mesh, placements, shape))
 
 
-def _take_along_dim(function: Function, args: Args, kwargs: Kwargs) -> object:
+def _compute_take_along_dim(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(("input", "indices", "dim"), args, strict=False)), **kwargs}
     x, index, axis = given["input"], given["indices"], given.get("dim")
     if axis is None or x.ndim != index.ndim or not is_axis_sharded(x, axis):
         return function(*args, **kwargs)
     axis %= x.ndim
-    shape = torch.broadcast_shapes(_flatten_axis(x.shape, axis), _flatten_axis(index.shape, axis))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    shapes = _set_size_to_1(x.shape, axis), _set_size_to_1(index.shape, axis)
+    shape = torch.broadcast_shapes(*shapes)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     x, index = (each.expand(*shape[:axis], each.shape[axis], *shape[axis + 1 :]) for each in (x, index))
-    return _gather(torch.gather, (x, axis, index.remainder(x.shape[axis])), {})
+    return _compute_gather(torch.gather, (x, axis, index.remainder(x.shape[axis])), {})
 
 
 def _compute_one_hot(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(("input", "num_classes"), args, strict=False)), **kwargs}
     if given.get("num_classes", -1) >= 0:
-        check_numbers(given["input"], given["num_classes"], "one_hot")
+        check_index_range(given["input"], given["num_classes"], "one_hot")
     return function(*args, **kwargs)
 
 
@@ -150,14 +152,14 @@ def is_axis_sharded(tensor: torch.Tensor, axis: int) -> bool:
     return any(placement.is_shard(axis % tensor.ndim) for placement in get_spec(tensor).placements)
 
 
-def _flatten_axis(shape: Sequence[int], axis: int) -> list[int]:
+def _set_size_to_1(shape: Sequence[int], axis: int) -> list[int]:
     return [*shape[:axis], 1, *shape[axis + 1 :]]
 
 
-def check_numbers(numbers: torch.Tensor, size: int, name: str, axis: int = 0) -> None:
-    """Raise an IndexError for an index outside the axis, if the values are known immediately."""
-    numbers = reduce_partial(numbers)
-    local = get_local(numbers) if isinstance(numbers, DTensor) else numbers
+def check_index_range(indices: torch.Tensor, size: int, name: str, axis: int = 0) -> None:
+    """Raise an IndexError for an index outside of an axis. On accelerators, the error may come later."""
+    indices = reduce_partial(indices)
+    local = get_local(indices) if isinstance(indices, DTensor) else indices
     what = f"{name}: index out of range: axis {axis} has size {size}"
     try:
         # Asynchronous on accelerators, so it may raise later.
@@ -168,7 +170,7 @@ def check_numbers(numbers: torch.Tensor, size: int, name: str, axis: int = 0) ->
 
 LOOKUPS: dict[object, Function] = {
     F.embedding: _compute_embedding,
-    **dict.fromkeys((torch.gather, torch.Tensor.gather), _gather),
-    **dict.fromkeys((torch.take_along_dim, torch.Tensor.take_along_dim), _take_along_dim),
+    **dict.fromkeys((torch.gather, torch.Tensor.gather), _compute_gather),
+    **dict.fromkeys((torch.take_along_dim, torch.Tensor.take_along_dim), _compute_take_along_dim),
     F.one_hot: _compute_one_hot,
 }

@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.specs import cache_by_mesh, make_dtensor, make_tensor_spec
+from layoutmap.engines.torch.specs import cache_while_meshes_exist, make_dtensor, make_row_major_spec
 
-# Further rounds change only bits below the threshold's precision.
+# Two rounds suffice, because a third would change only bits below the precision of the threshold.
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _PIECE = 1 << 16  # elements to hash at once, which fit into a CPU cache
 _LARGE_PIECE = 1 << 22  # elements, on devices other than CPUs
 
-Places = tuple[Sequence[int], ...]  # positions along each axis
+AxisIndices = tuple[Sequence[int], ...]  # positions along each axis
 
 
 # A mask must not depend on the mesh, so devices hash the positions of their elements (decisions/0102).
@@ -38,111 +38,112 @@ def draw_sharded_mask(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     *,
-    over: float = 1.0,
+    divisor: float = 1.0,
 ) -> DTensor:
-    """Return a DTensor of zeros and ones, divided by `over`, of which each device draws its own shard.
+    """Return a random DTensor of zeros and of ones divided by `divisor`. Each device draws its own shard.
 
     Args:
         shape: The global shape.
         dtype: The element type.
-        device: Where it is made, and whose generator gives a number.
+        device: The device of the mask and of the generator that is used.
         p: The probability of a zero, between 0 and 1.
         mesh: The `DeviceMesh`.
-        placements: How it is sharded; none is a sum.
-        over: What the ones are divided by, where there are any.
+        placements: The placements of the mask, none of them partial.
+        divisor: The ones are divided by this number, or by 1 if it is 0.
     """
-    size, placements, over = torch.Size(shape), tuple(placements), over or 1.0
+    size, placements, divisor = torch.Size(shape), tuple(placements), divisor or 1.0
     seed = torch.randint(-(1 << 62), (1 << 62) - 1, (), device=device)
-    made: dict[Places, torch.Tensor] = {}
+    made: dict[AxisIndices, torch.Tensor] = {}
     pieces: dict[int, torch.Tensor] = {}
-    for rank, places in _find_local_places(size, mesh, placements).items():
-        if places in made:  # simulated devices with equal parts get separate copies
-            pieces[rank] = made[places].clone()
+    for rank, indices in _find_element_indices_by_rank(size, mesh, placements).items():
+        if indices in made:  # simulated ranks with equal parts need separate memory
+            pieces[rank] = made[indices].clone()
         else:
-            pieces[rank] = made[places] = _draw_mask(places, size, seed, p, dtype, over)
+            pieces[rank] = made[indices] = _draw_mask_block(indices, size, seed, p, dtype, divisor)
     return make_dtensor(
-        simulation.join_pieces(pieces, dtype), make_tensor_spec(mesh, placements, size, dtype)
+        simulation.make_local_tensor(pieces, dtype), make_row_major_spec(mesh, placements, size, dtype)
     )
 
 
-@cache_by_mesh
-def _find_local_places(
+@cache_while_meshes_exist
+def _find_element_indices_by_rank(
     shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> Mapping[int, Places]:
-    """Return the global indices of each local rank's elements along each axis."""
+) -> Mapping[int, AxisIndices]:
+    """Return, for each local rank, the global indices of its elements along each axis."""
     ranks = simulation.list_ranks(mesh)
-    found: dict[int, Places] = {}
+    found: dict[int, AxisIndices] = {}
     for rank in simulation.filter_local_ranks(ranks):
         coordinates = [int(each) for each in np.unravel_index(ranks.index(rank), mesh.shape)]
         found[rank] = tuple(
-            _find_axis_places(axis, size, mesh.shape, placements, coordinates)
+            _find_axis_indices(axis, size, mesh.shape, placements, coordinates)
             for axis, size in enumerate(shape)
         )
     return found
 
 
-def _find_axis_places(
+def _find_axis_indices(
     axis: int,
     size: int,
     mesh_shape: Sequence[int],
     placements: Sequence[Placement],
     coordinates: Sequence[int],
 ) -> Sequence[int]:
-    places: Sequence[int] = range(size)
+    """Return the global indices along one axis that the rank at some mesh coordinates has."""
+    indices: Sequence[int] = range(size)
     for number, placement, coordinate in zip(mesh_shape, placements, coordinates, strict=True):
         if getattr(placement, "dim", None) != axis:
             continue
         strides = getattr(placement, "split_factor", 1)
-        parts = [_take_part(_take_part(places, strides, each), number, coordinate) for each in range(strides)]
-        places = parts[0] if strides == 1 else tuple(place for part in parts for place in part)
-    return places
+        parts = [_take_chunk(_take_chunk(indices, strides, i), number, coordinate) for i in range(strides)]
+        indices = parts[0] if strides == 1 else tuple(place for part in parts for place in part)
+    return indices
 
 
-def _take_part(places: Sequence[int], number: int, which: int) -> Sequence[int]:
-    length = -(-len(places) // number)
-    return places[which * length : (which + 1) * length]
+def _take_chunk(indices: Sequence[int], num_chunks: int, chunk: int) -> Sequence[int]:
+    length = -(-len(indices) // num_chunks)
+    return indices[chunk * length : (chunk + 1) * length]
 
 
-def _draw_mask(
-    places: Places, shape: torch.Size, seed: torch.Tensor, p: float, dtype: torch.dtype, over: float
+def _draw_mask_block(
+    indices: AxisIndices, shape: torch.Size, seed: torch.Tensor, p: float, dtype: torch.dtype, divisor: float
 ) -> torch.Tensor:
-    """Return the elements at some places of a mask."""
+    """Return the elements of a mask at some indices along each axis."""
     steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     most_dropped = max(int(p * 2.0**64) - 1, 0) - (1 << 63)
-    if type(seed) is not torch.Tensor:  # the seed is recorded for a graph, whose compiler divides
-        return (_hash_places(seed, places, steps) > most_dropped).to(dtype).div_(over)
-    mask = torch.empty([len(each) for each in places], dtype=dtype, device=seed.device)
+    if type(seed) is not torch.Tensor:  # a graph is recorded, and its compiler splits the loop
+        return (_hash_element_indices(seed, indices, steps) > most_dropped).to(dtype).div_(divisor)
+    mask = torch.empty([len(each) for each in indices], dtype=dtype, device=seed.device)
     piece = _PIECE if seed.device.type == "cpu" else _LARGE_PIECE
 
-    def fill(part: torch.Tensor, places: Places) -> None:
-        if part.numel() <= piece:
-            part.copy_(_hash_places(seed, places, steps) > most_dropped).div_(over)
+    def fill_block(block: torch.Tensor, indices: AxisIndices) -> None:
+        if block.numel() <= piece:
+            block.copy_(_hash_element_indices(seed, indices, steps) > most_dropped).div_(divisor)
             return
-        axis = next(axis for axis, each in enumerate(places) if len(each) > 1)
-        half = len(places[axis]) // 2
-        for chosen, length in ((slice(half), half), (slice(half, None), len(places[axis]) - half)):
-            inner = (*places[:axis], places[axis][chosen], *places[axis + 1 :])
-            fill(part.narrow(axis, chosen.start or 0, length), inner)
+        axis = next(axis for axis, each in enumerate(indices) if len(each) > 1)
+        half = len(indices[axis]) // 2
+        for chosen, length in ((slice(half), half), (slice(half, None), len(indices[axis]) - half)):
+            inner = (*indices[:axis], indices[axis][chosen], *indices[axis + 1 :])
+            fill_block(block.narrow(axis, chosen.start or 0, length), inner)
 
-    fill(mask, places)
+    fill_block(mask, indices)
     return mask
 
 
-def _hash_places(seed: torch.Tensor, places: Places, steps: Sequence[int]) -> torch.Tensor:
-    """Return the hash of the seed at some places, evenly distributed over all int64."""
+def _hash_element_indices(seed: torch.Tensor, indices: AxisIndices, steps: Sequence[int]) -> torch.Tensor:
+    """Return a hash of the seed and of each element's global position, uniform over all int64."""
     # Avoid overflow before the first round. inductor computes with loop counters, whose overflow is undefined in
     # C++, so the compiler could drop the end of a loop.
     mixed = seed.clone()
-    for axis in range(len(places) - 1, -1, -1):
-        along = _convert_places(places[axis], seed.device).mul_(steps[axis])
-        mixed = mixed + along.view(-1, *[1] * (len(places) - 1 - axis))
+    for axis in range(len(indices) - 1, -1, -1):
+        along = _convert_indices_to_tensor(indices[axis], seed.device).mul_(steps[axis])
+        mixed = mixed + along.view(-1, *[1] * (len(indices) - 1 - axis))
     for shift, factor in _ROUNDS:
         mixed ^= (mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)
         mixed *= factor - (1 << 64)
     return mixed
 
 
-def _convert_places(places: Sequence[int], device: torch.device) -> torch.Tensor:
-    if isinstance(places, range):
-        return torch.arange(places.start, places.stop, device=device)
-    return torch.tensor(places, dtype=torch.int64, device=device)
+def _convert_indices_to_tensor(indices: Sequence[int], device: torch.device) -> torch.Tensor:
+    if isinstance(indices, range):
+        return torch.arange(indices.start, indices.stop, device=device)
+    return torch.tensor(indices, dtype=torch.int64, device=device)

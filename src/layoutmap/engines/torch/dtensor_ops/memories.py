@@ -1,10 +1,10 @@
 """Write changes of redistributed slices back to their source, because these slices are copies and not views.
 
-`weight[2:4]` of a weight whose rows are sharded is taken of the gathered weight. For torch it is a view: what changes
-one changes the other, with their gradients. Here the gathered memory knows of which tensor it is a copy:
+If the rows of a weight are sharded, `weight[2:4]` is a slice of a gathered copy. In torch it would be a view: a change
+of one also changes the other, with their gradients. Here the copy's storage refers to the tensor that was copied:
 
-- an operator that changes it has it written to that tensor, at once;
-- an operator that changes the tensor leaves its copies outdated, and all functions of torch refuse these from then on.
+- if an operator changes the copy, the change is written back to that tensor at once;
+- if an operator changes the tensor, its copies are outdated, and functions of torch refuse them from then on.
 """
 
 # pyright: reportPrivateUsage=false
@@ -20,92 +20,93 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.tested import check_names
+from layoutmap.engines.tested import check_names_exist
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops.gathered import format_function, warn_of_gathering
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload
-from layoutmap.engines.torch.placing import find_reachable_placements, move_to_placements
+from layoutmap.engines.torch.placing import find_reachable_placements, redistribute_if_needed
 from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_meta, get_spec, make_dtensor
 from layoutmap.engines.torch.storages import get_base
 from layoutmap.engines.torch.trees import tree_leaves
-from layoutmap.engines.torch.unseen import count, get_memory, has_hidden_changes
+from layoutmap.engines.torch.unseen import count_hidden_change, get_storage, has_hidden_changes
 
-check_names("torch", (torch._C, "_disabled_torch_function_impl"))
+check_names_exist("torch", (torch._C, "_disabled_torch_function_impl"))
 
 _ORIGIN = "_layoutmap_origin"  # attribute of a copied storage: its source
 _COPIES = "_layoutmap_copies"  # attribute of a storage: its copies
 copied: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-"""Storages that are copies of others."""
+"""Storages of redistributed copies."""
 outdated: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-"""Copies with outdated values."""
+"""Storages of copies whose source was changed after they were made."""
 
 
 # A slice of a DTensor may be a copy, so its source is stored to receive later writes (decisions/0151).
-class _Origin(NamedTuple):
-    """The tensor from which a redistributed copy was made.
+class _CopyOrigin(NamedTuple):
+    """The tensor of which a redistributed copy was made, and where the copy is in memory.
 
     Attributes:
         source: That tensor, outside of autograd.
-        base: What autograd has slices of it be views of.
+        base: The tensor that autograd takes slices of it to be views of.
         spec: The mesh, placements, shape and element type of the copy.
-        places: Where in its memory the copy is, on each rank: where it begins, its shape and strides.
+        geometries: For each rank, the offset, shape, and strides of the copy in its memory.
     """
 
     source: DTensor
     base: weakref.ref[torch.Tensor]
     spec: DTensorSpec
-    places: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]]
+    geometries: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]]
 
     def rebuild_copy(self, part: torch.Tensor) -> DTensor:
-        """Return the whole copy that shares its memory with a part."""
+        """Return the whole copy, given a part of it in the same memory."""
         dtype = get_meta(self.spec).dtype
         pieces = {
             rank: torch.empty(0, dtype=dtype, device=piece.device).set_(
-                piece.untyped_storage(), *self.places[rank]
+                piece.untyped_storage(), *self.geometries[rank]
             )
-            for rank, piece in simulation.get_pieces(get_local(part)).items()
+            for rank, piece in simulation.get_tensors_by_rank(get_local(part)).items()
         }
-        return make_dtensor(simulation.join_pieces(pieces, dtype), self.spec)
+        return make_dtensor(simulation.make_local_tensor(pieces, dtype), self.spec)
 
 
-def note_redistributed(source: torch.Tensor, copy: torch.Tensor) -> None:
-    """Record that a DTensor was redistributed before views are taken.
+def record_copy(source: torch.Tensor, copy: torch.Tensor) -> None:
+    """Record that a redistributed DTensor is a copy, so that changes of its views are written back to `source`.
 
     Args:
         source: The DTensor.
         copy: The same in the other layout.
     """
-    memory, above = get_memory(copy), get_memory(source)
-    if memory is above:  # the redistribution copied nothing
+    copy_storage, source_storage = get_storage(copy), get_storage(source)
+    if copy_storage is source_storage:  # the redistribution copied nothing
         return
-    places = {
+    geometries = {
         rank: (int(piece.storage_offset()), tuple(piece.shape), piece.stride())
-        for rank, piece in simulation.get_pieces(get_local(copy)).items()
+        for rank, piece in simulation.get_tensors_by_rank(get_local(copy)).items()
     }
     own = make_dtensor(get_local(source), get_spec(source))  # a new DTensor outside the graph
-    setattr(memory, _ORIGIN, _Origin(own, weakref.ref(get_base(source)), get_spec(copy), places))
-    vars(above).setdefault(_COPIES, weakref.WeakSet()).add(memory)
-    copied.add(memory)
-    if above in outdated:
-        _mark(memory, is_seen=True)
+    origin = _CopyOrigin(own, weakref.ref(get_base(source)), get_spec(copy), geometries)
+    setattr(copy_storage, _ORIGIN, origin)
+    vars(source_storage).setdefault(_COPIES, weakref.WeakSet()).add(copy_storage)
+    copied.add(copy_storage)
+    if source_storage in outdated:
+        _mark_outdated(copy_storage, is_counted=True)
 
 
-def _get_origin(memory: torch.UntypedStorage) -> _Origin | None:
-    return getattr(memory, _ORIGIN, None)
+def _get_origin(storage: torch.UntypedStorage) -> _CopyOrigin | None:
+    return getattr(storage, _ORIGIN, None)
 
 
-def _iterate_origins(memory: torch.UntypedStorage) -> Generator[torch.UntypedStorage]:
-    """Yield a memory, the memory that it is a copy of, and so on."""
-    yield memory
-    while (origin := _get_origin(memory)) is not None:
-        yield (memory := get_memory(origin.source))
+def _iterate_origins(storage: torch.UntypedStorage) -> Generator[torch.UntypedStorage]:
+    """Yield a storage, then the storage that it is a copy of, and so on."""
+    yield storage
+    while (origin := _get_origin(storage)) is not None:
+        yield (storage := get_storage(origin.source))
 
 
 @skip_function_modes
 @torch.no_grad()
 def write_back(op: OpOverload, changed: list[DTensor]) -> None:
-    """Write an operator's changes of copies back to their origins, and mark other copies as outdated.
+    """Write changes of copies back to the tensors that were copied, and mark other copies of these as outdated.
 
     Args:
         op: The operator.
@@ -116,36 +117,38 @@ def write_back(op: OpOverload, changed: list[DTensor]) -> None:
             or one while a graph is recorded.
     """
     name = format_function(op)
-    tensors = {id(get_memory(each)): each for each in changed}.values()  # one tensor per storage
-    parts = [(each, origin) for each in tensors if (origin := _get_origin(get_memory(each))) is not None]
+    tensors = {id(get_storage(each)): each for each in changed}.values()  # one tensor per storage
+    parts = [(each, origin) for each in tensors if (origin := _get_origin(get_storage(each))) is not None]
     refuse_outdated(name, [part for part, _ in parts])
     for part, origin in parts:
-        _check_writable(name, part, origin, [each for each in tensors if each is not part])
+        _check_copy_writable(name, part, origin, [each for each in tensors if each is not part])
     for each in tensors:
-        _mark_copies(list(_iterate_origins(get_memory(each))), is_seen=not has_hidden_changes(each))
+        _mark_copies(list(_iterate_origins(get_storage(each))), is_counted=not has_hidden_changes(each))
     for part, origin in parts:
         warn_of_gathering(f"{name} of a slice", "along a sharded axis it is a copy, and is written back")
         origin.source.copy_(
-            move_to_placements(origin.rebuild_copy(part), find_reachable_placements(origin.source))
+            redistribute_if_needed(origin.rebuild_copy(part), find_reachable_placements(origin.source))
         )
-        outdated.discard(get_memory(part))  # the copy is up to date again
+        outdated.discard(get_storage(part))  # the copy is up to date again
 
 
-def _check_writable(name: str, part: torch.Tensor, origin: _Origin, others: Iterable[torch.Tensor]) -> None:
-    """Raise an EngineError for a changed copy that cannot be written back."""
-    *_, root = _iterate_origins(get_memory(part))
+def _check_copy_writable(
+    name: str, part: torch.Tensor, origin: _CopyOrigin, others: Iterable[torch.Tensor]
+) -> None:
+    """Raise if a changed copy cannot be written back to its source."""
+    *_, root = _iterate_origins(get_storage(part))
     if 0 in origin.source.stride():  # expanded tensors
         why, fix = (
             "in an expanded tensor several elements share memory",
             "clone the tensor first: x = x.clone()",
         )
-    elif any(root is memory for each in others for memory in _iterate_origins(get_memory(each))):
+    elif any(root is storage for each in others for storage in _iterate_origins(get_storage(each))):
         why, fix = "another slice was changed by the same call", "change one after the other"
-    elif type(simulation.get_first_piece(get_local(part))) is not torch.Tensor:
+    elif type(simulation.get_first_local(get_local(part))) is not torch.Tensor:
         why, fix = "a graph is recorded, which has no memory", "assign to it: x[...] = value"
     else:
         return
-    _mark(get_memory(part), is_seen=True)
+    _mark_outdated(get_storage(part), is_counted=True)
     raise EngineError(
         f"{name}: a slice along a sharded axis, changed in place",
         facts={"shape": tuple(part.shape), "tensor": tuple(origin.source.shape)},
@@ -154,36 +157,38 @@ def _check_writable(name: str, part: torch.Tensor, origin: _Origin, others: Iter
     )
 
 
-def count_unseen(changed: list[torch.Tensor]) -> None:
-    """Count changes of tensors and their origins that autograd does not see."""
+def count_hidden_changes(changed: list[torch.Tensor]) -> None:
+    """Count changes that autograd does not see, for tensors and for those that they are copies of."""
     for each in filter(has_hidden_changes, changed):
-        for memory in _iterate_origins(get_memory(each)):
-            count(memory)
+        for storage in _iterate_origins(get_storage(each)):
+            count_hidden_change(storage)
 
 
-def _mark_copies(memories: Sequence[torch.UntypedStorage], *, is_seen: bool) -> None:
-    """Mark the copies of some memories as outdated, except for these memories themselves."""
-    for memory in memories:
-        for each in list(getattr(memory, _COPIES, ())):  # garbage collection may shrink the list
+def _mark_copies(memories: Sequence[torch.UntypedStorage], *, is_counted: bool) -> None:
+    """Mark all copies of some storages as outdated, except copies that are among these storages."""
+    for storage in memories:
+        for each in list(getattr(storage, _COPIES, ())):  # garbage collection may shrink the list
             if not any(each is other for other in memories):
-                _mark(each, is_seen=is_seen)
+                _mark_outdated(each, is_counted=is_counted)
 
 
-def _mark(memory: torch.UntypedStorage, *, is_seen: bool) -> None:
-    if not outdated:  # remove the function mode, so that DTensors cost nothing while no slice is outdated
-        _watch_functions()
-    outdated.add(memory)
-    base = getattr(memory, _ORIGIN).base()
-    if not is_seen and base is not None and not base.is_inference():
+def _mark_outdated(storage: torch.UntypedStorage, *, is_counted: bool) -> None:
+    """Mark a copy and all copies of it as outdated."""
+    if not outdated:  # functions were not checked so far, because checks take time
+        _start_checking_functions()
+    outdated.add(storage)
+    base = getattr(storage, _ORIGIN).base()
+    if not is_counted and base is not None and not base.is_inference():
         torch.autograd.graph.increment_version(base)  # so that a backward pass that needs the old value fails
-    _mark_copies([memory], is_seen=is_seen)
+    _mark_copies([storage], is_counted=is_counted)
 
 
-def _check_arguments(function: Function, values: object) -> None:
+def _refuse_outdated_arguments(function: Function, values: object) -> None:
+    """Raise if a function reads an outdated slice. Stop all checks if none is outdated any more."""
     if function not in METADATA_METHODS:
         refuse_outdated(format_function(function), values)
     if not outdated:
-        _stop_watching_functions()
+        _stop_checking_functions()
 
 
 _METHODS = ("size", "dim", "stride", "numel", "is_floating_point", "is_complex", "is_contiguous", "__len__")
@@ -193,47 +198,49 @@ METADATA_METHODS = frozenset(
 """Methods that do not read values."""
 
 
-def _format_tensor(tensor: DTensor) -> str:
-    return _SHOW(tensor) + (" (outdated: take it again)" if get_memory(tensor) in outdated else "")
+def _format_outdated_tensor(tensor: DTensor) -> str:
+    """Replace `DTensor.__repr__`: say whether the tensor is outdated."""
+    return _ORIGINAL_REPR(tensor) + (" (outdated: take it again)" if get_storage(tensor) in outdated else "")
 
 
 def refuse_outdated(name: str, values: object) -> None:
-    """Refuse a call with slices of a tensor that was changed after they were taken.
+    """Raise if a call has a slice of a tensor that was changed after the slice was taken.
 
     Raises:
         EngineError: There is such a slice among the values.
     """
     for each in tree_leaves(values) if outdated else ():
-        if isinstance(each, DTensor) and (memory := get_memory(each)) in outdated:
+        if isinstance(each, DTensor) and (storage := get_storage(each)) in outdated:
             raise EngineError(
                 f"{name}: a slice of a tensor that was changed after it was taken",
-                facts={"shape": tuple(each.shape), "tensor": tuple(getattr(memory, _ORIGIN).source.shape)},
+                facts={"shape": tuple(each.shape), "tensor": tuple(getattr(storage, _ORIGIN).source.shape)},
                 why="along a sharded axis a slice is a copy, and does not change with its tensor",
                 fix="take the slice where it is used, x[...], or clone it before the change: x[...].clone()",
             )
 
 
-_SHOW = DTensor.__repr__
+_ORIGINAL_REPR = DTensor.__repr__
 
 
-def _watch_functions() -> None:
-    """Check for outdated slices before each torch function that is called with a DTensor."""
+def _start_checking_functions() -> None:
+    """Check each torch function that is called with a DTensor for outdated slices."""
     owner: Any = DTensor
-    owner.__torch_function__ = classmethod(_check_torch_function)
-    owner.__repr__ = functools.wraps(_SHOW)(_format_tensor)
+    owner.__torch_function__ = classmethod(_check_and_call_torch_function)
+    owner.__repr__ = functools.wraps(_ORIGINAL_REPR)(_format_outdated_tensor)
 
 
-def _check_torch_function(
+def _check_and_call_torch_function(
     _: object, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
 ) -> object:
+    """Replace `DTensor.__torch_function__`: refuse outdated slices, and call the function."""
     if type(func) is not MethodWrapperType:  # properties read no values
-        _check_arguments(func, (args, kwargs))
+        _refuse_outdated_arguments(func, (args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
 
 
-def _stop_watching_functions() -> None:
+def _stop_checking_functions() -> None:
     """Stop checking functions for outdated slices."""
     owner: Any = DTensor
     owner.__torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportUnknownMemberType]
-    owner.__repr__ = _SHOW
+    owner.__repr__ = _ORIGINAL_REPR

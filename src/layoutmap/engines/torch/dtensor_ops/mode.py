@@ -1,19 +1,19 @@
 """Define the context in which DTensors compute correctly: `enable_dtensor_ops`.
 
-Operators that DTensor is not known to compute right are computed on gathered tensors: see `guard`. These functions are
-looked up in tables before they come to that, and computed without a gather, or with what one device draws:
+Operators for which DTensor is not proven to be correct are computed on gathered tensors: see `guard`. The functions in
+these tables are handled before that, without a gather, or with the random numbers of one device:
 
-linear        products of shards, which DTensor computes right, but slowly; of a vector, which fail
-losses        means over shards, labels that are ignored
-norms         statistics of a batch that is sharded
+linear        products of shards, which DTensor computes slowly, and products with a vector, which fail
+losses        means over shards, and ignored labels
+norms         statistics of a sharded batch
 attention     sharded along the batch or the heads
 convolutions  with output channels that are sharded
 recurrent     sharded along the batch
-randomness    dropout and its like draw what the plain program draws
-rows          what treats images or elements apart, and has no rule for its gradient
-lookups       rows and elements by their number, along a sharded axis
-slices        changes in place of a part of a tensor, which may be a copy
-gathered      values that are read, custom operators, and what changes the shape of a tensor in place on its way
+randomness    dropout and other functions that must draw the numbers of the unsharded program
+rows          functions that treat images or elements independently, but have no rule for their gradients
+lookups       rows and elements by their index, along a sharded axis
+slices        in-place changes of a part of a tensor, which may be a copy
+gathered      functions that read values, custom operators, and functions that change a tensor's shape in place
 
 Plain tensors that meet DTensors count as replicated.
 """
@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.engines.tested import Needed
+from layoutmap.engines.tested import ImportGuard
 from layoutmap.engines.torch.changes import keep_patches
 from layoutmap.engines.torch.dtensor_ops.attention import ATTENTION, ATTENTION_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.class_losses import CLASS_LOSSES
@@ -44,19 +44,19 @@ from layoutmap.engines.torch.dtensor_ops.gathered import (
     READS,
     compute_custom_operator,
     compute_gathered,
-    find_changed,
+    find_changed_tensors,
     format_function,
     is_in_place,
 )
-from layoutmap.engines.torch.dtensor_ops.guard import guard_mesh
-from layoutmap.engines.torch.dtensor_ops.joining import JOINS, drop_empty
+from layoutmap.engines.torch.dtensor_ops.guard import guard_operators_on_mesh
+from layoutmap.engines.torch.dtensor_ops.joining import JOINS, drop_empty_tensors
 from layoutmap.engines.torch.dtensor_ops.linear import LINEAR
 from layoutmap.engines.torch.dtensor_ops.local_values import (
     has_local_tensor,
     has_shard,
+    make_shard_error,
     mark_results,
-    refuse_mixed,
-    shard_error,
+    refuse_shard_with_dtensor,
 )
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS
 from layoutmap.engines.torch.dtensor_ops.losses import LOSSES
@@ -65,7 +65,7 @@ from layoutmap.engines.torch.dtensor_ops.norms import NORMS
 from layoutmap.engines.torch.dtensor_ops.randomness import RANDOM, RANDOM_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.recurrent import RECURRENT
 from layoutmap.engines.torch.dtensor_ops.rows import ROWS
-from layoutmap.engines.torch.dtensor_ops.slices import assign_item, keep_gradient
+from layoutmap.engines.torch.dtensor_ops.slices import assign_item, keep_gradient_layout
 from layoutmap.engines.torch.dtensor_ops.softmax import SOFTMAX
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_unwrap, unwrap_function
 from layoutmap.engines.torch.modes import disable_function_modes, leave_function_modes, skip_function_modes
@@ -74,7 +74,7 @@ from layoutmap.engines.torch.placing import reduce_partial, replicate_tensor
 from layoutmap.engines.torch.storages import get_base
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
-with Needed("torch"):
+with ImportGuard("torch"):
     from torch._C import _get_dtensor_allow_implicit_replication as replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
     from torch._C import _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
 
@@ -99,7 +99,7 @@ _TABLES: tuple[Mapping[Any, Handler], ...] = (
 _HANDLERS = {
     function: skip_function_modes(handler) for table in _TABLES for function, handler in table.items()
 }
-_BY_SHARDS = {
+_HANDLERS_BY_SHARDS = {
     f: skip_function_modes(handler) for f, handler in {**RANDOM_BY_SHARDS, **ATTENTION_BY_SHARDS}.items()
 }
 _COMPUTE_GATHERED = skip_function_modes(compute_gathered)
@@ -108,7 +108,7 @@ _BACKWARD = (torch.Tensor.backward, torch.autograd.grad)  # pyright: ignore[repo
 
 @contextmanager
 def enable_dtensor_ops(device_mesh: DeviceMesh, *, by_shards: bool = False) -> Generator[None]:
-    """Let DTensors on this thread compute the same results as unsharded tensors, while open.
+    """Make functions of DTensors return the same results as those of unsharded tensors, on this thread while open.
 
     It can be opened again inside of itself, and changes nothing for plain tensors among themselves.
 
@@ -116,7 +116,7 @@ def enable_dtensor_ops(device_mesh: DeviceMesh, *, by_shards: bool = False) -> G
         device_mesh: The mesh of the DTensors.
         by_shards: Whether each device draws its part of what a dropout drops, which plain tensors do not.
     """
-    guard_mesh(device_mesh)
+    guard_operators_on_mesh(device_mesh)
     before = replicates_plain_tensors()
     set_replicates_plain_tensors(True)  # otherwise DTensor refuses unsharded tensors next to DTensors
     try:
@@ -129,7 +129,7 @@ def enable_dtensor_ops(device_mesh: DeviceMesh, *, by_shards: bool = False) -> G
 
 
 class _DTensorFunctionMode(TorchFunctionMode):
-    """Look up a handler for each function called with a DTensor."""
+    """Call the handler of each torch function that has a DTensor among its arguments."""
 
     def __init__(self, by_shards: bool) -> None:
         super().__init__()
@@ -147,23 +147,23 @@ class _DTensorFunctionMode(TorchFunctionMode):
             # Leave other modes, which would see DTensor's internal operations as the program's.
             with leave_function_modes(), self:
                 return unwrap_function(func)(*args, **kwargs)
-        found, is_mixed = _find_tensors((*args, *kwargs.values()) if kwargs else args)
+        found, is_mixed = _find_dtensor_and_unsharded((*args, *kwargs.values()) if kwargs else args)
         if found is None:
             return (
                 _compute_per_device(func, args, kwargs)
                 if has_local_tensor((args, kwargs))
                 else func(*args, **kwargs)
             )
-        changed = find_changed(func, args, kwargs) if known.changes or "out" in kwargs else []
+        changed = find_changed_tensors(func, args, kwargs) if known.changes or "out" in kwargs else []
         if known.indexes:
-            args = (args[0], _convert_index(args[1]), *args[2:])
-            is_mixed = _find_tensors(args)[1]
+            args = (args[0], _convert_lists_in_index(args[1]), *args[2:])
+            is_mixed = _find_dtensor_and_unsharded(args)[1]
         if is_mixed and has_shard((args, kwargs)):
-            refuse_mixed(func, args, kwargs, changed)
+            refuse_shard_with_dtensor(func, args, kwargs, changed)
             try:
                 return _compute_per_device(func, args, kwargs)
             except RuntimeError as error:  # a shard and a global tensor have incompatible shapes
-                raise shard_error(
+                raise make_shard_error(
                     f"{format_function(func)}: a shard, computed with a global tensor", found
                 ) from error
         handler = known.handler
@@ -176,20 +176,20 @@ class _DTensorFunctionMode(TorchFunctionMode):
         if known.is_unwrapped:
             with self:
                 return unwrap_function(func)(*args, **kwargs)
-        return _compute_unhandled(known.joins, changed, func, args, kwargs)
+        return _compute_without_handler(known.joins, changed, func, args, kwargs)
 
 
 @dataclass(frozen=True, slots=True)
 class _FunctionTraits:
-    """Properties of a torch function that determine its handling.
+    """Properties of a torch function that determine how it is computed.
 
     Attributes:
-        handler: What computes it; `None`: DTensor, or what it calls is looked up.
+        handler: The function that computes it; `None`: DTensor computes it, or its inner calls have handlers.
         changes: Whether it changes arguments that are not named `out`.
         indexes: Whether its second argument is an index.
         joins: Whether it joins tensors, of which some may be empty.
         is_backward: Whether it runs a backward pass.
-        can_be_unwrapped: Whether it is Python, and what it calls is looked up.
+        is_unwrapped: Whether it is Python code, so that handlers are looked up for the functions that it calls.
     """
 
     handler: Handler | None
@@ -202,7 +202,8 @@ class _FunctionTraits:
 
 @functools.lru_cache(maxsize=4096)
 def _classify_function(func: Function, by_shards: bool) -> _FunctionTraits:
-    handler = _BY_SHARDS.get(func) if by_shards else None
+    """Return the properties of a torch function. `by_shards` selects handlers that draw masks by shards."""
+    handler = _HANDLERS_BY_SHARDS.get(func) if by_shards else None
     return _FunctionTraits(
         handler=handler
         or _HANDLERS.get(func)
@@ -211,12 +212,12 @@ def _classify_function(func: Function, by_shards: bool) -> _FunctionTraits:
         indexes=func in _INDEXING,
         joins=func in JOINS,
         is_backward=func in _BACKWARD,
-        is_unwrapped=func not in _THIN and can_unwrap(func),
+        is_unwrapped=func not in _THIN_WRAPPERS and can_unwrap(func),
     )
 
 
 def _compute_per_device(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """Compute a function of local and replicated tensors on each device."""
+    """Call a function on the local tensors of replicated DTensors, and mark its results as local."""
     args, kwargs = tree_map(
         lambda each: each.to_local() if isinstance(each, DTensor) else each, (tuple(args), kwargs)
     )
@@ -224,8 +225,8 @@ def _compute_per_device(function: Function, args: Args, kwargs: Kwargs) -> objec
         return mark_results(function, args, kwargs, function(*args, **kwargs))
 
 
-# Thin Python wrappers of torch functions that DTensor supports.
-_THIN = frozenset(
+# Thin Python wrappers of functions that DTensor supports, so they are not unwrapped.
+_THIN_WRAPPERS = frozenset(
     (
         F.celu,
         F.elu,
@@ -244,41 +245,41 @@ _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _PROPERTY = types.MethodWrapperType  # type of property getters such as `Tensor.shape.__get__`
 
 
-def _compute_unhandled(
+def _compute_without_handler(
     joins: bool, changed: list[torch.Tensor], function: Function, args: Any, kwargs: Any
 ) -> object:
-    """Compute a function without a handler, outside of all modes. `guard` decides how."""
+    """Compute a function that has no handler, outside of all function modes. `guard` decides about its operators."""
     with disable_function_modes():
         if joins:
-            args, kwargs = drop_empty(args, kwargs)
+            args, kwargs = drop_empty_tensors(args, kwargs)
         result = function(*args, **kwargs)
         for each in changed:
             if get_base(each) is not each:
-                keep_gradient(each)
+                keep_gradient_layout(each)
         if not changed and type(result) is DTensor and result.ndim == 0 and get_base(result) is result:
             return reduce_partial(result)  # reduce scalars now, because a loss may be read outside modes
         return result
 
 
-def _convert_index(index: object) -> object:
-    """Return an index with tensors in place of lists of numbers, as torch converts them."""
+def _convert_lists_in_index(index: object) -> object:
+    """Return an index in which tensors replace lists of integers, as torch converts them."""
     if type(index) is tuple:
-        return tuple(map(_convert_index, index))  # pyright: ignore[reportUnknownArgumentType]
+        return tuple(map(_convert_lists_in_index, index))  # pyright: ignore[reportUnknownArgumentType]
     numbers = type(index) is list and all(isinstance(each, int) for each in tree_leaves(index))
     return torch.tensor(index) if numbers else index  # pyright: ignore[reportUnknownVariableType]
 
 
-_NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, slice))
+_TYPES_WITHOUT_TENSORS = frozenset((int, float, bool, str, type(None), torch.dtype, slice))
 
 
-def _find_tensors(values: Iterable[Any]) -> tuple[DTensor | None, bool]:
-    """Return a DTensor among values and their lists, and whether they contain unsharded tensors."""
+def _find_dtensor_and_unsharded(values: Iterable[Any]) -> tuple[DTensor | None, bool]:
+    """Return one DTensor among values and their lists, and whether these also contain unsharded tensors."""
     found, is_mixed = None, False
     for value in values:
         kind = type(value)  # pyright: ignore[reportUnknownVariableType]
         if kind is DTensor:
             found = value
-        elif kind in _NUMBERS:
+        elif kind in _TYPES_WITHOUT_TENSORS:
             continue
         elif isinstance(value, torch.Tensor):
             if isinstance(value, DTensor):
@@ -286,8 +287,8 @@ def _find_tensors(values: Iterable[Any]) -> tuple[DTensor | None, bool]:
             else:
                 is_mixed = True
         elif kind is tuple or kind is list:
-            inner, also = _find_tensors(value)
-            found, is_mixed = inner if found is None else found, is_mixed or also
+            inner, is_inner_mixed = _find_dtensor_and_unsharded(value)
+            found, is_mixed = inner if found is None else found, is_mixed or is_inner_mixed
     return found, is_mixed
 
 

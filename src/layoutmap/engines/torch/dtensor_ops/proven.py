@@ -41,18 +41,18 @@ _foreach_reciprocal _foreach_rsqrt _foreach_sign _foreach_sqrt _foreach_sub _for
 PROVEN = frozenset(
     f"{_ELEMENTWISE} {_VIEWS} {_REDUCTIONS} {_PRODUCTS} {_PARTS} {_ALONG} {_MADE} {_OPTIMIZERS}".split()
 )
-"""Correct after pending partial sums are reduced."""
+"""Operators that are correct after pending partial sums are reduced."""
 
 ALONG = frozenset(_ALONG.split())
-"""Correct if not in place, and if tensors of the target's rank differ in size only along the index axis."""
+"""Operators that are correct if not in place, and if tensors of the target's rank differ only in the index axis."""
 
 SUMS_PASS = frozenset(
     f"{_VIEWS} add alias bmm cat clone copy detach div mean mm mul neg stack sub sum zero".split()
 )
-"""Correct for partial sums, too. The result is a partial sum."""
+"""Operators that are also correct for partial sums. Their result is then a partial sum."""
 
 ANY_ORDER = frozenset(f"{_ELEMENTWISE} {_PRODUCTS} {_MADE} {_OPTIMIZERS}".split())
-"""Correct for tensors sharded over several mesh dims in any order, too."""
+"""Operators that are also correct for axes that are sharded over several mesh dims in any order."""
 
 _LOSSES = "binary_cross_entropy binary_cross_entropy_with_logits huber_loss mse_loss smooth_l1_loss soft_margin_loss"
 REDUCTIONS: dict[str, tuple[int, ...]] = {
@@ -60,7 +60,7 @@ REDUCTIONS: dict[str, tuple[int, ...]] = {
     "nll_loss_forward": (0, 2),
     "nll_loss_backward": (0, 2),
 }
-"""Correct only with these reductions, by torch's numbers: none and sum. A mean would be that of a shard."""
+"""Losses and the reductions with which they are correct, by torch's enum (0: none, 2: sum), but never a mean."""
 
 _SMALL = """
 _cdist_backward _cdist_forward _ctc_loss _ctc_loss_backward _embedding_bag _embedding_bag_forward_only
@@ -69,4 +69,4 @@ masked_select multi_margin_loss multi_margin_loss_backward multilabel_margin_los
 searchsorted select_scatter slice_scatter take trace unbind
 """
 QUIET = frozenset(_SMALL.split())
-"""Gathered without a warning, because there is no alternative or the tensors are small."""
+"""Operators that are gathered without a warning, because their tensors are small or there is no alternative."""

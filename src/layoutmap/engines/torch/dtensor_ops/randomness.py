@@ -1,9 +1,8 @@
 """Draw random numbers for DTensors as the unsharded program does, and then shard them.
 
-So dropout and its like give the numbers of one device on any mesh, and the default generator ends in the same state.
-In DTensor each device draws its own: pytorch/pytorch#168058.
-With `draws="tiles"` a device draws its part of a dropout's mask alone: see `masks`. All processes must have seeded
-alike; `same_draws` compares what they draw from.
+So dropout gives the same result on any mesh as on one device, and leaves the default generator in the same state. In
+DTensor, each device draws its own numbers (pytorch/pytorch#168058). With `draws="tiles"`, each device draws only its
+shard of a dropout mask: see `masks`. All processes must have the same seed; `check_equal_draws` compares their states.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from torch.nn import functional as F
 
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
-from layoutmap.engines.agreement import Gather, check_alike
+from layoutmap.engines.agreement import Gather, compare_texts
 from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered, is_in_place
 from layoutmap.engines.torch.dtensor_ops.masks import draw_sharded_mask
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     find_reachable_placements,
-    full_tensor,
-    move_to_placements,
-    place_like,
+    redistribute_if_needed,
     reduce_partial,
+    shard_like,
+    to_unsharded,
 )
 from layoutmap.engines.torch.trees import tree_map
 
 
 @contextmanager
-def same_draws(mesh: DeviceMesh, gather: Gather) -> Generator[None]:
-    """Raise if random numbers drawn in the block differ between processes.
+def check_equal_draws(mesh: DeviceMesh, gather: Gather) -> Generator[None]:
+    """Raise at the end of the block if random numbers drawn in it differ between processes.
 
     Args:
         mesh: The `DeviceMesh`.
@@ -46,10 +45,11 @@ def same_draws(mesh: DeviceMesh, gather: Gather) -> Generator[None]:
     Raises:
         ScopeError: A process draws other numbers than another, or none; in all of them.
     """
-    state = _hash_generators(mesh.device_type)
+    state = _hash_generator_states(mesh.device_type)
     yield
-    said, _ = check_alike(
-        f"from state {state:08x}" if _hash_generators(mesh.device_type) != state else "no numbers", gather
+    said, _ = compare_texts(
+        f"from state {state:08x}" if _hash_generator_states(mesh.device_type) != state else "no numbers",
+        gather,
     )
     if said:
         raise ScopeError(
@@ -61,38 +61,39 @@ def same_draws(mesh: DeviceMesh, gather: Gather) -> Generator[None]:
         )
 
 
-def _hash_generators(kind: str) -> int:
-    """Return a checksum of the generator states of this process and of its devices."""
+def _hash_generator_states(device_type: str) -> int:
+    """Return a checksum of the states of torch's default CPU generator and of the device's generator."""
     states = [torch.get_rng_state()]
-    if kind != "cpu":  # the device's generator draws masks
-        states.append(torch.get_device_module(kind).get_rng_state())
+    if device_type != "cpu":  # the device's generator draws masks
+        states.append(torch.get_device_module(device_type).get_rng_state())
     return compute_checksum(*(state.numpy() for state in states))
 
 
 def _allocate_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an unsharded tensor with a DTensor's shape, strides, and dtype. Draws follow the strides."""
+    """Return an unsharded tensor with a DTensor's shape, strides, and dtype, because draws follow strides."""
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _compute_dropout(function: Function, args: Args, kwargs: Kwargs) -> object:
-    x, p, train = _read_arguments(*args, **kwargs)
+    """Compute a dropout with the mask that an unsharded tensor would get."""
+    x, p, train = _bind_dropout_arguments(*args, **kwargs)
     if not train or p == 0:
         return x  # like torch, draw nothing
     plain = torch.dropout if "feature" not in function.__name__ else torch.feature_dropout
-    mask = place_like(plain(_allocate_like(x).fill_(1), p, True), x)
+    mask = shard_like(plain(_allocate_like(x).fill_(1), p, True), x)
     return x.mul_(mask) if is_in_place(function) else x * mask
 
 
-def _read_arguments(input: object, p: float, train: bool) -> tuple[Any, float, bool]:
-    """Return the arguments of a dropout."""
+def _bind_dropout_arguments(input: object, p: float, train: bool) -> tuple[Any, float, bool]:
+    """Return the arguments of a dropout in order, also if they are passed by name."""
     return input, p, train
 
 
 def _compute_dropout_by_shards(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """Compute dropout with each device drawing only its own shard of the mask."""
-    x, p, train = _read_arguments(*args, **kwargs)
+    """Compute a dropout with a mask of which each device draws only its own shard."""
+    x, p, train = _bind_dropout_arguments(*args, **kwargs)
     of_channels = "feature" in function.__name__
-    # Other values are errors that torch raises.
+    # For other arguments torch draws nothing or raises, so use the handler that follows torch.
     if not train or not 0 < p <= 1 or not x.numel() or (of_channels and x.ndim < 2):
         return RANDOM[function](function, args, kwargs)
     in_place = is_in_place(function)
@@ -103,7 +104,7 @@ def _compute_dropout_by_shards(function: Function, args: Args, kwargs: Kwargs) -
     ]
     draw = functools.partial(draw_sharded_mask, shape, x.dtype, x.device, p, x.device_mesh, placements)
     if "alpha" not in function.__name__ or p == 1:
-        mask = draw(over=1 - p)
+        mask = draw(divisor=1 - p)
         return x.mul_(mask) if in_place else x * mask
     # Dropped elements become the lower limit of SELU, which preserves mean and variance.
     mask, scale = draw(), 1 / math.sqrt((_SELU * _SELU * p + 1) * (1 - p))
@@ -115,36 +116,36 @@ def _compute_dropout_by_shards(function: Function, args: Args, kwargs: Kwargs) -
 _SELU = 1.7580993408473766
 
 
-def _make_training_handler(place: int) -> Function:
-    """Return the handler of a function that draws only if argument number `place` is true."""
+def _make_training_handler(position: int) -> Function:
+    """Return the handler of a function that draws random numbers only if its argument at `position` is true."""
 
-    def compute(function: Function, args: Args, kwargs: Kwargs) -> object:
-        training = args[place] if len(args) > place else next(iter(kwargs.values()))
-        return draw_gathered(function, args, kwargs) if training else function(*args, **kwargs)
+    def compute_if_training(function: Function, args: Args, kwargs: Kwargs) -> object:
+        training = args[position] if len(args) > position else next(iter(kwargs.values()))
+        return compute_random_gathered(function, args, kwargs) if training else function(*args, **kwargs)
 
-    return compute
+    return compute_if_training
 
 
-def _fill_tensor(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """Fill a DTensor with the random numbers that an unsharded tensor would get."""
+def _fill_with_random_numbers(function: Function, args: Args, kwargs: Kwargs) -> object:
+    """Fill a DTensor in place with the random numbers that an unsharded tensor would get."""
     x, *rest = args
-    values = function(_allocate_like(x), *map(full_tensor, rest), **tree_map(full_tensor, kwargs))
-    return x.copy_(place_like(values, x))
+    values = function(_allocate_like(x), *map(to_unsharded, rest), **tree_map(to_unsharded, kwargs))
+    return x.copy_(shard_like(values, x))
 
 
-def _draw_like(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """Return a random DTensor in the shape and placements of another."""
+def _draw_random_like(function: Function, args: Args, kwargs: Kwargs) -> object:
+    """Return a random DTensor with the shape and placements of a DTensor."""
     x, *rest = args
-    return place_like(function(_allocate_like(x), *rest, **kwargs), x)
+    return shard_like(function(_allocate_like(x), *rest, **kwargs), x)
 
 
-def draw_gathered(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """Compute a random function on gathered tensors, and place its result like the first DTensor."""
+def compute_random_gathered(function: Function, args: Args, kwargs: Kwargs) -> object:
+    """Compute a random function on gathered tensors. A result shaped like the first DTensor gets its placements."""
     first = next(each for each in (*args, *kwargs.values()) if isinstance(each, DTensor))
     result = compute_gathered(function, args, kwargs)
     if not isinstance(result, DTensor) or result is first or result.shape != first.shape:
         return result
-    return move_to_placements(result, find_reachable_placements(first))
+    return redistribute_if_needed(result, find_reachable_placements(first))
 
 
 _METHODS = (
@@ -156,8 +157,8 @@ _ALPHA_DROPOUTS = (
 )
 RANDOM: dict[object, Function] = {
     **dict.fromkeys(_DROPOUTS, _compute_dropout),
-    **{getattr(torch.Tensor, name): _fill_tensor for name in _METHODS},
-    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _draw_like),
+    **{getattr(torch.Tensor, name): _fill_with_random_numbers for name in _METHODS},
+    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _draw_random_like),
     **dict.fromkeys(
         (
             torch.bernoulli,
@@ -171,7 +172,7 @@ RANDOM: dict[object, Function] = {
             F.fractional_max_pool2d,
             F.fractional_max_pool3d,
         ),
-        draw_gathered,
+        compute_random_gathered,
     ),
     **dict.fromkeys(_ALPHA_DROPOUTS, _make_training_handler(2)),
     **dict.fromkeys((torch.rrelu, torch.rrelu_), _make_training_handler(3)),

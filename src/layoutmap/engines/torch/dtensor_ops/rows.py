@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.shards import make_shard_handler
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import find_reachable_placements, move_to_placements
+from layoutmap.engines.torch.placing import find_reachable_placements, redistribute_if_needed
 
 
 def _compute_rms_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
@@ -28,19 +28,19 @@ _ALL = make_shard_handler(lambda rank: range(rank))
 _FIRST = make_shard_handler(lambda rank: range(1))
 
 
-def _make_last_axes_handler(number: int) -> Function:
-    """Return the handler of a function that uses the last `number` axes together."""
-    return make_shard_handler(lambda rank: range(rank - number))
+def _make_last_axes_handler(num_axes: int) -> Function:
+    """Return the handler of a function that combines elements along its last `num_axes` axes only."""
+    return make_shard_handler(lambda rank: range(rank - num_axes))
 
 
-def _handle_inplace(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """Compute a function with an `inplace` option, because its shards are not the input's memory."""
+def _compute_with_inplace_option(function: Function, args: Args, kwargs: Kwargs) -> object:
+    """Compute a function with an option `inplace`. If it is true, the result is copied to the input."""
     given = {**dict(zip(_PARAMETERS[function], args, strict=False)), **kwargs}
     if not given.pop("inplace", False):
         return _ALL(function, (), given)
     x = given["input"]
     result = _ALL(function, (), {**given, "input": x.clone()})  # clone, because backward needs the input
-    return x.copy_(move_to_placements(result, find_reachable_placements(x)))
+    return x.copy_(redistribute_if_needed(result, find_reachable_placements(x)))
 
 
 _PARAMETERS: dict[object, tuple[str, ...]] = {
@@ -52,7 +52,7 @@ ROWS: dict[object, Function] = {
     F.pad: _compute_pad,
     F.unfold: _make_last_axes_handler(3),
     F.fold: _make_last_axes_handler(2),
-    **dict.fromkeys(_PARAMETERS, _handle_inplace),
+    **dict.fromkeys(_PARAMETERS, _compute_with_inplace_option),
     **dict.fromkeys((F.logsigmoid, F.hardshrink, F.softshrink), _ALL),
     F.prelu: _FIRST,  # the weight of PReLU is along axis 1
     **dict.fromkeys(

@@ -15,64 +15,66 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
-    from_shards,
+    extract_shard,
+    make_dtensor_from_shards,
     make_replicated_placements,
-    move_to_placements,
+    redistribute_if_needed,
     reduce_partial,
     replicate_tensor,
-    take_shard,
 )
 from layoutmap.engines.torch.specs import get_axis
 from layoutmap.engines.torch.trees import is_sequence
 
 
-def find_mesh(tensors: Iterable[object]) -> DeviceMesh:
-    """Return the mesh of the first DTensor."""
+def find_device_mesh(tensors: Iterable[object]) -> DeviceMesh:
+    """Return the `DeviceMesh` of the first DTensor among some values."""
     return next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
 
 
-def find_kept_axes(
+def find_sharded_axes(
     tensors: Sequence[torch.Tensor],
     mesh: DeviceMesh,
-    free: Container[int],
+    candidate_axes: Container[int],
     *,
-    broadcast: bool = False,
-    taken: Container[int] = (),
-    uneven: Container[int] = (),
+    allows_broadcast: bool = False,
+    excluded_dims: Container[int] = (),
+    uneven_axes: Container[int] = (),
 ) -> dict[int, int]:
-    """Return the axis that stays sharded over each mesh dim, by the number of the dim.
+    """Return, by mesh dim, the axis that can stay sharded over it while a function is computed on shards.
 
     Args:
-        tensors: The tensors that have these axes, DTensors or plain.
+        tensors: The DTensors or unsharded tensors that have these axes.
         mesh: The mesh.
-        free: The axes that may stay sharded.
-        broadcast: Whether an axis of size 1 goes with the others' axis of any size.
-        taken: Mesh dims over which other tensors stay sharded.
-        uneven: The axes that need not divide, if no shard of them is empty.
+        candidate_axes: The axes that may stay sharded.
+        allows_broadcast: Whether one tensor's axis may have size 1 where that of others is larger.
+        excluded_dims: Mesh dims over which other tensors stay sharded.
+        uneven_axes: The axes whose size need not be divisible, if no shard is empty.
     """
     kept: dict[int, int] = {}
     num_shards: dict[int, int] = {}
     placements = [each.placements for each in tensors if isinstance(each, DTensor)]
     for dim in range(mesh.ndim):
         axes = [
-            get_axis(of[dim]) for of in placements if type(of[dim]) is Shard and get_axis(of[dim]) in free
+            get_axis(of[dim])
+            for of in placements
+            if type(of[dim]) is Shard and get_axis(of[dim]) in candidate_axes
         ]
-        if not axes or dim in taken:
+        if not axes or dim in excluded_dims:
             continue
         axis = axes[0]
         number = num_shards.get(axis, 1) * mesh.size(dim)  # several dims may shard one axis
         size = tensors[0].shape[axis]
         has_last = size > -(-size // number) * (number - 1)
-        is_uneven = axis in uneven and axis not in num_shards and has_last
+        is_uneven = axis in uneven_axes and axis not in num_shards and has_last
         if is_uneven or all(
-            each.shape[axis] % number == 0 or (broadcast and each.shape[axis] == 1) for each in tensors
+            each.shape[axis] % number == 0 or (allows_broadcast and each.shape[axis] == 1) for each in tensors
         ):
             kept[dim], num_shards[axis] = axis, number
     return kept
 
 
 def make_placements(mesh: DeviceMesh, axes: Mapping[int, int | None]) -> tuple[Placement, ...]:
-    """Return the placements that shard an axis over each mesh dim, by the number of the dim."""
+    """Return placements that shard the axis `axes[dim]` over each mesh dim `dim`, and replicate over others."""
     placements = make_replicated_placements(mesh)
     for dim, axis in axes.items():
         if axis is not None:
@@ -80,59 +82,56 @@ def make_placements(mesh: DeviceMesh, axes: Mapping[int, int | None]) -> tuple[P
     return tuple(placements)
 
 
-def take_local_shard(
-    tensor: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int | None], apart: Iterable[int]
+def reshard_to_local(
+    tensor: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int | None], varying_dims: Iterable[int]
 ) -> torch.Tensor:
-    """Return this device's shard of a tensor after redistributing it.
+    """Redistribute a tensor, and return this device's shard of it.
 
     Args:
         tensor: A DTensor, or a plain tensor that is the same in all processes.
         mesh: The mesh.
-        axes: Its axis that is sharded over each mesh dim, by the dim's number.
-        apart: The mesh dims over which devices compute different things. A tensor that is replicated over one has a
-            part of its gradient on each.
+        axes: The axis to shard over each mesh dim, by the index of the dim.
+        varying_dims: The mesh dims over which devices compute different values. The gradient of a tensor that is
+            replicated over such a dim is a partial sum.
     """
     placements = make_placements(mesh, axes)
     if not isinstance(tensor, DTensor):
         tensor = replicate_tensor(tensor, mesh)
     if tensor.placements != placements:
-        tensor = move_to_placements(reduce_partial(tensor), placements)
+        tensor = redistribute_if_needed(reduce_partial(tensor), placements)
     gradient = list(placements)
-    for dim in apart:
+    for dim in varying_dims:
         if placements[dim].is_replicate():
             gradient[dim] = Partial()
-    return take_shard(tensor, gradient)
+    return extract_shard(tensor, gradient)
 
 
-# DTensor computes some operators incorrectly, so corrections join the shards' results (decisions/0057).
-def join_shards(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    axes: Mapping[int, int | None],
-    shape: Sequence[int] | None = None,
+# DTensor computes some operators incorrectly, so they are computed on shards and wrapped here (decisions/0057).
+def wrap_shards(
+    local: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int | None], shape: Sequence[int] | None = None
 ) -> DTensor:
-    """Return the DTensor of all devices' shards. See `take_local_shard` and `from_shards`."""
-    return from_shards(local, mesh, make_placements(mesh, axes), shape)
+    """Return the DTensor of all devices' shards. `axes` has the axis that is sharded over each mesh dim."""
+    return make_dtensor_from_shards(local, mesh, make_placements(mesh, axes), shape)
 
 
-def make_shard_handler(free: Callable[[int], Container[int]]) -> Function:
-    """Return the handler of an operator that is independent along some axes of its first tensor.
+def make_shard_handler(find_independent_axes: Callable[[int], Container[int]]) -> Function:
+    """Return the handler of a function that treats positions along some axes of its first tensor independently.
 
     Args:
-        free: These axes, given the tensor's rank. They may stay sharded, and so are the result's then.
+        find_independent_axes: Returns these axes for the rank of the tensor. They may stay sharded, as in the result.
     """
 
-    def compute(function: Function, args: Args, kwargs: Kwargs) -> object:
+    def compute_on_shards(function: Function, args: Args, kwargs: Kwargs) -> object:
         values: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
         first = 0 if args else "input"
-        mesh = find_mesh(values.values())
-        kept = find_kept_axes([values[first]], mesh, free(values[first].ndim))
+        mesh = find_device_mesh(values.values())
+        kept = find_sharded_axes([values[first]], mesh, find_independent_axes(values[first].ndim))
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
-                values[name] = take_local_shard(value, mesh, kept if name == first else {}, kept)
+                values[name] = reshard_to_local(value, mesh, kept if name == first else {}, kept)
         local = function(*(values[i] for i in range(len(args))), **{name: values[name] for name in kwargs})
         if is_sequence(local):
-            return type(local)(join_shards(each, mesh, kept) for each in local)
-        return join_shards(local, mesh, kept)
+            return type(local)(wrap_shards(each, mesh, kept) for each in local)
+        return wrap_shards(local, mesh, kept)
 
-    return compute
+    return compute_on_shards

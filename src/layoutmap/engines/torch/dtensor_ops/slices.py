@@ -16,7 +16,7 @@ from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     find_reachable_placements,
-    move_to_placements,
+    redistribute_if_needed,
     reduce_partial,
     replicate_gradient,
     replicate_tensor,
@@ -25,33 +25,33 @@ from layoutmap.engines.torch.specs import get_axis
 from layoutmap.engines.torch.storages import get_base
 
 
-def keep_gradient(changed: torch.Tensor) -> None:
-    """Keep the gradient of a DTensor with a changed view in the layout of that view's source."""
-    base = get_base(changed)
+def keep_gradient_layout(changed_tensor: torch.Tensor) -> None:
+    """Keep the gradient of a DTensor in the DTensor's layout, after a view of it was changed in place."""
+    base = get_base(changed_tensor)
     if isinstance(base, DTensor) and base.requires_grad and not base.is_leaf:
         mesh, placements = base.device_mesh, find_reachable_placements(base)
 
-        def place(gradient: torch.Tensor) -> DTensor:
+        def redistribute_gradient(gradient: torch.Tensor) -> DTensor:
             # torch may have created zeros that are not DTensors, so replicate them.
-            return move_to_placements(reduce_partial(replicate_gradient(gradient, mesh)), placements)
+            return redistribute_if_needed(reduce_partial(replicate_gradient(gradient, mesh)), placements)
 
-        base.register_hook(place)  # pyright: ignore[reportUnknownMemberType]
+        base.register_hook(redistribute_gradient)  # pyright: ignore[reportUnknownMemberType]
 
 
 def assign_item(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Compute `x[index] = value`."""
     target, index, value = args
-    if isinstance(target, DTensor) and _is_sharding_kept(target, index):
+    if isinstance(target, DTensor) and _is_whole_on_sharded_axes(target, index):
         on_mesh = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         with suppress(NotImplementedError):
             function(target, index, replicate_tensor(value, target.device_mesh) if on_mesh else value)
-            keep_gradient(target)
+            keep_gradient_layout(target)
             return None
     return compute_gathered(function, args, kwargs)
 
 
-def _is_sharding_kept(target: DTensor, index: object) -> bool:
-    """Return whether an index of slices and numbers takes all of each sharded axis."""
+def _is_whole_on_sharded_axes(target: DTensor, index: object) -> bool:
+    """Return whether an index of slices and integers takes each sharded axis as a whole."""
     parts: list[object] = [*index] if isinstance(index, tuple) else [index]
     if any(not (part is None or part is ... or isinstance(part, (int, slice))) for part in parts):
         return False

@@ -12,57 +12,59 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.lookups import is_axis_sharded
-from layoutmap.engines.torch.dtensor_ops.shards import find_kept_axes, join_shards, take_local_shard
+from layoutmap.engines.torch.dtensor_ops.shards import find_sharded_axes, reshard_to_local, wrap_shards
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import compute_device_maximum, sum_over_devices
 
 
-def compute_log_softmax(x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collection[int]) -> torch.Tensor:
-    """Return log_softmax along a sharded axis, in float32 or a wider dtype.
+def compute_log_softmax(x: torch.Tensor, axis: int, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
+    """Return this device's shard of log_softmax along a sharded axis, in float32 or a wider dtype.
 
     Args:
         x: The shard.
         axis: The axis.
         mesh: The mesh.
-        along: The mesh dims over which the axis is sharded.
+        dims: The mesh dims over which the axis is sharded.
     """
-    x = _subtract_maximum(x, axis, mesh, along)
-    return x - sum_over_devices(x.exp().sum(axis, keepdim=True), mesh, along).log()
+    x = _subtract_maximum(x, axis, mesh, dims)
+    return x - sum_over_devices(x.exp().sum(axis, keepdim=True), mesh, dims).log()
 
 
-def _compute_softmax(x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collection[int]) -> torch.Tensor:
-    x = _subtract_maximum(x, axis, mesh, along).exp()
-    return x / sum_over_devices(x.sum(axis, keepdim=True), mesh, along)
+def _compute_softmax(x: torch.Tensor, axis: int, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
+    """Return this device's shard of softmax along a sharded axis, in float32 or a wider dtype."""
+    x = _subtract_maximum(x, axis, mesh, dims).exp()
+    return x / sum_over_devices(x.sum(axis, keepdim=True), mesh, dims)
 
 
-def _subtract_maximum(x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collection[int]) -> torch.Tensor:
-    x = x.to(torch.promote_types(x.dtype, torch.float32))  # like torch's kernels
+def _subtract_maximum(x: torch.Tensor, axis: int, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
+    """Return a shard minus the maximum along an axis over all devices."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))  # as torch's kernels do
     # The maximum cancels out, so it needs no gradient.
-    return x - compute_device_maximum(x.detach().amax(axis, keepdim=True), mesh, along)
+    return x - compute_device_maximum(x.detach().amax(axis, keepdim=True), mesh, dims)
 
 
-def _make_handler(of_shards: Callable[..., torch.Tensor], place: int) -> Function:
-    """Return the handler of a softmax function with its dtype in argument number `place`."""
+def _make_handler(compute_shard: Callable[..., torch.Tensor], dtype_position: int) -> Function:
+    """Return the handler of a softmax function. Its dtype is the argument at `dtype_position`."""
 
-    def compute(function: Function, args: Args, kwargs: Kwargs) -> object:
+    def compute_along_sharded_axis(function: Function, args: Args, kwargs: Kwargs) -> object:
         x = args[0] if args else kwargs["input"]
         axis = args[1] if len(args) > 1 else kwargs.get("dim")
         rank = x.ndim
         if axis is None or not -rank <= axis < rank or not is_axis_sharded(x, axis):
             return function(*args, **kwargs)
         axis, mesh = axis % rank, x.device_mesh
-        kept = find_kept_axes([x], mesh, set(range(rank)) - {axis})
-        along = find_kept_axes([x], mesh, {axis}, taken=kept, uneven={axis})
-        if not along or not x.is_floating_point():  # an empty shard, or an input that torch refuses
+        kept = find_sharded_axes([x], mesh, set(range(rank)) - {axis})
+        dims = find_sharded_axes([x], mesh, {axis}, excluded_dims=kept, uneven_axes={axis})
+        if not dims or not x.is_floating_point():  # some shard is empty, or torch refuses the dtype
             return function(*args, **kwargs)
-        local = take_local_shard(x, mesh, {**kept, **along}, {**kept, **along})
-        dtype = args[place] if len(args) > place else kwargs.get("dtype")
+        local = reshard_to_local(x, mesh, {**kept, **dims}, {**kept, **dims})
+        dtype = args[dtype_position] if len(args) > dtype_position else kwargs.get("dtype")
         local = local.to(dtype or local.dtype)
-        return join_shards(
-            of_shards(local, axis, mesh, along).to(local.dtype), mesh, {**kept, **along}, x.shape
+        return wrap_shards(
+            compute_shard(local, axis, mesh, dims).to(local.dtype), mesh, {**kept, **dims}, x.shape
         )
 
-    return compute
+    return compute_along_sharded_axis
 
 
 SOFTMAX: dict[object, Function] = {

@@ -1,8 +1,8 @@
 """Reduce partial sums over the mesh immediately, where DTensor would defer it.
 
-A product of what is sharded along the axis that it sums over, and a gradient that comes back through what is sharded,
-is a sum that is still to be made. DTensor makes it when it must, and then shards the result along the first axis, where
-that costs less. For a batch that does not divide it shards unevenly, and fails at the next change of shape.
+A product along a sharded axis, and a gradient that passes through a sharded weight, are partial sums. DTensor reduces
+them as late as possible, and may shard the result along the first axis because that costs less. If the batch does not
+divide, these shards are uneven, and the next change of shape fails.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _PRODUCTS = (  # pyright: ignore[reportUnknownVariableType]
 
 
 def is_batch_divisible(value: object) -> bool:
-    """Return whether the first axis of a tensor divides evenly over each mesh dim."""
+    """Return whether the size of a tensor's first axis is divisible by the size of each mesh dim."""
     if not isinstance(value, DTensor) or not value.ndim:
         return True
     return all(value.shape[0] % size == 0 for size in value.device_mesh.shape)
 
 
-class SummingUp(TorchFunctionMode):
-    """Reduce the results of products immediately while open."""
+class ReduceProductsMode(TorchFunctionMode):
+    """Function mode that reduces partial results of products immediately."""
 
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _PRODUCTS:
             return func(*args, **kwargs)
-        given, named = tree_map(reduce_gradient, (args, kwargs))
+        given, named = tree_map(hook_gradient_reduction, (args, kwargs))
         return reduce_partial(func(*given, **named))
 
 
-def reduce_gradient(value: object) -> object:
-    """Return the same value with a gradient that is reduced in the backward pass."""
+def hook_gradient_reduction(value: object) -> object:
+    """Return the same value, and reduce its gradient when the backward pass reaches it."""
     if not isinstance(value, DTensor) or not value.requires_grad:
         return value
     return hook_gradient(value, reduce_partial)

@@ -9,27 +9,27 @@ import torch
 from layoutmap.engines.torch.operators import Function
 
 _MODULES = ("torch.nn.functional", "torch.functional", "torch.nn.init")
-_QUESTION = "has_torch_function"
+_OVERRIDE_CHECK = "has_torch_function"
 
 
 def can_unwrap(function: Function) -> bool:
-    """Return whether a function of torch is Python code that first checks for overrides."""
+    """Return whether a function of torch is Python code that checks for overrides first."""
     return (
         isinstance(function, types.FunctionType)
         and function.__globals__.get("__name__") in _MODULES
-        and any(name.startswith(_QUESTION) for name in function.__code__.co_names)
+        and any(name.startswith(_OVERRIDE_CHECK) for name in function.__code__.co_names)
     )
 
 
-def unwrap_function(function: Function, **replaced: Function) -> Function:
-    """Return the function without its check for overrides.
+def unwrap_function(function: Function, **replacements: Function) -> Function:
+    """Return a copy of a torch function without its check for overrides, so that modes see its inner calls.
 
     Args:
         function: The function.
-        **replaced: What it is to find under some names of its module.
+        **replacements: Functions that replace those of these names in its module.
     """
-    questions = [name for name in function.__code__.co_names if name.startswith(_QUESTION)]
-    scope = {**function.__globals__, **dict.fromkeys(questions, _return_false), **replaced}
+    questions = [name for name in function.__code__.co_names if name.startswith(_OVERRIDE_CHECK)]
+    scope = {**function.__globals__, **dict.fromkeys(questions, _return_false), **replacements}
     if "overrides" in function.__code__.co_names:  # functions of `torch.nn.init` call `torch.overrides`
         scope["torch"] = _TORCH
     made = types.FunctionType(
@@ -53,7 +53,7 @@ class _WithoutOverrideCheck:
         found = getattr(self._module, name)
         if found is torch.overrides:
             return _WithoutOverrideCheck(found)
-        return _return_false if name.startswith(_QUESTION) else found
+        return _return_false if name.startswith(_OVERRIDE_CHECK) else found
 
 
 _TORCH = _WithoutOverrideCheck(torch)

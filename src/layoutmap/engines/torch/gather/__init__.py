@@ -5,11 +5,11 @@ fully_shard    the same by torch's own fully_shard, ahead of time; `fully_sharde
 gradients      gradients summed up over the mesh once, at the end of a backward pass
 """
 
-from layoutmap.engines.torch.gather.fsdp import Cast as Cast
-from layoutmap.engines.torch.gather.fsdp import Gather as Gather
+from layoutmap.engines.torch.gather.fsdp import CastFunction as CastFunction
+from layoutmap.engines.torch.gather.fsdp import GatheredTensors as GatheredTensors
 from layoutmap.engines.torch.gather.fsdp import can_gather as can_gather
-from layoutmap.engines.torch.gather.fsdp import describe_early_change as describe_early_change
+from layoutmap.engines.torch.gather.fsdp import format_early_change_message as format_early_change_message
 from layoutmap.engines.torch.gather.fsdp_saved import save_references as save_references
-from layoutmap.engines.torch.gather.fully_shard import Unit as Unit
+from layoutmap.engines.torch.gather.fully_shard import GatherUnit as GatherUnit
 from layoutmap.engines.torch.gather.fully_sharded import find_fully_sharded_dims as find_fully_sharded_dims
-from layoutmap.engines.torch.gather.gradients import Gradients as Gradients
+from layoutmap.engines.torch.gather.gradients import GradientReducer as GradientReducer

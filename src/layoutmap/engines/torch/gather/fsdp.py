@@ -1,7 +1,7 @@
 """Gather several weights sharded over one mesh dim with one collective, and reduce-scatter their gradients.
 
-A weight that is sharded over the dim of the batch is gathered when its layer computes. One weight at a time costs a
-collective each; the weights of a block, one behind the other in memory, cost one for all of them, forward and backward.
+A weight that is sharded over the dim of the batch is gathered when its layer computes. Gathered one by one, each weight
+needs a collective. Concatenated, the weights of a block need one collective in each pass.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from layoutmap.engines.torch.specs import (
 
 
 def can_gather(tensor: DTensor, mesh_dim: int) -> bool:
-    """Return whether joining the shards along a mesh dim gives the tensor unsharded over that dim.
+    """Return whether the shards along a mesh dim, concatenated, are the tensor unsharded over that dim.
 
-    It is so where this dim is the last of those that shard its axis: the last of the mesh, or by a strided shard.
-    Shards of different sizes are not joined.
+    That is so if this dim is the last one that splits its axis: the last such dim of the mesh, or by a strided shard.
+    Shards must have equal sizes.
     """
     placement, mesh = tensor.placements[mesh_dim], tensor.device_mesh
     if placement.is_replicate() or placement.is_partial() or not has_even_shards(get_spec(tensor)):
@@ -49,8 +49,8 @@ def can_gather(tensor: DTensor, mesh_dim: int) -> bool:
     return shards_before == getattr(placement, "split_factor", 1)
 
 
-class Gather:
-    """Tensors that the devices along a mesh dim gather by one collective.
+class GatheredTensors:
+    """Tensors that are gathered along a mesh dim by one collective, which the constructor runs.
 
     Args:
         tensors: DTensors on one mesh, of one element type, each of which `can_gather`.
@@ -67,7 +67,7 @@ class Gather:
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.tensors, self.mesh_dim, self.reduce_dtype = tensors, mesh_dim, reduce_dtype
-        self.places = [_Placements(tensor, mesh_dim) for tensor in tensors]
+        self.places = [_GatherLayout(tensor, mesh_dim) for tensor in tensors]
         mesh = tensors[0].device_mesh
         flat = torch.cat([get_local(tensor).detach().reshape(-1) for tensor in tensors])
         if flat.device.type != mesh.device_type:  # the weights are offloaded
@@ -77,18 +77,18 @@ class Gather:
         dist.all_gather_single(self._rows.view(-1), flat, mesh.get_group(mesh_dim))  # pyright: ignore[reportUnknownMemberType]
 
     def gather_tensors(self) -> list[DTensor]:
-        """Return the gathered tensors. Gradients are reduce-scattered over the mesh dim. Call this once."""
+        """Return the gathered tensors. Backward reduce-scatters their gradients over the mesh dim. Call this once."""
         return list(_AllGather.apply(self, *self.tensors))
 
     def pop_rows(self) -> torch.Tensor:
-        """Return the gathered elements, one row per device, and drop them here."""
+        """Return the gathered elements, one row per device, and release them."""
         rows, self._rows = self._rows, torch.empty(0)
         return rows
 
 
 class _AllGather(AutogradFunction):
     @staticmethod
-    def forward(ctx: Ctx, gather: Gather, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
+    def forward(ctx: Ctx, gather: GatheredTensors, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
         # Otherwise torch would create zeros that are not DTensors for unused outputs.
         ctx.set_materialize_grads(False)
         ctx.gather = gather
@@ -102,23 +102,24 @@ class _AllGather(AutogradFunction):
 
 
 class _ReduceScatter(AutogradFunction):
-    """Reduce-scatter of the gradients of gathered tensors over the mesh dim."""
+    """Reduce-scatter the gradients of gathered tensors over the mesh dim."""
 
     @staticmethod
-    def forward(ctx: Ctx, gather: Gather, *gradients: DTensor | None) -> tuple[DTensor | None, ...]:
+    def forward(ctx: Ctx, gather: GatheredTensors, *gradients: DTensor | None) -> tuple[DTensor | None, ...]:
         places, mesh_dim = gather.places, gather.mesh_dim
         ctx.set_materialize_grads(False)
         ctx.gather, ctx.dtypes = gather, [None if each is None else each.dtype for each in gradients]
-        given = [
-            (place, make_partial_sum(gradient, place.spec, mesh_dim))
+        partial_sums = [
+            (place, convert_to_partial_sum(gradient, place.spec, mesh_dim))
             for place, gradient in zip(places, gradients, strict=True)
             if gradient is not None
         ]
         results: dict[int, DTensor] = {}
-        for dtype in dict.fromkeys(gradient.dtype for _, gradient in given):  # same order in all processes
-            some = [(place, gradient) for place, gradient in given if gradient.dtype == dtype]
+        # The order is the same in all processes, because each dtype has a collective.
+        for dtype in dict.fromkeys(gradient.dtype for _, gradient in partial_sums):
+            some = [(place, gradient) for place, gradient in partial_sums if gradient.dtype == dtype]
             mesh = some[0][1].device_mesh
-            flat = torch.cat([place.split_gradient(gradient) for place, gradient in some], dim=1).reshape(-1)
+            flat = torch.cat([place.split_by_device(gradient) for place, gradient in some], dim=1).reshape(-1)
             # A policy may request float32 sums, because bfloat16 sums lose digits.
             flat = flat.to(gather.reduce_dtype)
             mine = flat.new_empty(flat.numel() // mesh.size(mesh_dim))
@@ -140,26 +141,26 @@ class _ReduceScatter(AutogradFunction):
         results: list[DTensor | None] = [None] * len(upstream)
         for (dtype, _), numbers in groups.items():
             some = [redistribute_tensor(upstream[n], ctx.gather.places[n].spec.placements) for n in numbers]
-            gathered = Gather(some, ctx.gather.mesh_dim, dtype).gather_tensors()
+            gathered = GatheredTensors(some, ctx.gather.mesh_dim, dtype).gather_tensors()
             for number, each in zip(numbers, gathered, strict=True):
                 results[number] = each
         return None, *results
 
 
-class Cast(AutogradFunction):
-    """Cast a DTensor. Its gradient is cast back before it is reduced."""
+class CastFunction(AutogradFunction):
+    """Convert a DTensor to another dtype. Its gradient is converted back before it is reduced."""
 
     @staticmethod
     def forward(ctx: Ctx, tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
-        """See above."""
+        """Return the DTensor in another dtype."""
         ctx.dtype = tensor.dtype
         return _cast_local(tensor, dtype)
 
     @staticmethod
     @skip_function_modes
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        """See above."""
-        return Cast.apply(upstream[0], ctx.dtype), None
+        """Return the gradient in the DTensor's own dtype."""
+        return CastFunction.apply(upstream[0], ctx.dtype), None
 
 
 def _cast_local(tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
@@ -167,39 +168,39 @@ def _cast_local(tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
     return make_dtensor(get_local(tensor).to(dtype), replace_placements(spec, spec.placements, dtype))
 
 
-class _Placements:
-    """The placements of one tensor: sharded over the mesh dim, and gathered over it."""
+class _GatherLayout:
+    """Shapes and spec of one gathered tensor, to convert between its shards and the gathered elements."""
 
     def __init__(self, tensor: torch.Tensor, mesh_dim: int) -> None:
         self.spec, self.mesh_dim = get_spec(tensor), mesh_dim
         self.axis = get_axis(self.spec.placements[mesh_dim])
-        self.number = self.spec.mesh.size(mesh_dim)
+        self.num_devices = self.spec.mesh.size(mesh_dim)
         self.local_shape = tuple(get_local(tensor).shape)
         self.local_size, self.device = get_local(tensor).numel(), get_local(tensor).device
 
-    def assemble_tensor(self, pieces: torch.Tensor) -> DTensor:
-        """Return the gathered tensor, from one row of elements per device along the mesh dim."""
-        apart = pieces.reshape(self.number, *self.local_shape)
-        joined = [n * self.number if i == self.axis else n for i, n in enumerate(self.local_shape)]
+    def assemble_tensor(self, rows: torch.Tensor) -> DTensor:
+        """Return the gathered tensor, from one row of elements for each device along the mesh dim."""
+        apart = rows.reshape(self.num_devices, *self.local_shape)
+        joined = [n * self.num_devices if i == self.axis else n for i, n in enumerate(self.local_shape)]
         local = apart.movedim(0, self.axis).reshape(joined).contiguous()
         return make_dtensor(local, replace_placement(self.spec, self.mesh_dim, Replicate(), local.dtype))
 
-    def split_gradient(self, gradient: DTensor) -> torch.Tensor:
-        """Return the elements of a gathered gradient, one row per device along the mesh dim."""
+    def split_by_device(self, gradient: DTensor) -> torch.Tensor:
+        """Return the elements of a gathered tensor's gradient, one row for each device along the mesh dim."""
         before, after = self.local_shape[: self.axis], self.local_shape[self.axis :]
-        apart = get_local(gradient).reshape([*before, self.number, *after])
-        return apart.movedim(self.axis, 0).reshape(self.number, -1)
+        apart = get_local(gradient).reshape([*before, self.num_devices, *after])
+        return apart.movedim(self.axis, 0).reshape(self.num_devices, -1)
 
-    def make_sharded(self, numbers: torch.Tensor) -> DTensor:
-        """Return the gradient in the tensor's own placements, from this device's elements."""
-        numbers = numbers.to(self.device, get_meta(self.spec).dtype)
-        return make_dtensor(numbers.reshape(self.local_shape), self.spec)
+    def make_sharded(self, elements: torch.Tensor) -> DTensor:
+        """Return the gradient of the sharded tensor, from the elements of this device's shard."""
+        elements = elements.to(self.device, get_meta(self.spec).dtype)
+        return make_dtensor(elements.reshape(self.local_shape), self.spec)
 
 
-def make_partial_sum(gradient: DTensor, spec: DTensorSpec, mesh_dim: int) -> DTensor:
-    """Return a gradient as a partial sum over a mesh dim, with the tensor's placements on the other dims.
+def convert_to_partial_sum(gradient: DTensor, spec: DTensorSpec, mesh_dim: int) -> DTensor:
+    """Return a gradient as a partial sum over a mesh dim, in the placements of `spec` on the other dims.
 
-    One that has been summed up, as that of a batch which does not divide, is shared out evenly.
+    A gradient that is already summed, as that of a batch that does not divide, is divided by the number of devices.
     """
     is_sum = gradient.placements[mesh_dim].is_partial("sum")
     wanted = replace_placement(spec, mesh_dim, Partial() if is_sum else Replicate(), gradient.dtype)
@@ -211,8 +212,8 @@ def make_partial_sum(gradient: DTensor, spec: DTensorSpec, mesh_dim: int) -> DTe
     return make_dtensor(part, replace_placement(spec, mesh_dim, Partial(), part.dtype))
 
 
-def describe_early_change(name: str, shape: tuple[int, ...]) -> str:
-    """Return the error message for a parameter that changed between the forward and the backward pass."""
+def format_early_change_message(name: str, shape: tuple[int, ...]) -> str:
+    """Return the error message for a parameter that was changed between the forward pass and the backward pass."""
     return format_message(
         f"{name} was changed in place before the backward pass",
         {"shape": shape},

@@ -1,10 +1,10 @@
 """Gather weights ahead of time, and reduce gradients, with torch's own `fully_shard`.
 
-It is applied to modules that hold nothing but the parameters, one for each set that is gathered together. A program's
-own modules have no hook and no state of it, and hold the sharded parameters whenever none of their calls is open.
+`fully_shard` is applied to helper modules that have only parameters, one for each set that is gathered together. The
+program's own modules get no hooks and no state, and have the sharded parameters whenever none of their calls runs.
 
-What calls for gathered values in a backward pass is that they are needed: a tensor that autograd kept is unpacked, or
-the gradient of a parameter comes. So it does not matter in what way a loss depends on the weights.
+In a backward pass, parameters are gathered when they are needed: when a tensor that autograd saved is unpacked, or when
+the gradient of a parameter arrives. So it does not matter how a loss depends on the weights.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from layoutmap.core.errors import format_message
-from layoutmap.engines.tested import Needed
+from layoutmap.engines.tested import ImportGuard
 from layoutmap.engines.torch.backward import (
     AutogradFunction,
     Ctx,
-    get_backward_pass,
-    get_saving_hooks,
-    is_checkpoint,
+    get_backward_pass_id,
+    get_saved_tensor_hooks,
+    is_activation_checkpoint,
 )
-from layoutmap.engines.torch.gather.fsdp import describe_early_change, make_partial_sum
-from layoutmap.engines.torch.gather.fsdp_saved import can_be_local_weight, cut_from_graph
-from layoutmap.engines.torch.gather.fully_sharded import FullySharded
+from layoutmap.engines.torch.gather.fsdp import convert_to_partial_sum, format_early_change_message
+from layoutmap.engines.torch.gather.fsdp_saved import can_be_shard_of_weight, drop_autograd_node
+from layoutmap.engines.torch.gather.fully_sharded import FullyShardState
 from layoutmap.engines.torch.modes import skip_function_modes
-from layoutmap.engines.torch.modules import has_foreign_hooks
+from layoutmap.engines.torch.modules import has_hooks_of_others
 from layoutmap.engines.torch.specs import (
     DTensorSpec,
     get_axis,
@@ -43,7 +43,7 @@ from layoutmap.engines.torch.specs import (
 )
 from layoutmap.engines.torch.storages import get_storage_key, get_version
 
-with Needed("torch"):
+with ImportGuard("torch"):
     from torch._C import _will_engine_execute_node as will_be_reached  # pyright: ignore[reportPrivateUsage]
 
 
@@ -51,15 +51,15 @@ with Needed("torch"):
 class _CallOrder:
     """The order in which the units of a model were last called."""
 
-    outermost: Unit | None = None
-    last: Unit | None = None
-    following: dict[Unit, Unit] = field(default_factory=dict["Unit", "Unit"])
-    ahead: set[Unit] = field(default_factory=set["Unit"])
+    outermost: GatherUnit | None = None
+    last: GatherUnit | None = None
+    following: dict[GatherUnit, GatherUnit] = field(default_factory=dict["GatherUnit", "GatherUnit"])
+    prefetched: set[GatherUnit] = field(default_factory=set["GatherUnit"])
 
 
 # User modules must keep their class and hooks, so apply `fully_shard` to these helper modules (decisions/0017).
-class Unit(torch.nn.Module):
-    """Parameters that one call of `fully_shard` gathers together.
+class GatherUnit(torch.nn.Module):
+    """Parameters that `fully_shard` gathers together.
 
     Args:
         parameters: DTensors of one element type, sharded over the mesh dim, each of which `can_gather`, by name.
@@ -78,7 +78,7 @@ class Unit(torch.nn.Module):
         options: Mapping[str, Any],
         *,
         is_kept: bool,
-        below: Sequence[Unit] | None = None,
+        below: Sequence[GatherUnit] | None = None,
     ) -> None:
         super().__init__()
         offload: Any = options.get("offload_policy")
@@ -93,26 +93,26 @@ class Unit(torch.nn.Module):
         self._storages: frozenset[int] = frozenset()
         self._watched: set[int] = set()
         self._below = list(below or ())
-        for number, unit in enumerate(self._below):
-            self.add_module(f"unit {number}", unit)
+        for index, unit in enumerate(self._below):
+            self.add_module(f"unit {index}", unit)
             unit.order = self.order
-        self._apply_to([each for _, each in parameters], mesh, options)
-        # GPUs overlap with streams instead.
-        self.state = FullySharded(self, is_asynchronous=mesh.device_type == "cpu")
+        self._apply_fully_shard([each for _, each in parameters], mesh, options)
+        # GPUs overlap gathers by streams, so only CPUs need asynchronous gathers.
+        self.state = FullyShardState(self, is_asynchronous=mesh.device_type == "cpu")
         self.state.call_before_reducing(self._redistribute_gradients)
         if below is not None:
             self.order.outermost = self
-            self.state.begin()
+            self.state.initialize_before_first_call()
 
-    def _apply_to(self, parameters: Sequence[Any], mesh: Any, options: Mapping[str, Any]) -> None:
-        # Imported here, because it takes 0.1 s to load.
-        from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
+    def _apply_fully_shard(self, parameters: Sequence[Any], mesh: Any, options: Mapping[str, Any]) -> None:
+        """Apply `fully_shard` to placeholders, and then replace them by the parameters."""
+        from torch.distributed.fsdp import DataParallelMeshDims, fully_shard  # here, because it loads slowly
 
         axes: dict[int, Shard] = {}
-        for number, each in enumerate(parameters):
+        for index, each in enumerate(parameters):
             placeholder = _make_placeholder(each, mesh, self._mesh_dim)
             axes[id(placeholder)] = Shard(get_axis(each.placements[self._mesh_dim]))
-            self.register_parameter(f"weight {number}", placeholder)
+            self.register_parameter(f"weight {index}", placeholder)
         given: dict[str, Any] = {**options, "reshard_after_forward": not self._is_kept}
         made = fully_shard(
             self,
@@ -121,24 +121,24 @@ class Unit(torch.nn.Module):
             shard_placement_fn=lambda each: axes[id(each)],
             **given,
         )
-        for number, each in enumerate(parameters):
-            self._parameters[f"weight {number}"] = each
+        for index, each in enumerate(parameters):
+            self._parameters[f"weight {index}"] = each
         made.set_gradient_divide_factor(1.0)  # no division, because gradients are partial sums
         made.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
 
-    def is_up_to_date(self, held: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether modules still use these parameters, and no other hooks see gradients or saved tensors."""
-        around = get_saving_hooks()
-        if not (around is None or isinstance(around, _Call) or is_checkpoint(around)):
+    def can_be_reused_for(self, parameters: Sequence[torch.Tensor | None]) -> bool:
+        """Return whether these are its parameters, unchanged, and no other hooks see gradients or saved tensors."""
+        hooks = get_saved_tensor_hooks()
+        if not (hooks is None or isinstance(hooks, _UnitCall) or is_activation_checkpoint(hooks)):
             return False
         return all(
-            each is parameter and get_local(each) is local and not has_foreign_hooks(parameter)
-            for each, (parameter, local) in zip(held, self._sharded, strict=True)
+            each is parameter and get_local(each) is local and not has_hooks_of_others(parameter)
+            for each, (parameter, local) in zip(parameters, self._sharded, strict=True)
         )
 
     @contextmanager
-    def gathered(self, inputs: Sequence[torch.Tensor]) -> Generator[Sequence[DTensor]]:
-        """Gather the parameters while the context is open.
+    def gather_parameters(self, inputs: Sequence[torch.Tensor]) -> Generator[Sequence[DTensor]]:
+        """Gather the parameters for a call of their modules while the context is open.
 
         Args:
             inputs: The tensors that the module is called with whose weights they are.
@@ -146,29 +146,31 @@ class Unit(torch.nn.Module):
         Yields:
             The gathered parameters.
         """
-        self._enter(inputs)
-        around = get_saving_hooks()
+        self._begin_call(inputs)
+        hooks = get_saved_tensor_hooks()
         try:
-            if torch.is_grad_enabled() and not is_checkpoint(around):
-                call = _Call(self, [get_version(each) for each, _ in self._sharded], self._storages, around)
+            if torch.is_grad_enabled() and not is_activation_checkpoint(hooks):
+                versions = [get_version(each) for each, _ in self._sharded]
+                call = _UnitCall(self, versions, self._storages, hooks)
                 with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
                     yield self._link_to_sharded()
             else:
                 yield self._link_to_sharded()
         finally:
-            self._leave()
+            self._end_call()
 
     @skip_function_modes
-    def _enter(self, inputs: Sequence[torch.Tensor]) -> None:
-        if get_backward_pass() >= 0:  # an activation checkpoint recomputes the forward pass
+    def _begin_call(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Gather the parameters, and register the hooks that begin and end the backward pass of this unit."""
+        if get_backward_pass_id() >= 0:  # an activation checkpoint recomputes the forward pass
             if not self.state.is_in_backward:
                 self.state.gather_for_backward()
         else:
-            if not self.state.is_called and self.state.has_failed:
+            if not self.state.is_call_open and self.state.has_failed_backward:
                 self.state.reset_after_failure()
             if self.state.is_gathered:
-                self.state.free()  # free kept weights, because the parameters may have changed
-            self._learn_order()
+                self.state.free_gathered_parameters()  # free kept weights, because the parameters may have changed
+            self._record_call_order()
         self.state.gather_for_forward()
         if not self._storages:
             # These storages persist, because torch only resizes them.
@@ -176,93 +178,94 @@ class Unit(torch.nn.Module):
                 get_storage_key(get_local(each)) for each in self.state.gathered_parameters
             )
         if torch.is_grad_enabled():
-            for number, each in enumerate(self.state.gathered_parameters):
-                if each.requires_grad and number not in self._watched:
-                    self._watched.add(number)
-                    each.register_hook(skip_function_modes(partial(self._prepare_gradient, number)))  # pyright: ignore[reportUnknownMemberType]
+            for index, each in enumerate(self.state.gathered_parameters):
+                if each.requires_grad and index not in self._watched:
+                    self._watched.add(index)
+                    each.register_hook(skip_function_modes(partial(self._convert_gradient, index)))  # pyright: ignore[reportUnknownMemberType]
             for each in inputs if self._sharded else ():
                 if each.grad_fn is not None:
-                    each.register_hook(self._finish_backward)  # pyright: ignore[reportUnknownMemberType]
+                    each.register_hook(self._end_backward)  # pyright: ignore[reportUnknownMemberType]
 
     @skip_function_modes
     def _link_to_sharded(self) -> list[DTensor]:
-        """Return the gathered parameters, linked to the sharded ones in the graph so that misuse is refused."""
+        """Return the gathered parameters, linked in the graph to the sharded ones so that misuse is refused."""
         gathered = self.state.gathered_parameters
-        trained = [number for number, each in enumerate(gathered) if each.requires_grad]
+        trained = [index for index, each in enumerate(gathered) if each.requires_grad]
         if trained and torch.is_grad_enabled():
             first = gathered[trained[0]]
             node = torch.autograd.graph.get_gradient_edge(first).node
-            sharded = [self._sharded[number][0] for number in trained]
+            sharded = [self._sharded[index][0] for index in trained]
             gathered[trained[0]] = _GradientGuard.apply(node, first, *sharded)
         return gathered
 
-    def _learn_order(self) -> None:
-        """Prefetch this unit's parameters whenever the unit before it is called."""
+    def _record_call_order(self) -> None:
+        """Record that this unit follows the last one, which then prefetches this unit's parameters in its calls."""
         before, self.order.last = self.order.last, self
         if before is not None and self.order.following.get(before) is not self:
             self.order.following[before] = self
             this: Any = before
             this.set_modules_to_forward_prefetch([self])
-        self.order.ahead.discard(self)  # used now, so `_leave` must not free it
+        self.order.prefetched.discard(self)  # used now, so `_end_call` must not free it
         if self in self.order.following:
-            self.order.ahead.add(self.order.following[self])
+            self.order.prefetched.add(self.order.following[self])
 
     @skip_function_modes
-    def _leave(self) -> None:
+    def _end_call(self) -> None:
+        """Free parameters that the backward pass does not reuse, and prefetched ones that no call used."""
         self.state.finish_forward()
         if self._is_kept and not torch.is_grad_enabled():
-            self.state.free()
-        if get_backward_pass() < 0 and not self.state.is_called:
-            for unit in self.order.ahead:  # prefetched units that were not called
-                unit.state.free()  # free the unused prefetch
-            self.order.ahead.clear()
+            self.state.free_gathered_parameters()
+        if get_backward_pass_id() < 0 and not self.state.is_call_open:
+            for unit in self.order.prefetched:  # units that no call has used
+                unit.state.free_gathered_parameters()
+            self.order.prefetched.clear()
             self.order.last = None
             if not torch.is_grad_enabled():
-                self.state.forget_order()
+                self.state.forget_call_order()
 
     @skip_function_modes
-    def begin_backward(self) -> None:
-        """Gather the parameters for a backward pass, if they are not gathered."""
+    def gather_for_backward(self) -> None:
+        """Gather the parameters for a backward pass, if that is not done yet."""
         if self.state.is_in_backward:
             return
         if torch.is_grad_enabled():
             raise RuntimeError(_SECOND_DERIVATIVE)
         first = self.order.outermost
         if first is not None and first is not self and first.state.is_gathered:
-            first.begin_backward()
+            first.gather_for_backward()
         self.state.gather_for_backward()
 
-    def check_versions(self, versions: Sequence[int]) -> None:
-        """Raise if a parameter was changed in place since the forward pass used it."""
+    def check_parameters_unchanged(self, versions: Sequence[int]) -> None:
+        """Raise if a parameter's version differs from that in `versions`, which the forward pass used."""
         for name, (each, _), version in zip(self._names, self._sharded, versions, strict=True):
             if get_version(each) != version:
-                raise RuntimeError(describe_early_change(name, tuple(each.shape)))
+                raise RuntimeError(format_early_change_message(name, tuple(each.shape)))
 
-    def _prepare_gradient(self, number: int, gradient: DTensor) -> object:
-        """Return the gradient of a gathered parameter as a partial sum, which `fully_shard` reduces."""
-        self.begin_backward()
-        spec = get_spec(self.state.gathered_parameters[number])
+    def _convert_gradient(self, index: int, gradient: DTensor) -> object:
+        """Return the gradient of a gathered parameter as a partial sum, because `fully_shard` reduces it later."""
+        self.gather_for_backward()
+        spec = get_spec(self.state.gathered_parameters[index])
         # Autograd keeps a gradient if nothing else references it and its strides match. Otherwise it copies it into
         # a replicated DTensor, which sums over processes, and `fully_shard` would sum again.
-        part = get_local(make_partial_sum(gradient, spec, self._mesh_dim)).contiguous()
+        part = get_local(convert_to_partial_sum(gradient, spec, self._mesh_dim)).contiguous()
         return make_dtensor(part, replace_placement(spec, self._mesh_dim, Partial(), part.dtype))
 
     def _redistribute_gradients(self) -> None:
-        """Redistribute gradients of parameters used without being gathered, because others are added to them."""
+        """Redistribute gradients of parameters used without a gather, because `fully_shard` adds to them."""
         for sharded, _ in self._sharded:
             gradient = sharded.grad
             if isinstance(gradient, DTensor) and gradient.placements != sharded.placements:
                 sharded.grad = gradient.redistribute(sharded.device_mesh, sharded.placements)
 
     @skip_function_modes
-    def _finish_backward(self, _: object) -> None:
-        """End the unit's backward pass when the gradient of its input exists."""
+    def _end_backward(self, _: object) -> None:
+        """Reduce the unit's gradients. They are complete, because the gradient of the unit's input exists."""
         if self.state.is_in_backward:
             self.state.reduce_gradients()
 
 
 class _GradientGuard(AutogradFunction):
-    """Identity of a gathered parameter. Its backward refuses gradients of the sharded parameters."""
+    """Pass a gathered parameter through, and refuse gradients that `fully_shard` cannot compute."""
 
     @staticmethod
     def forward(ctx: Ctx, node: object, gathered: DTensor, *sharded: DTensor) -> torch.Tensor:
@@ -274,45 +277,48 @@ class _GradientGuard(AutogradFunction):
         if not will_be_reached(ctx.node):
             raise RuntimeError(_GRADIENTS_BY_WEIGHTS)
         # Otherwise autograd would call these hooks without a gradient.
-        if any(map(has_foreign_hooks, ctx.sharded)):
+        if any(map(has_hooks_of_others, ctx.sharded)):
             raise RuntimeError(_HOOKS_REGISTERED_TOO_LATE)
         return None, *upstream, *[None] * len(ctx.sharded)
 
 
-class _Call:
-    """The tensors of one call that autograd keeps: gathered values are gathered again when they are unpacked."""
+class _UnitCall:
+    """Saved-tensor hooks of one call of a unit. They gather its parameters when one is unpacked."""
 
-    def __init__(self, unit: Unit, versions: Sequence[int], storages: frozenset[int], around: Any) -> None:
+    def __init__(
+        self, unit: GatherUnit, versions: Sequence[int], storages: frozenset[int], hooks: Any
+    ) -> None:
         self._unit = unit
         self._versions = versions
         self._seen = -1  # number of the last backward pass that used it
-        self.calls: dict[int, _Call] = {} if around is None else dict(around.calls)
+        self.calls: dict[int, _UnitCall] = {} if hooks is None else dict(hooks.calls)
         self.calls.update(dict.fromkeys(storages, self))
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedTensor:
         call = None
-        if isinstance(tensor, DTensor) or can_be_local_weight(tensor):
+        if isinstance(tensor, DTensor) or can_be_shard_of_weight(tensor):
             local = get_local(tensor) if isinstance(tensor, DTensor) else tensor
             call = self.calls.get(get_storage_key(local))
-        return cut_from_graph(tensor) if call is None else _SavedTensor(tensor, call)
+        return drop_autograd_node(tensor) if call is None else _SavedTensor(tensor, call)
 
     def unpack(self, packed: torch.Tensor | _SavedTensor) -> torch.Tensor:
         if not isinstance(packed, _SavedTensor):
             return packed
-        packed.call.begin_backward()
+        packed.call.gather_for_backward()
         return packed.tensor
 
-    def begin_backward(self) -> None:
-        if self._seen != get_backward_pass():
-            self._seen = get_backward_pass()
-            self._unit.check_versions(self._versions)
-        self._unit.begin_backward()
+    def gather_for_backward(self) -> None:
+        """Gather the unit's parameters, after a check in each new backward pass that they are unchanged."""
+        if self._seen != get_backward_pass_id():
+            self._seen = get_backward_pass_id()
+            self._unit.check_parameters_unchanged(self._versions)
+        self._unit.gather_for_backward()
 
 
 @dataclass(slots=True, eq=False)
 class _SavedTensor:
     tensor: torch.Tensor
-    call: _Call
+    call: _UnitCall
 
 
 _GRADIENTS_BY_WEIGHTS = format_message(
@@ -336,7 +342,7 @@ _SECOND_DERIVATIVE = format_message(
 
 
 def _move_to_cpu(parameter: torch.Tensor, *, is_pinned: bool) -> None:
-    """Move a parameter's shard to CPU memory. The parameter stays the same object."""
+    """Move a parameter's shard to CPU memory in place."""
     local = get_local(parameter).cpu()
     local = local.pin_memory() if is_pinned else local
     made = torch.nn.Parameter(make_dtensor(local, get_spec(parameter)), requires_grad=parameter.requires_grad)
@@ -346,7 +352,7 @@ def _move_to_cpu(parameter: torch.Tensor, *, is_pinned: bool) -> None:
 
 
 def _make_placeholder(parameter: DTensor, mesh: DeviceMesh, mesh_dim: int) -> torch.nn.Parameter:
-    """Return a parameter without values, with the gathered parameter's shape and placements."""
+    """Return a meta parameter with the shape and placements that a parameter has when it is gathered."""
     axis, size = get_axis(parameter.placements[mesh_dim]), mesh.size(mesh_dim)
     shape = [n * size if i == axis else n for i, n in enumerate(get_local(parameter).shape)]
     placements = [Replicate() if i == mesh_dim else each for i, each in enumerate(parameter.placements)]

@@ -39,8 +39,8 @@ def find_fully_sharded_dims(root: torch.nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
-class FullySharded:
-    """The parts of `fully_shard` that work on the weights of a module, without its hooks.
+class FullyShardState:
+    """Gather, free, and reduce the weights of a module with the parts of `fully_shard`, without its hooks.
 
     Args:
         module: The module.
@@ -64,7 +64,7 @@ class FullySharded:
         )
 
     def call_before_reducing(self, function: Callable[[], object]) -> None:
-        """Call a function before each reduction of gradients, also at the end of a backward pass."""
+        """Register a function that is called before each reduction of gradients."""
         if self._group is not None:
             reduce = self._group.post_backward
 
@@ -74,8 +74,8 @@ class FullySharded:
 
             self._group.post_backward = post_backward
 
-    def begin(self) -> None:
-        """Prepare the first call, when all modules below are known."""
+    def initialize_before_first_call(self) -> None:
+        """Initialize the state of a root module, when all of its submodules are known."""
         self._state._lazy_init()
 
     @property
@@ -84,8 +84,8 @@ class FullySharded:
         return [each.unsharded_param for each in self._group.fsdp_params] if self._group else []
 
     @property
-    def is_called(self) -> bool:
-        """Whether a call of the module, or of one above it, is open."""
+    def is_call_open(self) -> bool:
+        """Whether a call of the module, or of a module that contains it, is running."""
         return self._state._state_ctx.iter_forward_root is not None
 
     @property
@@ -95,17 +95,17 @@ class FullySharded:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether its backward pass has begun and not ended."""
+        """Whether the backward pass of the module has begun and not ended."""
         both = (self._state, self._group)
         return all(each._training_state.name == "PRE_BACKWARD" for each in both if each is not None)
 
     @property
-    def has_failed(self) -> bool:
-        """Whether a backward pass began but did not end."""
+    def has_failed_backward(self) -> bool:
+        """Whether an earlier backward pass began and did not end, because it failed."""
         return self._state._state_ctx.post_backward_final_callback_queued
 
     def reset_after_failure(self) -> None:
-        """Drop the state that a failed pass left in all modules."""
+        """Reset the state that a failed backward pass left in all modules."""
         states = self._state._state_ctx.all_states
         states[0]._reset_iter_state()  # torch sets it only for the root
         for each in (p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params):
@@ -122,23 +122,23 @@ class FullySharded:
         """Free the gathered parameters, unless the backward pass reuses them."""
         self._state._post_forward(self._module, (), None)  # pass no result, on which torch would set a hook
 
-    def free(self) -> None:
-        """Free the gathered parameters, after a gather in progress has ended."""
+    def free_gathered_parameters(self) -> None:
+        """Free the gathered parameters. A gather in progress is waited for."""
         if self._group is not None and (
             self._group.is_unsharded or self._group._all_gather_result is not None
         ):
             self._group.wait_for_unshard()  # a running gather would write to the freed memory
             self._group._to_sharded()
 
-    def forget_order(self) -> None:
-        """Forget the order of module calls, if no backward pass follows that would forget it."""
+    def forget_call_order(self) -> None:
+        """Clear torch's record of module calls, which only a backward pass would clear."""
         for state in self._state._state_ctx.all_states:
             for group in state._fsdp_param_groups:
                 group._post_forward_indices.clear()
         self._state._comm_ctx.post_forward_order.clear()
 
     def gather_for_backward(self) -> None:
-        """Gather the parameters in a backward pass. Its end reduces the gradients at the latest."""
+        """Gather the parameters in a backward pass. Torch reduces the gradients at its end at the latest."""
         self._state._pre_backward(None)
 
     def reduce_gradients(self) -> None:

@@ -1,8 +1,8 @@
 """Reduce partial gradients together at the end of each backward pass.
 
-Where the batch is sharded over a mesh dim, each device has the gradients of its own examples. DTensor leaves it to
-whoever reads them to make the sum: to each operation of the optimizer, for each parameter. Here they are laid end to
-end and summed up together, so that optimizers, clipping and reads find each gradient in the layout of its parameter.
+If the batch is sharded over a mesh dim, each device has the gradients of its own examples. DTensor reduces each of them
+where it is read, for example in each operation of the optimizer. Here gradients are concatenated and reduced together,
+so that optimizers, clipping, and reads find each gradient in the layout of its parameter.
 
 A program's own hooks of a parameter read its gradient during the pass, so that gradient is reduced before they run.
 """
@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.backward import call_after_backward, get_backward_pass
+from layoutmap.engines.torch.backward import call_after_backward, get_backward_pass_id
 from layoutmap.engines.torch.modes import skip_function_modes
-from layoutmap.engines.torch.modules import add_first_hooks, has_foreign_hooks
+from layoutmap.engines.torch.modules import has_hooks_of_others, prepend_gradient_hooks
 from layoutmap.engines.torch.placing import redistribute_tensor, reduce_over_devices
 from layoutmap.engines.torch.specs import (
-    compute_largest_shard,
+    compute_largest_shard_shape,
     get_local,
     get_meta,
     get_spec,
@@ -37,95 +37,96 @@ _MAX_BYTES = 256 << 20  # limit for gradients that are concatenated for one coll
 
 
 # A gradient hook must see the full sum, so the gradient is reduced before the hook runs (decisions/0017).
-class Gradients:
-    """Hooks that redistribute the gradient of each DTensor parameter to the parameter's placements.
+class GradientReducer:
+    """Hooks that redistribute the gradient of each DTensor parameter to the placements of the parameter.
 
     A pass adds to gradients that exist already, as always. Gradients that `torch.autograd.grad` returns are left as
     they are, unless the program has hooks on the parameter.
 
     Args:
-        parameters: The parameters of a model; plain tensors, and what has no gradient, are passed over.
-        refer_to: Gives a function that gives a parameter, without keeping it. Torch does not swap parameters that
-            have weak references, so a model's are better reached through the model.
+        parameters: The parameters of a model. Plain tensors and parameters without a gradient are ignored.
+        make_reference: Returns a function that returns a parameter without keeping it alive. Torch cannot swap
+            parameters that have weak references, so adapters look them up in the model.
     """
 
     def __init__(
         self,
         parameters: Iterable[torch.Tensor],
-        refer_to: Callable[[DTensor], Callable[[], torch.Tensor | None]] = weakref.ref,
+        make_reference: Callable[[DTensor], Callable[[], torch.Tensor | None]] = weakref.ref,
     ) -> None:
-        self._refer_to = refer_to
+        self._refer_to = make_reference
         # Autograd holds each pass until it ends or fails, so a pass that fails keeps no parameter alive.
         self._passes: weakref.WeakValueDictionary[int, _BackwardPass] = weakref.WeakValueDictionary()
         self._hooks: list[RemovableHandle] = []
         for parameter in parameters:
             if isinstance(parameter, DTensor) and parameter.requires_grad:
-                self._hooks += self._watch(parameter)
+                self._hooks += self._hook_parameter(parameter)
 
     def remove(self) -> None:
         """Remove the hooks, so that gradients are no longer reduced."""
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _watch(self, parameter: DTensor) -> tuple[RemovableHandle, RemovableHandle]:
+    def _hook_parameter(self, parameter: DTensor) -> tuple[RemovableHandle, RemovableHandle]:
         parameter_of = self._refer_to(parameter)
 
         @skip_function_modes
-        def redistribute_or_defer(gradient: torch.Tensor) -> torch.Tensor | None:
+        def redistribute_before_accumulation(gradient: torch.Tensor) -> torch.Tensor | None:
             parameter = parameter_of()
             if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
                 return None
-            if has_foreign_hooks(parameter):
-                if (waiting := self._passes.get(get_backward_pass())) is not None:
-                    waiting.finish()  # finish, because a hook may read other gradients
+            if has_hooks_of_others(parameter):
+                if (waiting := self._passes.get(get_backward_pass_id())) is not None:
+                    waiting.reduce_and_restore()  # a hook may read other gradients, so complete them
                 is_placed = gradient.placements == parameter.placements
                 return gradient if is_placed else redistribute_tensor(gradient, parameter.placements)
-            if parameter.grad is not None and _is_partial(gradient):
+            if parameter.grad is not None and _has_partial_placement(gradient):
                 # Keep it separate from the existing gradient, because DTensor would all-reduce before adding.
-                self._get_current_pass().set_aside(parameter)
+                self._get_current_pass().set_gradient_aside(parameter)
             return None
 
         @skip_function_modes
-        def defer_reduction(parameter: DTensor) -> None:
-            if has_foreign_hooks(parameter):  # an earlier hook may have returned a partial sum
+        def defer_after_accumulation(parameter: DTensor) -> None:
+            if has_hooks_of_others(parameter):  # an earlier hook may have returned a partial sum
                 gradient = parameter.grad
                 if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
                     parameter.grad = redistribute_tensor(gradient, parameter.placements)
-            elif _has_other_placements(parameter):
-                self._get_current_pass().wait_for(parameter)
+            elif _has_misplaced_gradient(parameter):
+                self._get_current_pass().defer_reduction(parameter)
 
-        return add_first_hooks(parameter, redistribute_or_defer, defer_reduction)
+        return prepend_gradient_hooks(parameter, redistribute_before_accumulation, defer_after_accumulation)
 
     def _get_current_pass(self) -> _BackwardPass:
-        number = get_backward_pass()
+        """Return the pending gradients of the running backward pass, which are reduced at its end."""
+        number = get_backward_pass_id()
         current = self._passes.get(number)
         if current is None:
             current = self._passes[number] = _BackwardPass()
-            call_after_backward(current.finish)
+            call_after_backward(current.reduce_and_restore)
         return current
 
 
 class _BackwardPass:
-    """Gradients that one backward pass still has to reduce. A failed pass restores those it set aside."""
+    """Gradients that a backward pass still has to reduce. If it fails, earlier gradients are restored."""
 
     def __init__(self) -> None:
         self._earlier: dict[int, tuple[DTensor, torch.Tensor]] = {}
         self._waiting: dict[int, DTensor] = {}
 
-    def set_aside(self, parameter: DTensor) -> None:
-        """Set the existing gradient aside while the new one is reduced."""
+    def set_gradient_aside(self, parameter: DTensor) -> None:
+        """Move the existing gradient of a parameter aside until the new one is reduced."""
         assert parameter.grad is not None
         self._earlier[id(parameter)] = parameter, parameter.grad
         parameter.grad = None
 
-    def wait_for(self, parameter: DTensor) -> None:
-        """Defer the reduction of a gradient that has arrived, to reduce it with others."""
+    def defer_reduction(self, parameter: DTensor) -> None:
+        """Defer the reduction of a parameter's new gradient, to reduce it together with others."""
         self._waiting[id(parameter)] = parameter
 
     @skip_function_modes
     @torch.no_grad()
-    def finish(self) -> None:
-        """Reduce the new gradients, and add those that were set aside."""
+    def reduce_and_restore(self) -> None:
+        """Reduce the new gradients, and then add the gradients that were set aside."""
         waiting = list(self._waiting.values())
         for parameter in waiting:
             _redistribute_gradient(parameter)
@@ -136,7 +137,7 @@ class _BackwardPass:
         self._waiting.clear()
         while self._earlier:
             _, (parameter, earlier) = self._earlier.popitem()
-            # `torch.autograd.grad` returns this gradient and accumulates none.
+            # `torch.autograd.grad` accumulates no gradient, so then only the earlier one is restored.
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
     @skip_function_modes
@@ -147,17 +148,17 @@ class _BackwardPass:
             parameter.grad = earlier
 
 
-def _is_partial(gradient: torch.Tensor) -> bool:
+def _has_partial_placement(gradient: torch.Tensor) -> bool:
     return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
 
 
-def _has_other_placements(parameter: DTensor) -> bool:
+def _has_misplaced_gradient(parameter: DTensor) -> bool:
     gradient = parameter.grad
     return isinstance(gradient, DTensor) and gradient.placements != parameter.placements
 
 
 def _redistribute_gradient(parameter: DTensor) -> None:
-    """Redistribute a gradient to its parameter's placements, except for partial sums to be replicated."""
+    """Redistribute a gradient to its parameter's placements, but leave partial sums that are reduced later."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         return
@@ -170,7 +171,7 @@ def _redistribute_gradient(parameter: DTensor) -> None:
 
 
 def _reduce_over_dim(parameters: list[DTensor], dim: int) -> None:
-    """Reduce the gradients that are partial over a mesh dim, with few all-reduces."""
+    """Reduce gradients that are partial over a mesh dim, similar ones by a common all-reduce."""
     alike: dict[tuple[Any, torch.dtype, int], list[DTensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
@@ -181,7 +182,7 @@ def _reduce_over_dim(parameters: list[DTensor], dim: int) -> None:
             alike.setdefault(key, []).append(parameter)
     for (partial, *_), waiting in alike.items():
         for some in _split_into_batches(waiting):
-            _sum_up_at_once(some, dim, partial.reduce_op)
+            _reduce_concatenated_gradients(some, dim, partial.reduce_op)
 
 
 def _split_into_batches(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
@@ -190,7 +191,7 @@ def _split_into_batches(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
     size = 0
     for parameter in parameters:
         spec = get_spec(parameter.grad)
-        more = math.prod(compute_largest_shard(spec)) * get_meta(spec).dtype.itemsize
+        more = math.prod(compute_largest_shard_shape(spec)) * get_meta(spec).dtype.itemsize
         if some and size + more > _MAX_BYTES:
             yield some
             some, size = [], 0
@@ -199,7 +200,8 @@ def _split_into_batches(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
     yield some
 
 
-def _sum_up_at_once(parameters: list[DTensor], dim: int, reduce_op: str) -> None:
+def _reduce_concatenated_gradients(parameters: list[DTensor], dim: int, reduce_op: str) -> None:
+    """Reduce the gradients of parameters over a mesh dim by one all-reduce of their concatenated elements."""
     pieces = [get_local(parameter.grad) for parameter in parameters]
     # One large collective is faster than many small ones.
     joined = torch.cat([each.reshape(-1) for each in pieces])

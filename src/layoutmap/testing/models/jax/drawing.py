@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from layoutmap.testing.models.builder import ModelBuilder
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.jax.functions import FUNCTIONS, Contents, Kinds, LayerCode
+from layoutmap.testing.models.jax.functions import FUNCTIONS, Contents, LayerCode, LayerKinds
 from layoutmap.testing.models.jax.model import Container, Line
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.values import WIDTHS, Value
+from layoutmap.testing.models.values import WIDTHS, ModelValue
 
 _INPUTS = {"vector": 4, "sequence": 5, "image": 3, "volume": 2, "tokens": 4}
 _CLASSES = "optax.softmax_cross_entropy_with_integer_labels(y, t).mean()"
@@ -33,17 +33,17 @@ _MOST_ELEMENTS = 2048
 
 
 @dataclass(frozen=True)
-class Library:
-    """The source syntax of a library.
+class LibrarySyntax:
+    """Source syntax of a library of JAX models.
 
     In expressions, `{h}` stands for the contents of a layer, `{x}` for its input, and `{key}` for a random key.
     """
 
-    layers: Kinds
-    containers: Mapping[str, int]  # weights by kind
+    layers: LayerKinds
+    containers: Mapping[str, int]  # weights in the draw by kind of container
     weight: tuple[str, str]  # expressions of a weight from `scale` and `shape`, and of its value `{}`
-    frozen: tuple[str, str]  # the same of a weight that is not trained
-    constants: Mapping[str, int]  # weights by expression
+    frozen: tuple[str, str]  # the same two expressions of a weight that is not trained
+    constants: Mapping[str, int]  # weights in the draw by expression of a constant
     linear: tuple[Contents, str]  # contents of a linear layer from `features` to `width`, and its call
     embeddings: Sequence[tuple[Contents, str, str]]  # contents, calls, and logits; empty: no logits
     stacked: str  # stack of a `number` of modules, each `made` by an expression
@@ -52,9 +52,9 @@ class Library:
 
 
 class JaxBuilder(ModelBuilder):
-    """A JAX model, built in the constructor."""
+    """Builder of a JAX model, which it draws when it is created."""
 
-    def __init__(self, choices: Choices, library: Library):
+    def __init__(self, choices: Choices, library: LibrarySyntax):
         self._library, self._kinds = library, {**library.layers, **FUNCTIONS}
         super().__init__(choices, choices.sample(self._kinds, 3))
         self.parts: list[Line] = []
@@ -62,10 +62,10 @@ class JaxBuilder(ModelBuilder):
         # (expression of logits, number of tokens, width) of the first embedding that supports logits
         self._embedding: tuple[str, int, int] | None = None
         self._num_keys = 0
-        self.build(max_parts=5)
+        self.build_model(max_parts=5)
 
     def draw_containers(self, kind: str) -> Container:
-        """Distribute the contents of all layers over nested containers."""
+        """Return a container of the contents of all layers, with some of them in nested containers."""
         items = dict(self._contents)
         for number in range(self.choices.draw_below(4)):
             grouped = self.choices.sample(items, 1 + self.choices.draw_below(3))
@@ -97,17 +97,17 @@ class JaxBuilder(ModelBuilder):
         number = self.choices.pick(4, 2, 3)
         gate = self.add_linear(value, number)
         experts = self._append_layer(kind, wrapper, code, value, number=number)
-        return self._add_line(f'jnp.einsum("e...w,...e->...w", {experts}, jax.nn.softmax({gate}))', after)
+        return self._append_line(f'jnp.einsum("e...w,...e->...w", {experts}, jax.nn.softmax({gate}))', after)
 
     def _draw_layer(self, shape: Shape) -> tuple[str, LayerCode]:
         """Draw a layer that accepts an input shape."""
         weights = {kind: weight for kind, (ranks, weight, _) in self._kinds.items() if len(shape) in ranks}
 
-        def draw(kind: str) -> LayerCode | None:
+        def draw_small_layer(kind: str) -> LayerCode | None:
             code = self._kinds[kind][2](self.choices, shape)
             return code if _is_small(code[2]) else None
 
-        return self.draw_kind(weights, draw)
+        return self.draw_layer_of_kind(weights, draw_small_layer)
 
     def _append_layer(
         self, kind: str, wrapper: str, code: LayerCode, value: str, *, number: int = 0, axis: int = 0
@@ -118,51 +118,53 @@ class JaxBuilder(ModelBuilder):
         if wrapper:
             inner = {name: access.replace(accesses["h"], "p") for name, access in accesses.items()}
             around = self._library.wrappers[wrapper] if contents else _EACH_WITHOUT_CONTENTS
-            call = _fill(around, {"call": _fill(call, {**inner, "x": "x"}), "axis": str(axis)})
+            call = _fill_names(around, {"call": _fill_names(call, {**inner, "x": "x"}), "axis": str(axis)})
         is_module = kind in self._library.layers and wrapper in ("", "remat", "scan")
         module = accesses["h"].strip("{}") if contents and is_module else ""
-        return self._add_line(_fill(call, {**accesses, "x": value}), shape, (kind, wrapper), module)
+        return self._append_line(_fill_names(call, {**accesses, "x": value}), shape, (kind, wrapper), module)
 
-    def _add_contents(self, contents: Contents, number: int = 0) -> dict[str, str]:
-        """Add the contents of a layer, stacked if `number` is not 0, and return the expressions that read them."""
+    def _add_contents(self, contents: Contents, num_stacked: int = 0) -> dict[str, str]:
+        """Add the contents of a layer, `num_stacked` times if that is not 0. Return the expressions that read them."""
         name = f"l{len(self._contents)}"
         accesses = {"h": f"{{{name}}}"}
         if not contents:
             return {}
         if isinstance(contents, str):
-            made = _fill(contents, {"key": "k"}) if number else contents
-            module = self._library.stacked if number else made
-            self._contents[name] = self._fill_with_key(module, made=made, number=number)
+            made = _fill_names(contents, {"key": "k"}) if num_stacked else contents
+            module = self._library.stacked if num_stacked else made
+            self._contents[name] = self._fill_with_key(module, made=made, number=num_stacked)
             return accesses
         items, is_frozen = dict[str, str | Container](), self.choices.is_one_in(10)
         for key, item in contents.items():
             weight, accesses[key] = self._library.frozen if is_frozen else self._library.weight
             if isinstance(item, str):
-                constant = f"jnp.stack({number} * [{item}])" if number else item
+                constant = f"jnp.stack({num_stacked} * [{item}])" if num_stacked else item
                 items[key] = self.choices.pick_weighted(self._library.constants).replace("{}", constant)
                 continue
             scale = f"{math.prod(item[:-1]) ** -0.5 if len(item) > 1 else 0.3:.2g}"
-            items[key] = self._fill_with_key(weight, scale=scale, shape=(number, *item) if number else item)
+            items[key] = self._fill_with_key(
+                weight, scale=scale, shape=(num_stacked, *item) if num_stacked else item
+            )
             is_frozen = False  # at most the first weight of a layer
         owners = dict.fromkeys(items, accesses["h"])
         self._contents[name], *others = items.values()
         if others or self.choices.is_one_in(2):
             self._contents[name] = container = self._draw_container(f"L{name[1:]}", items)
-            owners = container.write_accesses(accesses["h"])
+            owners = container.write_access_expressions(accesses["h"])
         return accesses | {key: accesses[key].replace("{}", owner) for key, owner in owners.items()}
 
     def _fill_with_key(self, expression: str, **values: object) -> str:
-        """Fill in values and a new random key."""
+        """Return an expression with the names in braces replaced by `values`, and `{key}` by a new random key."""
         self._num_keys += 1
-        expression = _fill(expression, {name: str(value) for name, value in values.items()})
-        return _fill(expression, {"key": str(self._num_keys)})
+        expression = _fill_names(expression, {name: str(value) for name, value in values.items()})
+        return _fill_names(expression, {"key": str(self._num_keys)})
 
     def _draw_container(self, name: str, items: Mapping[str, str | Container]) -> Container:
         return Container(self.choices.pick_weighted(self._library.containers), name, tuple(items.items()))
 
-    def _add_line(self, call: str, shape: Shape, kinds: tuple[str, ...] = (), module: str = "") -> str:
+    def _append_line(self, call: str, shape: Shape, kinds: tuple[str, ...] = (), module: str = "") -> str:
         """Add a line of the forward pass, and return the variable of its result."""
-        value = self.name_value(shape)
+        value = self.create_variable_name(shape)
         self.parts.append(Line(tuple(filter(None, kinds)), call, value, shape, module))
         return value
 
@@ -170,15 +172,15 @@ class JaxBuilder(ModelBuilder):
 
     def add_input(self) -> str:
         """Add an input. Token inputs get an embedding at once."""
-        value, shape, vocabulary = self.draw_input(_INPUTS, {"volume": (4, 2), "image": (4, 8)})
+        value, shape, vocabulary = self.add_random_input(_INPUTS, {"volume": (4, 2), "image": (4, 8)})
         if not vocabulary:
             return value
         contents, call, logits = self.choices.pick(*self._library.embeddings)
-        accesses = self._add_contents(_resize(contents, vocabulary, shape[-1]))
+        accesses = self._add_contents(_set_contents_sizes(contents, vocabulary, shape[-1]))
         if logits:
-            self._embedding = self._embedding or (_fill(logits, accesses), vocabulary, shape[-1])
-        call = _fill(call, {**accesses, "x": value, "rows": str(vocabulary)})
-        return self._add_line(call, shape, ("table",))
+            self._embedding = self._embedding or (_fill_names(logits, accesses), vocabulary, shape[-1])
+        call = _fill_names(call, {**accesses, "x": value, "rows": str(vocabulary)})
+        return self._append_line(call, shape, ("table",))
 
     def add_output(self, value: str) -> None:
         """Add an output for each place or for all places."""
@@ -186,74 +188,76 @@ class JaxBuilder(ModelBuilder):
         if self._embedding and len(places) == 1 and not self.choices.is_one_in(3):
             logits, vocabulary, needed = self._embedding
             value = value if width == needed else self.add_linear(value, needed)
-            value = self._add_line(_fill(logits, {"x": value}), (*places, vocabulary))
-            self.outputs.append(Value(value, tuple(places), vocabulary, _CLASSES))
+            value = self._append_line(_fill_names(logits, {"x": value}), (*places, vocabulary))
+            self.outputs.append(ModelValue(value, tuple(places), vocabulary, _CLASSES))
             return
         if places and not self.choices.is_one_in(3):
-            value = self._merge_places(value)
+            value = self._merge_place_axes(value)
         loss, width = self.choices.pick_weighted(_LOSSES), self.choices.pick_weighted(WIDTHS)
         value = self.add_linear(value, width)
         *places, _ = shape = self.shapes[value]
         has_classes = loss == _CLASSES
         self.outputs.append(
-            Value(value, tuple(places), width, loss) if has_classes else Value(value, shape, loss=loss)
+            ModelValue(value, tuple(places), width, loss)
+            if has_classes
+            else ModelValue(value, shape, loss=loss)
         )
 
     def add_linear(self, value: str, width: int) -> str:
         """Add a linear layer without an activation."""
         *places, features = self.shapes[value]
         contents, call = self._library.linear
-        code = call, _resize(contents, features, width), (*places, width)
+        code = call, _set_contents_sizes(contents, features, width), (*places, width)
         return self._append_layer("linear", "", code, value)
 
-    def _merge_places(self, value: str) -> str:
-        """Flatten or reduce all axes to one axis of features."""
+    def _merge_place_axes(self, value: str) -> str:
+        """Flatten or reduce all axes of a value to one axis of features, and return the variable of the result."""
         shape = self.shapes[value]
         if math.prod(shape) <= 256 and self.choices.is_one_in(2):
-            return self._add_line(f"{value}.reshape(-1, {math.prod(shape)})", (math.prod(shape),))
+            return self._append_line(f"{value}.reshape(-1, {math.prod(shape)})", (math.prod(shape),))
         call = f"{value}.{self.choices.pick('mean', 'max')}({(*range(1, len(shape)),)})"
-        return self._add_line(call, shape[-1:])
+        return self._append_line(call, shape[-1:])
 
     def add_sum(self, value: str, other: str) -> str:
         """Add the sum of two values of one shape."""
-        return self._add_line(f"{value} + {other}", self.shapes[value])
+        return self._append_line(f"{value} + {other}", self.shapes[value])
 
     def add_gate(self, value: str) -> str:
         """Add a sigmoid gate."""
         shape = self.shapes[value]
-        return self._add_line(f"{value} * jax.nn.sigmoid({self.add_linear(value, shape[-1])})", shape)
+        return self._append_line(f"{value} * jax.nn.sigmoid({self.add_linear(value, shape[-1])})", shape)
 
-    def add_shared(self, value: str) -> str:
+    def add_shared_layer(self, value: str) -> str:
         """Add a linear layer that is called twice."""
         shape = self.shapes[value]
         first = self.add_linear(value, shape[-1])
         second = re.sub(rf"\b{value}\b", f"jnp.tanh({first})", self.parts[-1].call)
-        return self._add_line(second, shape)
+        return self._append_line(second, shape)
 
     def join_input(self, value: str, other: str) -> str:
         """Concatenate, add, or multiply a value with one of another input."""
         shape = self.shapes[value]
         if len(self.shapes[other]) > 1:
-            other = self._merge_places(other)
+            other = self._merge_place_axes(other)
         other = self.add_linear(other, shape[-1])
         if len(shape) == 1 and self.choices.is_one_in(2):
-            return self._add_line(f"jnp.concatenate([{value}, {other}], -1)", (2 * shape[-1],))
+            return self._append_line(f"jnp.concatenate([{value}, {other}], -1)", (2 * shape[-1],))
         if len(shape) > 1:
             other += f"[:, {', '.join(['None'] * (len(shape) - 1))}]"
-        return self._add_line(f"{value} {self.choices.pick('+', '*')} {other}", shape)
+        return self._append_line(f"{value} {self.choices.pick('+', '*')} {other}", shape)
 
 
 def _is_small(shape: Shape) -> bool:
     return len(shape) < 5 and math.prod(shape) <= _MOST_ELEMENTS
 
 
-def _fill(expression: str, values: Mapping[str, str]) -> str:
-    """Replace names in braces for which there are values."""
+def _fill_names(expression: str, values: Mapping[str, str]) -> str:
+    """Return an expression with the names in braces replaced by `values`. Other names are unchanged."""
     return re.sub(r"{(\w+)}", lambda match: values.get(match[1], match[0]), expression)
 
 
-def _resize(contents: Contents, features: int, width: int) -> Contents:
-    """Return the arrays of a linear layer or an embedding, resized to these features and width."""
+def _set_contents_sizes(contents: Contents, features: int, width: int) -> Contents:
+    """Return the contents of a linear layer or an embedding, with these input and output sizes."""
     if isinstance(contents, str):
-        return _fill(contents, {"features": str(features), "width": str(width)})
+        return _fill_names(contents, {"features": str(features), "width": str(width)})
     return dict.fromkeys(contents, (features, width))

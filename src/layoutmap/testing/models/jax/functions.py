@@ -1,4 +1,4 @@
-"""Layers that are expressions of jax.numpy and jax.lax. Both pytrees and modules of flax.nnx contain them."""
+"""Draw layers that are expressions of jax.numpy and jax.lax. Both pytrees and modules of flax.nnx contain them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.values import WIDTHS, draw_heads_einsum, draw_padding, find_divisors
 
 Contents = str | Mapping[str, Shape | str]
-"""The contents of a layer: the expression of a module, or a mapping from names to weights and constants.
+"""Contents of a layer: the expression of a module, or a mapping from names to weights and constants.
 
-A shape stands for a weight, and an expression for a constant.
+In the mapping, a shape stands for a weight of this shape, and an expression for a constant.
 """
 LayerCode = tuple[str, Contents, Shape]
-"""The expression of a layer's call, its contents, and its output shape without rows.
+"""Expression of a layer's call, its contents, and its output shape without the batch axis.
 
-In the expression, `{x}` stands for the input with rows, `{h}` for the contents, and `{w}` for the weight `w`.
+In the expression, `{x}` stands for the input batch, `{h}` for the contents, and `{w}` for the weight `w`.
 """
-Kinds = Mapping[str, tuple[Collection[int], int, Callable[[Choices, Shape], LayerCode]]]
+LayerKinds = Mapping[str, tuple[Collection[int], int, Callable[[Choices, Shape], LayerCode]]]
 """Kinds of layers: the accepted ranks, the weight, and the function that draws the layer for an input shape."""
 
 HELPERS = {
@@ -84,13 +84,13 @@ _ACTIVATIONS = (
 )
 
 
-def add_activation(choices: Choices, call: str) -> str:
-    """Return an expression with or without an activation."""
+def draw_activation(choices: Choices, call: str) -> str:
+    """Return an expression with a random activation applied to it, or without one."""
     return choices.pick(*_ACTIVATIONS).format(call)
 
 
-def draw_windows(choices: Choices, space: Shape, width: int) -> tuple[dict[str, Any], Shape]:
-    """Draw a convolution. Returns its options by name and its output shape, with features last."""
+def draw_conv_options(choices: Choices, space: Shape, width: int) -> tuple[dict[str, Any], Shape]:
+    """Draw the options of a convolution. Returns them by name, and the output shape with features last."""
     sizes = tuple(choices.pick_weighted({3: 3, 2: 2, 1: 1, 4: 1}) for _ in space)
     strides, dilation = (tuple(choices.pick_weighted({1: 3, 2: 1}) for _ in space) for _ in range(2))
     is_valid, places = draw_padding(choices, space, sizes, strides, dilation)
@@ -106,7 +106,7 @@ def draw_windows(choices: Choices, space: Shape, width: int) -> tuple[dict[str, 
 def _draw_dense(choices: Choices, shape: Shape) -> LayerCode:
     width = choices.pick_weighted(WIDTHS)
     call, bias = choices.pick(("{x} @ {w}", {}), ("{x} @ {w} + {b}", {"b": (width,)}))
-    return add_activation(choices, call), {"w": (shape[-1], width), **bias}, (*shape[:-1], width)
+    return draw_activation(choices, call), {"w": (shape[-1], width), **bias}, (*shape[:-1], width)
 
 
 def _draw_products(choices: Choices, shape: Shape) -> LayerCode:
@@ -130,7 +130,7 @@ def _draw_einsum(choices: Choices, shape: Shape) -> LayerCode:
 
 def _draw_convolution(choices: Choices, shape: Shape) -> LayerCode:
     *space, width = shape
-    options, after = draw_windows(choices, tuple(space), width)
+    options, after = draw_conv_options(choices, tuple(space), width)
     axes = "DHW"[-len(space) :]
     numbers = (f"N{axes}C", f"{axes}IO", f"N{axes}C")
     call = (
@@ -183,7 +183,7 @@ def _draw_lookup(choices: Choices, shape: Shape) -> LayerCode:
     axis = _draw_axis(choices, shape)
     size = shape[axis - 1]
     indices = [choices.draw_below(size) for _ in range(choices.pick(size, 4, 8))]
-    call = choices.pick(f"jnp.take({{x}}, {{i}}, axis={axis})", f"{{x}}[{_write_colons(axis)}{{i}}]")
+    call = choices.pick(f"jnp.take({{x}}, {{i}}, axis={axis})", f"{{x}}[{_write_leading_colons(axis)}{{i}}]")
     return call, {"i": f"jnp.array({indices})"}, _resize_axis(shape, axis, len(indices))
 
 
@@ -199,7 +199,7 @@ def _draw_segment_sum(choices: Choices, shape: Shape) -> LayerCode:
 
 def _draw_slice(choices: Choices, shape: Shape) -> LayerCode:
     axis = _draw_axis(choices, shape)
-    size, colons = shape[axis - 1], _write_colons(axis)
+    size, colons = shape[axis - 1], _write_leading_colons(axis)
     half = -(-size // 2)
     call, after = choices.pick(
         (f"{{x}}[{colons}::2]", half),
@@ -215,7 +215,7 @@ def _draw_slice(choices: Choices, shape: Shape) -> LayerCode:
 
 
 def _draw_reshape(choices: Choices, shape: Shape) -> LayerCode:
-    """Draw a split of features, a flattening of all axes or of places, or a swap of axes."""
+    """Draw a split of the features axis, a flattening of all axes or of all but it, or a swap of two axes."""
     *places, width = shape
     size, axis = math.gcd(4, width), _draw_axis(choices, shape)
     swapped = _resize_axis(_resize_axis(shape, axis, width), len(shape), shape[axis - 1])
@@ -225,20 +225,20 @@ def _draw_reshape(choices: Choices, shape: Shape) -> LayerCode:
     return call, {}, after
 
 
-def _keep_shape(*calls: str) -> Callable[[Choices, Shape], LayerCode]:
-    """Return a function that draws one of these calls, all of which keep the shape.
+def _make_call_drawer(*calls: str) -> Callable[[Choices, Shape], LayerCode]:
+    """Return a function that draws a layer with one of these calls, all of which keep the shape.
 
     In a call, `{axis}` stands for one of the axes, and `{size}` for its size.
     """
 
-    def draw(choices: Choices, shape: Shape) -> LayerCode:
+    def draw_call(choices: Choices, shape: Shape) -> LayerCode:
         axis, length, width = _draw_axis(choices, shape) if "{axis}" in str(calls) else 1, shape[0], shape[-1]
         weights = {"s": (width,), "w": (width, width), "m": (length, length), "p": (2 * length, width)}
         call = choices.pick(*calls).replace("{axis}", str(axis)).replace("{size}", str(shape[axis - 1]))
         contents: Contents = {**weights, "i": "jnp.array(True)"}
         return call, {name: item for name, item in contents.items() if f"{{{name}}}" in call}, shape
 
-    return draw
+    return draw_call
 
 
 def _draw_outer_product(choices: Choices, shape: Shape) -> LayerCode:
@@ -246,29 +246,29 @@ def _draw_outer_product(choices: Choices, shape: Shape) -> LayerCode:
 
 
 def _draw_axis(choices: Choices, shape: Shape) -> int:
-    """Draw an axis of an array with rows. The last axis is the simplest choice."""
+    """Draw an axis other than the batch axis, counted with it. The last axis is the simplest choice."""
     return len(shape) - choices.draw_below(len(shape))
 
 
-def _write_colons(axis: int) -> str:
-    """Return the colons that precede an index of this axis."""
+def _write_leading_colons(axis: int) -> str:
+    """Return the colons that precede an index of this axis in brackets."""
     return ":, " * axis
 
 
 def _resize_axis(shape: Shape, axis: int, size: int) -> Shape:
-    """Return a shape with another size of one axis."""
+    """Return a shape without the batch axis where `axis`, counted with the batch axis, has another size."""
     return (*shape[: axis - 1], size, *shape[axis:])
 
 
 ANY, PLACES = range(1, 5), range(2, 5)
-FUNCTIONS: Kinds = {
+FUNCTIONS: LayerKinds = {
     "dense": (ANY, 10, _draw_dense),
     "einsum": (range(1, 4), 5, _draw_einsum),
     "products": (ANY, 5, _draw_products),
     "scaled": (
         PLACES,
         6,
-        _keep_shape(
+        _make_call_drawer(
             "{x} * (1 + {s})",
             "normalize({x}) * (1 + {s})",
             "jnp.where({x} > 0, {x}, {x} * {s})",
@@ -284,17 +284,17 @@ FUNCTIONS: Kinds = {
     "square": (
         PLACES,
         3,
-        _keep_shape(
+        _make_call_drawer(
             "jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ {w}), {x})",
             'jnp.einsum("st,bt...->bs...", {m}, {x})',
             'jnp.einsum("st,bt...->bs...", jnp.tril({m}), {x})',
         ),
     ),
-    "positions": ((2,), 3, _keep_shape("{x} + {p}[:{size}]")),
+    "positions": ((2,), 3, _make_call_drawer("{x} + {p}[:{size}]")),
     "of an axis": (
         ANY,
         4,
-        _keep_shape(
+        _make_call_drawer(
             "jnp.cumsum({x}, {axis}) / {size}",
             "jnp.roll({x}, 1, {axis})",
             "jnp.flip({x}, {axis})",
@@ -309,6 +309,10 @@ FUNCTIONS: Kinds = {
     "sliced": (ANY, 5, _draw_slice),
     "reshaped": (ANY, 4, _draw_reshape),
     "outer": (range(1, 3), 1, _draw_outer_product),
-    "constrained": (ANY, 3, _keep_shape("constrain({x})", "constrain(jnp.tanh({x}))")),
-    "elementwise": (ANY, 2, _keep_shape("halved({x})", "jax.lax.cond({i}, jnp.tanh, lambda y: 2 * y, {x})")),
+    "constrained": (ANY, 3, _make_call_drawer("constrain({x})", "constrain(jnp.tanh({x}))")),
+    "elementwise": (
+        ANY,
+        2,
+        _make_call_drawer("halved({x})", "jax.lax.cond({i}, jnp.tanh, lambda y: 2 * y, {x})"),
+    ),
 }

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from layoutmap.testing.models.jax.functions import HELPERS
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.values import Value, write_batch, write_losses, write_one_or_list
+from layoutmap.testing.models.values import ModelValue, write_batch, write_losses, write_one_or_list
 
 INDENT = "    "
 CONTAINERS = {  # kind: (opening, prefix of an item, closing, access of an item)
@@ -66,27 +66,27 @@ class Container:
         inner = "".join(f"\n{INDENT}{item}," for item in items) + "\n" if is_long else ", ".join(items)
         return opening.format(name=self.name) + inner + (closing.lstrip(",") if is_long else closing).format()
 
-    def write_accesses(self, owner: str) -> dict[str, str]:
-        """Return expressions that read all items and nested items, by key."""
+    def write_access_expressions(self, owner: str) -> dict[str, str]:
+        """Return the expressions that read all items and nested items, by key. `owner` is that of the container."""
         accesses = dict[str, str]()
         for number, (key, item) in enumerate(self.items):
             accesses[key] = owner + CONTAINERS[self.kind][3].format(key=key, number=number)
             if isinstance(item, Container):
-                accesses |= item.write_accesses(accesses[key])
+                accesses |= item.write_access_expressions(accesses[key])
         return accesses
 
-    def write_classes(self) -> Iterator[str]:
-        """Yield the definitions of its class and of nested containers' classes."""
+    def iterate_class_definitions(self) -> Iterator[str]:
+        """Yield the source of the classes of this container and of nested ones."""
         if self.kind in _CLASSES:
             yield _CLASSES[self.kind].format(name=self.name, keys=[key for key, _ in self.items])
         for _, item in self.items:
             if isinstance(item, Container):
-                yield from item.write_classes()
+                yield from item.iterate_class_definitions()
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the forward pass."""
+    """Line of the forward pass: it calls a layer and assigns the result to a variable."""
 
     kinds: tuple[str, ...]  # of the layer and its wrapper
     call: str  # expression of the result; `{l3}` stands for the contents of the layer `l3`
@@ -95,7 +95,7 @@ class Line:
     module: str = ""  # name of the layer if it is a module with this output
 
 
-# Pytrees and modules of flax.nnx share it, since only the syntax of contents differs (why: decisions/0140).
+# Pytrees and modules of flax.nnx share this class, because only the syntax of contents differs (decisions/0140).
 @dataclass(frozen=True)
 class Model:
     """A JAX model."""
@@ -116,15 +116,15 @@ class Model:
     }
 
     precisions: ClassVar[Mapping[str, str]] = {"bfloat16": _IN_BFLOAT16}
-    # JAX enables float64 for the whole process, which would change other models.
+    # JAX enables float64 only for the whole process, which would change other models, so it is not supported.
     float64_lines: ClassVar[str] = ""
     auto_axes_lines: ClassVar[str] = ""
     """Last lines of a program that compute the model with auto axes, where JAX would ask for `out_sharding`."""
 
-    inputs: tuple[Value, ...]
+    inputs: tuple[ModelValue, ...]
     parts: tuple[Line, ...]  # lines of the forward pass
     contents: Container  # weights and modules
-    outputs: tuple[Value, ...]
+    outputs: tuple[ModelValue, ...]
     keyword_inputs: bool = False  # whether inputs are keyword arguments
 
     @cached_property
@@ -133,9 +133,9 @@ class Model:
         return tuple(kind for part in self.parts for kind in part.kinds)
 
     @property
-    def paths(self) -> Mapping[str, str]:
-        """The path of each layer's contents, by the layer's name."""
-        accesses = self.contents.write_accesses("").items()
+    def content_paths(self) -> Mapping[str, str]:
+        """Map from the name of each layer to the path of its contents."""
+        accesses = self.contents.write_access_expressions("").items()
         return {name: re.sub(r"\['?(\w+)'?\]", r".\1", access).removeprefix(".") for name, access in accesses}
 
     def write_data(self, rows: int) -> str:
@@ -145,9 +145,9 @@ class Model:
         inputs = ", ".join(f"{value.name}={value.write_data(rows)}" for value in self.inputs)
         return f"dict({inputs}), {write_one_or_list([value.write_data(rows) for value in self.outputs])}"
 
-    def write_forward(self, owner: str) -> list[str]:
-        """Return the lines of the forward pass."""
-        accesses = self.contents.write_accesses(owner)
+    def write_forward_lines(self, owner: str) -> list[str]:
+        """Return the lines of the forward pass, which read layers from the variable `owner`."""
+        accesses = self.contents.write_access_expressions(owner)
         lines = [
             f"{part.value} = " + re.sub(r"{(l\d+)}", lambda match: accesses[match[1]], part.call)
             for part in self.parts
@@ -158,15 +158,17 @@ class Model:
         """Return the program of `make_model`, which returns the model with its loss and optimizer."""
         result = f"return train_with({model}, loss=loss, optimizer={optimizer})"
         parts = [
-            "".join(self.contents.write_classes()).rstrip(),
+            "".join(self.contents.iterate_class_definitions()).rstrip(),
             *(source.rstrip() for name, source in HELPERS.items() if re.search(rf"\b{name}\(", forward)),
             forward,
-            write_block("def loss(outputs, targets):", [f"return {write_losses(self.outputs, 'y')}"]),
-            write_block("def make_model():", [*setup, result]),
+            write_indented_block(
+                "def loss(outputs, targets):", [f"return {write_losses(self.outputs, 'y')}"]
+            ),
+            write_indented_block("def make_model():", [*setup, result]),
         ]
         return "\n\n\n".join(part for part in parts if part) + "\n"
 
 
-def write_block(first: str, lines: Sequence[str]) -> str:
-    """Return a line followed by indented lines."""
+def write_indented_block(first: str, lines: Sequence[str]) -> str:
+    """Return the text of a line and of indented lines after it."""
     return "\n".join([first, *(INDENT + line if line else "" for text in lines for line in text.split("\n"))])

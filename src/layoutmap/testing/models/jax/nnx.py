@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.jax.drawing import JaxBuilder, Library
-from layoutmap.testing.models.jax.functions import ANY, PLACES, LayerCode, add_activation, draw_windows
-from layoutmap.testing.models.jax.model import Container, Model, write_block
+from layoutmap.testing.models.jax.drawing import JaxBuilder, LibrarySyntax
+from layoutmap.testing.models.jax.functions import ANY, PLACES, LayerCode, draw_activation, draw_conv_options
+from layoutmap.testing.models.jax.model import Container, Model, write_indented_block
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.values import WIDTHS, draw_heads_einsum, find_divisors
 
@@ -100,7 +100,7 @@ from layoutmap.adapters.jax import train_with
         """Output shapes of modules that are called once, by path."""
         num_uses = Counter(name for part in self.parts for name in re.findall(r"{(l\d+)}", part.call))
         modules = {part.module: part.shape for part in self.parts if part.module}
-        return {self.paths[name]: shape for name, shape in modules.items() if num_uses[name] == 1}
+        return {self.content_paths[name]: shape for name, shape in modules.items() if num_uses[name] == 1}
 
     def write_source(self, optimizer: str) -> str:
         """Return the program of `make_model`."""
@@ -110,13 +110,13 @@ from layoutmap.adapters.jax import train_with
         ]
         inputs = ", ".join(each.name for each in self.inputs)
         methods = [
-            write_block(
+            write_indented_block(
                 "def __init__(self, rngs):", [f"self.{key} = {item}" for key, item in items] or ["pass"]
             ),
             "",
-            write_block(f"def __call__(self, {inputs}):", self.write_forward("self")),
+            write_indented_block(f"def __call__(self, {inputs}):", self.write_forward_lines("self")),
         ]
-        net = write_block("class Net(nnx.Module):", methods)
+        net = write_indented_block("class Net(nnx.Module):", methods)
         sources = [source for name, source in _SOURCES.items() if re.search(rf"\b{name}\(", net)]
         return self.write_program("".join(sources) + net, [], f"Net({self.rngs})", optimizer)
 
@@ -133,7 +133,7 @@ def draw_model(choices: Choices) -> Module:
 def _draw_linear(choices: Choices, shape: Shape) -> LayerCode:
     width, bias = choices.pick_weighted(WIDTHS), choices.pick("", ", use_bias=False")
     return (
-        add_activation(choices, "{h}({x})"),
+        draw_activation(choices, "{h}({x})"),
         f"nnx.Linear({shape[-1]}, {width}{bias}, rngs=rngs)",
         (*shape[:-1], width),
     )
@@ -151,17 +151,17 @@ def _draw_general_linear(choices: Choices, shape: Shape) -> LayerCode:
 
 def _draw_convolution(choices: Choices, shape: Shape) -> LayerCode:
     *space, width = shape
-    options, after = draw_windows(choices, tuple(space), width)
+    options, after = draw_conv_options(choices, tuple(space), width)
     if len(space) == 1 and options["padding"] == "SAME" and choices.is_one_in(3):
         options["padding"] = "CAUSAL"
     module = (
         "nnx.Conv({width}, {filters}, {sizes}, {strides}, padding={padding!r}, kernel_dilation={dilation}, "
         "feature_group_count={groups}, rngs=rngs)"
     )
-    return add_activation(choices, "{h}({x})"), module.format(**options, width=width), after
+    return draw_activation(choices, "{h}({x})"), module.format(**options, width=width), after
 
 
-def _draw_transposed(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_transposed_convolution(choices: Choices, shape: Shape) -> LayerCode:
     *space, width = shape
     filters, size = choices.pick_weighted(WIDTHS), choices.pick(3, 2, 4)
     module = f"nnx.ConvTranspose({width}, {filters}, {(size,) * len(space)}, {(2,) * len(space)}, rngs=rngs)"
@@ -176,7 +176,7 @@ def _draw_norm(choices: Choices, shape: Shape) -> LayerCode:
         f"GroupNorm({width}, {choices.pick(*find_divisors(width))}",
     )
     norm = choices.pick(*norms, *[f"InstanceNorm({width}"] * (len(shape) > 1))
-    # A variance of two features can be far below the usual epsilon, which multiplies their rounding by 1000.
+    # The variance of two features can be tiny, and the usual epsilon would then magnify rounding errors by 1000.
     return "{h}({x})", f"nnx.{norm}, epsilon=1e-3, rngs=rngs)", shape
 
 
@@ -222,25 +222,25 @@ def _draw_composite(choices: Choices, shape: Shape) -> LayerCode:
     return "{h}({x})", module, (*places, after)
 
 
-def _keep_shape(module: str) -> Callable[[Choices, Shape], LayerCode]:
-    """Return a function that draws this module, which keeps the shape."""
+def _make_module_drawer(module: str) -> Callable[[Choices, Shape], LayerCode]:
+    """Return a function that draws a layer with this module, which keeps the shape."""
     return lambda _, shape: ("{h}({x})", module.replace("{width}", str(shape[-1])), shape)
 
 
-_LIBRARY = Library(
+_LIBRARY = LibrarySyntax(
     layers={
         "Linear": (ANY, 8, _draw_linear),
         "LinearGeneral": (range(1, 4), 5, _draw_general_linear),
         "norm": (ANY, 6, _draw_norm),
-        "BatchNorm": (ANY, 5, _keep_shape("nnx.BatchNorm({width}, momentum=0.9, rngs=rngs)")),
+        "BatchNorm": (ANY, 5, _make_module_drawer("nnx.BatchNorm({width}, momentum=0.9, rngs=rngs)")),
         "Conv": (PLACES, 10, _draw_convolution),
-        "ConvTranspose": (PLACES, 3, _draw_transposed),
+        "ConvTranspose": (PLACES, 3, _draw_transposed_convolution),
         "MultiHeadAttention": ((2,), 7, _draw_attention),
         "RNN": ((2,), 7, _draw_recurrent),
-        "Dropout": (ANY, 4, _keep_shape("nnx.Dropout(0.25, rngs=rngs)")),
+        "Dropout": (ANY, 4, _make_module_drawer("nnx.Dropout(0.25, rngs=rngs)")),
         "several": (ANY, 6, _draw_composite),
-        "PReLU": (ANY, 1, _keep_shape("nnx.PReLU()")),
-        "Centered": (ANY, 2, _keep_shape("Centered({width})")),
+        "PReLU": (ANY, 1, _make_module_drawer("nnx.PReLU()")),
+        "Centered": (ANY, 2, _make_module_drawer("Centered({width})")),
     },
     containers={"nnx.Dict": 4, "nnx.List": 2, "nnx.data": 1},
     weight=("nnx.Param({scale} * rngs.params.normal({shape}))", "{}[...]"),

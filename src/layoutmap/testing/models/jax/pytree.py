@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.jax.drawing import WRAPPERS, JaxBuilder, Library
-from layoutmap.testing.models.jax.functions import ANY, PLACES, LayerCode, draw_windows
-from layoutmap.testing.models.jax.model import CAST, Model, write_block
+from layoutmap.testing.models.jax.drawing import WRAPPERS, JaxBuilder, LibrarySyntax
+from layoutmap.testing.models.jax.functions import ANY, PLACES, LayerCode, draw_conv_options
+from layoutmap.testing.models.jax.model import CAST, Model, write_indented_block
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.values import WIDTHS, find_divisors
 
@@ -59,7 +59,7 @@ from layoutmap.adapters.jax import train_with
     def write_source(self, optimizer: str) -> str:
         """Return the program of `make_model`."""
         inputs = ", ".join(each.name for each in self.inputs)
-        forward = write_block(f"def forward(p, {inputs}):", self.write_forward("p"))
+        forward = write_indented_block(f"def forward(p, {inputs}):", self.write_forward_lines("p"))
         return self.write_program(
             forward,
             [f"params = {self.contents.write_source(is_long=True)}"],
@@ -79,14 +79,14 @@ def draw_model(choices: Choices) -> Pytree:
 # -- modules of Equinox, which take one row without places
 
 
-def _write_eqx(module: str, num_axes: int, after: Shape) -> LayerCode:
-    """Return the code of a module that is mapped over the first `num_axes` axes."""
-    return f"{'jax.vmap(' * num_axes}{{h}}{')' * num_axes}({{x}})", module, after
+def _make_equinox_code(module: str, num_axes: int, output_shape: Shape) -> LayerCode:
+    """Return the code of an Equinox module, which `jax.vmap` maps over the first `num_axes` axes."""
+    return f"{'jax.vmap(' * num_axes}{{h}}{')' * num_axes}({{x}})", module, output_shape
 
 
 def _draw_eqx_linear(choices: Choices, shape: Shape) -> LayerCode:
     width = choices.pick_weighted(WIDTHS)
-    return _write_eqx(
+    return _make_equinox_code(
         f"eqx.nn.Linear({shape[-1]}, {width}, key=key({{key}}))", len(shape), (*shape[:-1], width)
     )
 
@@ -94,7 +94,7 @@ def _draw_eqx_linear(choices: Choices, shape: Shape) -> LayerCode:
 def _draw_eqx_mlp(choices: Choices, shape: Shape) -> LayerCode:
     inner, width = choices.pick_weighted(WIDTHS), choices.pick_weighted(WIDTHS)
     module = f"eqx.nn.MLP({shape[-1]}, {width}, {inner}, {choices.pick(1, 2)}, key=key({{key}}))"
-    return _write_eqx(module, len(shape), (*shape[:-1], width))
+    return _make_equinox_code(module, len(shape), (*shape[:-1], width))
 
 
 def _draw_eqx_norm(choices: Choices, shape: Shape) -> LayerCode:
@@ -103,14 +103,14 @@ def _draw_eqx_norm(choices: Choices, shape: Shape) -> LayerCode:
         (f"RMSNorm({shape[-1]})", len(shape)),
         (f"LayerNorm({shape})", 1),
     )
-    return _write_eqx(f"eqx.nn.{norm}", axes, shape)
+    return _make_equinox_code(f"eqx.nn.{norm}", axes, shape)
 
 
 def _draw_eqx_convolution(choices: Choices, shape: Shape) -> LayerCode:
     width, *space = shape  # Equinox expects features before places
-    options, (*places, filters) = draw_windows(choices, tuple(space), width)
+    options, (*places, filters) = draw_conv_options(choices, tuple(space), width)
     module = "{filters}, {sizes}, {strides}, {padding!r}, {dilation}, {groups}, key=key".format(**options)
-    return _write_eqx(f"eqx.nn.Conv({len(space)}, {width}, {module}({{key}}))", 1, (filters, *places))
+    return _make_equinox_code(f"eqx.nn.Conv({len(space)}, {width}, {module}({{key}}))", 1, (filters, *places))
 
 
 def _draw_eqx_attention(choices: Choices, shape: Shape) -> LayerCode:
@@ -130,30 +130,30 @@ def _draw_eqx_cell(choices: Choices, shape: Shape) -> LayerCode:
 # -- modules of flax.linen, which store weights in a dict
 
 
-def _write_linen(module: str, shape: Shape, after: Shape) -> LayerCode:
+def _make_linen_code(module: str, shape: Shape, output_shape: Shape) -> LayerCode:
     return (
         f"nn.{module}.apply({{h}}, {{x}})",
         f"nn.{module}.init(key({{key}}), jnp.zeros({(1, *shape)}))",
-        after,
+        output_shape,
     )
 
 
 def _draw_linen_dense(choices: Choices, shape: Shape) -> LayerCode:
     features = choices.pick((choices.pick_weighted(WIDTHS),), (4, 8), (2, 4))
-    return _write_linen(f"DenseGeneral({features})", shape, (*shape[:-1], *features))
+    return _make_linen_code(f"DenseGeneral({features})", shape, (*shape[:-1], *features))
 
 
 def _draw_linen_norm(choices: Choices, shape: Shape) -> LayerCode:
     groups = f"GroupNorm({choices.pick(*find_divisors(shape[-1]))}, epsilon=1e-3)"
     norm = choices.pick("LayerNorm(epsilon=1e-3)", "RMSNorm(epsilon=1e-3)", groups)
-    return _write_linen(norm, shape, shape)
+    return _make_linen_code(norm, shape, shape)
 
 
 def _draw_linen_convolution(choices: Choices, shape: Shape) -> LayerCode:
     *space, width = shape
-    options, after = draw_windows(choices, tuple(space), width)
+    options, after = draw_conv_options(choices, tuple(space), width)
     module = "Conv({filters}, {sizes}, {strides}, {padding!r}, 1, {dilation}, {groups})"
-    return _write_linen(module.format(**options), shape, after)
+    return _make_linen_code(module.format(**options), shape, after)
 
 
 def _draw_linen_sequence(choices: Choices, shape: Shape) -> LayerCode:
@@ -163,10 +163,10 @@ def _draw_linen_sequence(choices: Choices, shape: Shape) -> LayerCode:
         (f"RNN(nn.OptimizedLSTMCell({units}))", units),
         (f"RNN(nn.GRUCell({units}))", units),
     )
-    return _write_linen(module, shape, (shape[0], width))
+    return _make_linen_code(module, shape, (shape[0], width))
 
 
-_LIBRARY = Library(
+_LIBRARY = LibrarySyntax(
     layers={
         "eqx.Linear": (ANY, 4, _draw_eqx_linear),
         "eqx.MLP": (ANY, 3, _draw_eqx_mlp),

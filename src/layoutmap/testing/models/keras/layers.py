@@ -1,4 +1,4 @@
-"""The kinds of Keras layers in drawn models, with random options.
+"""Draw the options of each kind of Keras layer.
 
 Most widths and heads are multiples of 4 or 8, so that most axes divide over the dims of a mesh.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.keras.model import Layer
+from layoutmap.testing.models.keras.model import DrawnLayer
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.values import WIDTHS, draw_heads_einsum, draw_padding, find_divisors
 
@@ -32,49 +32,53 @@ _KERNEL_OPTIONS = {
 # -- layers of features
 
 
-def _draw_dense(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+def _draw_dense_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
     units, activation = choices.pick_weighted(WIDTHS), choices.pick(*_ACTIVATIONS)
     kernel_options = dict(choices.pick_weighted(_KERNEL_OPTIONS))
     return {"units": units, "activation": activation, **kernel_options}, (*shape[:-1], units)
 
 
-def _draw_dense_wrapper(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+def _draw_dense_wrapper_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
     units = choices.pick_weighted(WIDTHS)
-    return {"layer": Layer("Dense", (("units", units),))}, (*shape[:-1], units)
+    return {"layer": DrawnLayer("Dense", (("units", units),))}, (*shape[:-1], units)
 
 
-def _draw_einsum_dense(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+def _draw_einsum_dense_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
     equation, _, _, after = draw_heads_einsum(choices, shape)
     bias = {"bias_axes": "yz" if "y" in equation else "z"} if choices.is_one_in(2) else {}
     return {"equation": equation, "output_shape": after, **bias}, after
 
 
-def _draw_prelu(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+def _draw_prelu_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
     return {"shared_axes": tuple(range(1, len(shape))) or None} if choices.is_one_in(2) else {}, shape
 
 
-def _draw_layer_norm(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+def _draw_layer_norm_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
     return {"axis": tuple(range(1, 1 + len(shape)))} if choices.is_one_in(4) else {}, shape
 
 
 # -- layers with windows
 
 
-def _draw_windows(
-    choices: Choices, space: Shape, *, dilated: bool = True, equal: bool = False
+def _draw_window_options(
+    choices: Choices, space: Shape, *, allow_dilation: bool = True, same_stride: bool = False
 ) -> tuple[Options, Shape]:
     """Draw sizes, strides, and padding of windows. Keras does not allow dilation together with strides."""
     sizes = tuple(choices.pick_weighted({3: 3, 2: 2, 1: 1, 4: 1}) for _ in space)
     steps = tuple(choices.pick_weighted({1: 3, 2: 2}) for _ in space)
-    steps, ones = steps[:1] * len(space) if equal else steps, (1,) * len(space)
-    strides, dilation = (ones, steps) if dilated and choices.is_one_in(3) else (steps, ones)
+    steps, ones = steps[:1] * len(space) if same_stride else steps, (1,) * len(space)
+    strides, dilation = (ones, steps) if allow_dilation and choices.is_one_in(3) else (steps, ones)
     is_valid, places = draw_padding(choices, space, sizes, strides, dilation)
     options: Options = {"strides": strides, "padding": "valid" if is_valid else "same"}
-    return {"kernel_size": sizes, **options, **({"dilation_rate": dilation} if dilated else {})}, places
+    return {
+        "kernel_size": sizes,
+        **options,
+        **({"dilation_rate": dilation} if allow_dilation else {}),
+    }, places
 
 
-def _draw_convolution(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    options, places = _draw_windows(choices, shape[:-1])
+def _draw_convolution_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    options, places = _draw_window_options(choices, shape[:-1])
     if len(places) == 1 and options["padding"] == "same" and choices.is_one_in(3):
         options["padding"] = "causal"
     filters, activation = choices.pick_weighted(WIDTHS), choices.pick(*_ACTIVATIONS)
@@ -83,26 +87,26 @@ def _draw_convolution(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
     return {"filters": filters, **options}, (*places, filters)
 
 
-def _draw_depthwise(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    options, places = _draw_windows(choices, shape[:-1], equal=True)
+def _draw_depthwise_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    options, places = _draw_window_options(choices, shape[:-1], same_stride=True)
     multiplier = choices.pick(1, 1, 2)
     return {**options, "depth_multiplier": multiplier}, (*places, multiplier * shape[-1])
 
 
-def _draw_separable(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    options, (*places, _) = _draw_depthwise(choices, shape)
+def _draw_separable_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    options, (*places, _) = _draw_depthwise_options(choices, shape)
     filters = choices.pick_weighted(WIDTHS)
     return {"filters": filters, **options}, (*places, filters)
 
 
-def _draw_transposed(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+def _draw_transposed_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
     filters, size = choices.pick_weighted(WIDTHS), choices.pick(3, 2, 4)
     options = {"filters": filters, "kernel_size": size, "strides": 2, "padding": "same"}
     return options, (*(2 * n for n in shape[:-1]), filters)
 
 
-def _draw_pooling(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    options, places = _draw_windows(choices, shape[:-1], dilated=False)
+def _draw_pooling_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    options, places = _draw_window_options(choices, shape[:-1], allow_dilation=False)
     # In 3D, Keras on PyTorch cannot average over a window that is larger than the input.
     size = tuple(map(min, options.pop("kernel_size"), shape))
     return {"pool_size": size, **options}, (*places, shape[-1])
@@ -111,16 +115,16 @@ def _draw_pooling(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
 # -- layers of sequences
 
 
-def _draw_recurrent(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+def _draw_recurrent_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
     units, all_steps = choices.pick_weighted(WIDTHS), choices.is_one_in(2)
     options = {"units": units, "return_sequences": all_steps, "go_backwards": choices.is_one_in(4)}
     return options, (*(shape[:1] if all_steps else ()), units)
 
 
-def _draw_bidirectional(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    options, (*places, units) = _draw_recurrent(choices, shape)
+def _draw_bidirectional_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    options, (*places, units) = _draw_recurrent_options(choices, shape)
     options["go_backwards"] = False
-    layer = Layer(choices.pick("LSTM", "GRU", "SimpleRNN"), tuple(options.items()))
+    layer = DrawnLayer(choices.pick("LSTM", "GRU", "SimpleRNN"), tuple(options.items()))
     merge_mode = choices.pick("concat", "sum")
     return {"layer": layer, "merge_mode": merge_mode}, (
         *places,
@@ -128,11 +132,11 @@ def _draw_bidirectional(choices: Choices, shape: Shape) -> tuple[Options, Shape]
     )
 
 
-def _draw_attention(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+def _draw_attention_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
     return {"num_heads": choices.pick(2, 4, 8, 3), "key_dim": choices.pick(4, 8)}, shape
 
 
-def _draw_grouped_attention(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+def _draw_grouped_attention_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
     heads, groups = choices.pick((4, 2), (8, 4), (8, 2), (4, 1), (6, 3))
     return {"head_dim": choices.pick(4, 8), "num_query_heads": heads, "num_key_value_heads": groups}, shape
 
@@ -140,7 +144,7 @@ def _draw_grouped_attention(choices: Choices, shape: Shape) -> tuple[Options, Sh
 # -- layers that reshape
 
 
-def _draw_reshape(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+def _draw_reshape_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
     """Flatten places into one axis, or split features into two axes."""
     *places, width = shape
     size = math.gcd(4, width)
@@ -153,13 +157,13 @@ ATTENTION = ("MultiHeadAttention", "GroupQueryAttention")  # layers that take a 
 RECURRENT = ("LSTM", "GRU", "SimpleRNN", "Bidirectional")
 KINDS: dict[str, tuple[Collection[int], int, DrawOptions]] = {
     # kind: (accepted ranks, weight, function that draws options). A `*` stands for the number of place axes.
-    "Dense": (_ANY, 10, _draw_dense),
-    "EinsumDense": (range(1, 4), 5, _draw_einsum_dense),
+    "Dense": (_ANY, 10, _draw_dense_options),
+    "EinsumDense": (range(1, 4), 5, _draw_einsum_dense_options),
     "Scale": (_ANY, 2, lambda choices, shape: ({}, shape)),
-    "PReLU": (_ANY, 2, _draw_prelu),
+    "PReLU": (_ANY, 2, _draw_prelu_options),
     "Dropout": (_ANY, 4, lambda choices, shape: ({"rate": 0.25, "seed": choices.draw_below(9)}, shape)),
-    "SpectralNormalization": (_ANY, 1, _draw_dense_wrapper),
-    "LayerNormalization": (_ANY, 4, _draw_layer_norm),
+    "SpectralNormalization": (_ANY, 1, _draw_dense_wrapper_options),
+    "LayerNormalization": (_ANY, 4, _draw_layer_norm_options),
     "BatchNormalization": (_ANY, 5, lambda choices, shape: ({"momentum": choices.pick(0.99, 0.9)}, shape)),
     "RMSNormalization": (_ANY, 3, lambda choices, shape: ({}, shape)),
     "GroupNormalization": (
@@ -167,12 +171,12 @@ KINDS: dict[str, tuple[Collection[int], int, DrawOptions]] = {
         3,
         lambda choices, shape: ({"groups": choices.pick(*find_divisors(shape[-1]))}, shape),
     ),
-    "Conv*D": (_PLACES, 12, _draw_convolution),
-    "DepthwiseConv*D": (range(2, 4), 8, _draw_depthwise),
-    "SeparableConv*D": (range(2, 4), 6, _draw_separable),
-    "Conv*DTranspose": (_PLACES, 3, _draw_transposed),
-    "MaxPooling*D": (_PLACES, 4, _draw_pooling),
-    "AveragePooling*D": (_PLACES, 3, _draw_pooling),
+    "Conv*D": (_PLACES, 12, _draw_convolution_options),
+    "DepthwiseConv*D": (range(2, 4), 8, _draw_depthwise_options),
+    "SeparableConv*D": (range(2, 4), 6, _draw_separable_options),
+    "Conv*DTranspose": (_PLACES, 3, _draw_transposed_options),
+    "MaxPooling*D": (_PLACES, 4, _draw_pooling_options),
+    "AveragePooling*D": (_PLACES, 3, _draw_pooling_options),
     "GlobalAveragePooling*D": (_PLACES, 1, lambda choices, shape: ({}, shape[-1:])),
     "GlobalMaxPooling*D": (_PLACES, 1, lambda choices, shape: ({}, shape[-1:])),
     "UpSampling*D": (
@@ -180,14 +184,14 @@ KINDS: dict[str, tuple[Collection[int], int, DrawOptions]] = {
         1,
         lambda choices, shape: ({"size": 2}, (*(2 * n for n in shape[:-1]), shape[-1])),
     ),
-    "LSTM": ((2,), 4, _draw_recurrent),
-    "GRU": ((2,), 4, _draw_recurrent),
-    "SimpleRNN": ((2,), 3, _draw_recurrent),
-    "Bidirectional": ((2,), 4, _draw_bidirectional),
-    "TimeDistributed": (_PLACES, 2, _draw_dense_wrapper),
-    "MultiHeadAttention": ((2,), 8, _draw_attention),
-    "GroupQueryAttention": ((2,), 7, _draw_grouped_attention),
+    "LSTM": ((2,), 4, _draw_recurrent_options),
+    "GRU": ((2,), 4, _draw_recurrent_options),
+    "SimpleRNN": ((2,), 3, _draw_recurrent_options),
+    "Bidirectional": ((2,), 4, _draw_bidirectional_options),
+    "TimeDistributed": (_PLACES, 2, _draw_dense_wrapper_options),
+    "MultiHeadAttention": ((2,), 8, _draw_attention_options),
+    "GroupQueryAttention": ((2,), 7, _draw_grouped_attention_options),
     "Flatten": (_PLACES, 1, lambda choices, shape: ({}, (math.prod(shape),))),
-    "Reshape": (_ANY, 3, _draw_reshape),
+    "Reshape": (_ANY, 3, _draw_reshape_options),
     "RepeatVector": ((1,), 2, lambda choices, shape: ({"n": 4}, (4, *shape))),
 }

@@ -1,4 +1,4 @@
-"""Keras models as values: layers, their calls, and the program that creates the model."""
+"""Describe Keras models by their layers and calls, and write the programs that create them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.values import Value, write_batch, write_one_or_list
+from layoutmap.testing.models.values import ModelValue, write_batch, write_one_or_list
 
 SGD = "keras.optimizers.SGD(0.05, momentum=0.9)"
 
@@ -28,7 +28,7 @@ class Scale(L.Layer):
 }
 """Source of custom layers, by kind."""
 
-_IN_POLICY = """
+_SET_POLICY = """
 
 def make_model(make=make_model):
     keras.config.set_dtype_policy({policy!r})
@@ -44,25 +44,28 @@ def make_model(make=make_model):
     {first_call}model.quantize({mode!r})
     return model
 """
-_MERGE_LAYERS = ("Add", "Multiply", "Concatenate")  # their argument is a list
+_MERGE_LAYERS = ("Add", "Multiply", "Concatenate")  # layers that take their inputs as one list
 _INDENT = "    "
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A layer."""
+class DrawnLayer:
+    """Describe a layer by its constructor's arguments, and write the expression that creates it."""
 
     kind: str  # class in `keras.layers`, key of `CUSTOM`, or "Sequential"
     options: tuple[tuple[str, Any], ...] = ()  # arguments of the constructor
     name: str = ""  # empty for nested layers
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kind of the layer and those of nested layers."""
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kinds of the layer and of the layers nested in its options."""
         values = [
             value for _, option in self.options for value in (option if type(option) is tuple else [option])
         ]
-        return (self.kind, *(kind for value in values if isinstance(value, Layer) for kind in value.kinds))
+        return (
+            self.kind,
+            *(kind for value in values if isinstance(value, DrawnLayer) for kind in value.layer_kinds),
+        )
 
     def write_source(self, name: str = "") -> str:
         """Return the expression that creates the layer."""
@@ -70,12 +73,12 @@ class Layer:
         module = {"Sequential": "keras."}.get(self.kind, "" if self.kind in CUSTOM else "L.")
         return f"{module}{self.kind}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
 
-    __repr__ = write_source  # of a nested layer, in the options of another layer
+    __repr__ = write_source  # so that the options of a layer can contain nested layers
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call of a layer."""
+class DrawnCall:
+    """Describe a call of a layer in the program of a model."""
 
     value: str  # variable of the result
     layer: str  # the layer's name
@@ -85,8 +88,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Model:
-    """A Keras model."""
+class DrawnKerasModel:
+    """Describe a random Keras model, and write its program."""
 
     library: ClassVar[str] = "keras"
     imports: ClassVar[str] = """\
@@ -111,17 +114,17 @@ L = keras.layers
     }
 
     style: str  # "functional", "sequential", "subclassed", or "listed": subclassed with a list of layers
-    inputs: tuple[Value, ...]
-    layers: tuple[Layer, ...]  # in the order of their first call
-    calls: tuple[Call, ...]
-    outputs: tuple[Value, ...]
+    inputs: tuple[ModelValue, ...]
+    layers: tuple[DrawnLayer, ...]  # in the order of their first call
+    calls: tuple[DrawnCall, ...]
+    outputs: tuple[ModelValue, ...]
     named: bool = True  # whether the program names its layers
     lora: str = ""  # layer that gets LoRA factors after the build
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of all layers, in order."""
-        return tuple(kind for layer in self.layers for kind in layer.kinds)
+        return tuple(kind for layer in self.layers for kind in layer.layer_kinds)
 
     @property
     def precisions(self) -> Mapping[str, str]:
@@ -129,7 +132,7 @@ L = keras.layers
         # Backends cannot create the orthogonal initial values of recurrent kernels in bfloat16.
         has_recurrent = re.search("RNN|LSTM|GRU", str(self.kinds))
         policies = ["mixed_bfloat16"] if has_recurrent else ["bfloat16", "mixed_bfloat16"]
-        lines = {policy: _IN_POLICY.format(policy=policy) for policy in policies}
+        lines = {policy: _SET_POLICY.format(policy=policy) for policy in policies}
         if re.search("Dense|Embedding|Attention", str(self.kinds)):
             first_call = f"model({self.plan_inputs})\n    " if self.is_subclassed else ""
             lines |= {mode: _QUANTIZED.format(first_call=first_call, mode=mode) for mode in ("int8", "int4")}
@@ -138,7 +141,7 @@ L = keras.layers
     @property
     def float64_lines(self) -> str:
         """Lines that set the dtype policy float64."""
-        return _IN_POLICY.format(policy="float64")
+        return _SET_POLICY.format(policy="float64")
 
     @property
     def is_subclassed(self) -> bool:
@@ -155,21 +158,25 @@ L = keras.layers
         """Output shapes of named layers that are called once, by layer path."""
         num_calls = Counter(call.layer for call in self.calls) if self.named else {}
         return {
-            self.get_path(call.layer): call.shape for call in self.calls if num_calls.get(call.layer) == 1
+            self.get_layer_path(call.layer): call.shape
+            for call in self.calls
+            if num_calls.get(call.layer) == 1
         }
 
     def write_data(self, rows: int) -> str:
         """Return the expression that draws a batch from `rng`."""
         return write_batch(self.inputs, self.outputs, rows)
 
-    def get_path(self, layer: str) -> str:
+    def get_layer_path(self, layer_name: str) -> str:
         """Return the path of a layer in a model with named layers."""
-        return f"parts.{list(self._layers_by_name).index(layer)}" if self.style == "listed" else layer
+        return (
+            f"parts.{list(self._layers_by_name).index(layer_name)}" if self.style == "listed" else layer_name
+        )
 
     def write_source(self, optimizer: str) -> str:
         """Return the program of `make_model`, which returns the compiled model."""
         custom = "".join(CUSTOM[kind] for kind in dict.fromkeys(self.kinds) if kind in CUSTOM)
-        lines = ["model = Net()"] if self.is_subclassed else self._write_functional()
+        lines = ["model = Net()"] if self.is_subclassed else self._write_functional_lines()
         if self.style == "sequential":
             parts = [_write_input(self.inputs[0]), *(self._write_layer(layer) for layer in self.layers)]
             lines = ["model = keras.Sequential([", *(f"{_INDENT}{part}," for part in parts), "])"]
@@ -180,28 +187,32 @@ L = keras.layers
             lines.append(f"model.get_layer({self.lora!r}).enable_lora(2)")
         losses = write_one_or_list([_write_loss(output) for output in self.outputs])
         lines += [f"model.compile({optimizer}, {losses})", "return model"]
-        net = "\n".join([*self._write_class(), "\n\n"]) if self.is_subclassed else ""
+        net = "\n".join([*self._write_class_lines(), "\n\n"]) if self.is_subclassed else ""
         return "\n".join([f"{custom}{net}def make_model():", *(_INDENT + line for line in lines), ""])
 
     @cached_property
-    def _layers_by_name(self) -> Mapping[str, Layer]:
+    def _layers_by_name(self) -> Mapping[str, DrawnLayer]:
         return {layer.name: layer for layer in self.layers}
 
-    def _write_layer(self, layer: Layer) -> str:
+    def _write_layer(self, layer: DrawnLayer) -> str:
+        """Return the expression that creates a layer, with its name if the model's layers are named."""
         return layer.write_source(layer.name if self.named else "")
 
-    def _write_attribute(self, owner: str, layer: str) -> str:
-        number = list(self._layers_by_name).index(layer)
-        return f"{owner}.parts[{number}]" if self.style == "listed" else f"{owner}.{layer}"
+    def _write_attribute(self, owner: str, layer_name: str) -> str:
+        """Return the expression of a layer in a subclassed model, of which `owner` is the variable."""
+        index = list(self._layers_by_name).index(layer_name)
+        return f"{owner}.parts[{index}]" if self.style == "listed" else f"{owner}.{layer_name}"
 
-    def _write_call(self, call: Call, layer: str) -> str:
+    def _write_call(self, call: DrawnCall, layer_expression: str) -> str:
+        """Return the line that assigns the result of calling a layer to a variable."""
         inputs = ", ".join(call.inputs)
         if self._layers_by_name[call.layer].kind in _MERGE_LAYERS:
             inputs = f"[{inputs}]"
         options = "".join(f", {key}={value!r}" for key, value in call.options)
-        return f"{call.value} = {layer}({inputs}{options})"
+        return f"{call.value} = {layer_expression}({inputs}{options})"
 
-    def _write_functional(self) -> list[str]:
+    def _write_functional_lines(self) -> list[str]:
+        """Return the lines that create a Functional model."""
         lines = [f"{value.name} = {_write_input(value)}" for value in self.inputs]
         num_calls, written = Counter(call.layer for call in self.calls), set[str]()
         for call in self.calls:
@@ -212,9 +223,10 @@ L = keras.layers
                 layer = call.layer
             lines.append(self._write_call(call, layer))
         inputs = write_one_or_list([value.name for value in self.inputs])
-        return [*lines, f"model = keras.Model({inputs}, {self._result})"]
+        return [*lines, f"model = keras.Model({inputs}, {self._result_expression})"]
 
-    def _write_class(self) -> list[str]:
+    def _write_class_lines(self) -> list[str]:
+        """Return the lines that define the class of a subclassed model."""
         layers = [f"self.{layer.name} = {layer.write_source()}" for layer in self.layers]
         if self.style == "listed":
             layers = ["self.parts = [", *(f"{_INDENT}{layer.write_source()}," for layer in self.layers), "]"]
@@ -227,19 +239,19 @@ L = keras.layers
             *(2 * _INDENT + line for line in ["super().__init__()", *layers]),
             "",
             f"{_INDENT}def call(self, {names[0] if len(names) == 1 else 'inputs'}):",
-            *(2 * _INDENT + line for line in [*lines, f"return {self._result}"]),
+            *(2 * _INDENT + line for line in [*lines, f"return {self._result_expression}"]),
         ]
 
     @property
-    def _result(self) -> str:
+    def _result_expression(self) -> str:
         return write_one_or_list([value.name for value in self.outputs])
 
 
-def _write_input(value: Value) -> str:
+def _write_input(value: ModelValue) -> str:
     return f"keras.Input({value.shape}{', dtype=' + repr('int32') if value.classes else ''})"
 
 
-def _write_loss(value: Value) -> str:
+def _write_loss(value: ModelValue) -> str:
     if value.classes:
         return "keras.losses.SparseCategoricalCrossentropy(from_logits=True)"
     return repr(value.loss)

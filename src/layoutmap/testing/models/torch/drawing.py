@@ -10,10 +10,10 @@ from dataclasses import replace
 from layoutmap.testing.models.builder import ModelBuilder
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.torch.kinds import KINDS, Drawing, draw_lines
+from layoutmap.testing.models.torch.kinds import KINDS, DrawnLayer, draw_layer_of_kind
 from layoutmap.testing.models.torch.layers import CALL, draw_attention
 from layoutmap.testing.models.torch.model import Class, Model, Part
-from layoutmap.testing.models.values import WIDTHS, Value
+from layoutmap.testing.models.values import WIDTHS, ModelValue
 
 _INPUTS = {"vector": 3, "sequence": 7, "image": 6, "volume": 2, "tokens": 5, "bag": 2}
 _STYLES = {"attributes": 5, "list": 1, "dict": 1}
@@ -65,14 +65,15 @@ def draw_model(choices: Choices) -> Model:
     """Draw a model of a few parts."""
     is_sequential = choices.is_one_in(8)
     builder = _TorchBuilder(choices, choices.sample(KINDS, 5), is_chain=is_sequential)
-    builder.build(max_parts=5)
+    builder.build_model(max_parts=5)
     inputs, outputs = (tuple(value.name for value in values) for values in (builder.inputs, builder.outputs))
     net = Class("Net", choices.pick_weighted(_STYLES), inputs, tuple(builder.parts), outputs)
     classes, returns_loss = (*builder.blocks, net), choices.is_one_in(2)
     model = Model(is_sequential, tuple(builder.inputs), classes, tuple(builder.outputs), returns_loss)
-    # Hooks use choices seeded by the model, so that each seed keeps the model that it had before there were hooks.
-    # The field `module` was named `made` then (why: decisions/0200).
-    own_choices = Choices.from_seed(zlib.crc32(repr(model).replace(" module=", " made=").encode()))
+    # Hooks have their own choices, seeded by the model, so that no seed's model changed when hooks were added. The seed
+    # must not change, so the text has the names of that time: `made` for `module`, and `Value` (decisions/0200).
+    text = repr(model).replace(" module=", " made=").replace("ModelValue(", "Value(")
+    own_choices = Choices.from_seed(zlib.crc32(text.encode()))
     if not own_choices.is_one_in(3):
         return model
     hooks = own_choices.sample(HOOKS, own_choices.pick(0, 1, 1, 2))
@@ -81,7 +82,7 @@ def draw_model(choices: Choices) -> Model:
 
 
 class _TorchBuilder(ModelBuilder):
-    """A torch model, or a class inside of one, under construction. Each layer of a chain is a module."""
+    """Builder of a torch model, or of a class inside of one. In a chain, each layer is a module."""
 
     favorite_weight = 30
 
@@ -95,31 +96,31 @@ class _TorchBuilder(ModelBuilder):
         # (name, number of tokens, width) of an embedding that can share its weight with an output
         self._embedding: tuple[str, int, int] | None = None
 
-    def _append_layer(self, kinds: str, drawing: Drawing, value: str, *setup: str) -> str:
-        """Add a part and return the variable of its result. A blank separates several kinds."""
-        module, use, shape = drawing
-        name, result = f"l{len(self.parts)}", self.name_value(shape)
+    def _append_part(self, kinds: str, drawn_layer: DrawnLayer, value: str, *setup: str) -> str:
+        """Add a part, and return the variable of its result. `kinds` may have several kinds, separated by blanks."""
+        module, use, shape = drawn_layer
+        name, result = f"l{len(self.parts)}", self.create_variable_name(shape)
 
-        def fill(line: str) -> str:
+        def fill_names(line: str) -> str:
             return line.replace("{x}", value).replace("{y}", result).replace("{m}", f"{{{name}}}")
 
-        lines = tuple(fill(f"{result} = {use}").split("\n"))
-        part = Part(name, tuple(kinds.split()), module, tuple(map(fill, setup)), lines, result, shape)
+        lines = tuple(fill_names(f"{result} = {use}").split("\n"))
+        part = Part(name, tuple(kinds.split()), module, tuple(map(fill_names, setup)), lines, result, shape)
         self.parts.append(part)
         return result
 
     def _append_expression(self, kind: str, value: str, shape: Shape, *expressions: str) -> str:
-        """Add a part that computes one of the expressions and has no module."""
-        return self._append_layer(kind, ("", self.choices.pick(*expressions), shape), value)
+        """Add a part without a module that computes one of the expressions, and return the variable of its result."""
+        return self._append_part(kind, ("", self.choices.pick(*expressions), shape), value)
 
-    def _append_varied_layer(self, kind: str, drawing: Drawing, value: str) -> str:
-        """Add a part. A quarter of modules get a hook, a parametrization, or another variation."""
-        module, use, shape = drawing
+    def _append_varied_part(self, kind: str, drawn_layer: DrawnLayer, value: str) -> str:
+        """Add a part, and return the variable of its result. A quarter of modules get a hook or another variation."""
+        module, use, shape = drawn_layer
         if not module or not self.choices.is_one_in(4):
-            return self._append_layer(kind, drawing, value)
+            return self._append_part(kind, drawn_layer, value)
         has_weight, is_called = module.startswith(("nn.Linear(", "nn.Conv")), use == CALL
         usable = {
-            # An output that shares the weight of an embedding must be trained, so embeddings are not frozen.
+            # An output may share the weight of an embedding and must be trained, so embeddings are not frozen.
             "frozen": not module.startswith(("nn.Buffer(", "nn.Embedding(")),
             "hook": is_called,
             "pre_hook": is_called and "Embedding" not in module,
@@ -136,11 +137,11 @@ class _TorchBuilder(ModelBuilder):
         elif wrapper.endswith("_norm"):
             module = f"parametrizations.{wrapper}({module})"
         setup = [_WRAPPERS[wrapper]] if wrapper in _WRAPPERS_WITH_SETUP else []
-        return self._append_layer(f"{kind} {wrapper}", (module, use, shape), value, *setup)
+        return self._append_part(f"{kind} {wrapper}", (module, use, shape), value, *setup)
 
     def add_linear(self, value: str, width: int) -> str:
         *places, before = self.shapes[value]
-        return self._append_layer("Linear", (f"nn.Linear({before}, {width})", CALL, (*places, width)), value)
+        return self._append_part("Linear", (f"nn.Linear({before}, {width})", CALL, (*places, width)), value)
 
     # -- inputs and outputs
 
@@ -152,21 +153,21 @@ class _TorchBuilder(ModelBuilder):
         places = tuple(choices.pick(*sides) for _ in range(num_axes))
         shape = (min(width, 8), *places) if num_axes > 1 else (*places, width)
         if kind not in ("tokens", "bag"):
-            self.inputs.append(Value(self.name_value(shape), shape))
+            self.inputs.append(ModelValue(self.create_variable_name(shape), shape))
             return self.inputs[-1].name
-        value = self.name_value(places)
-        self.inputs.append(Value(value, places, vocabulary))
+        value = self.create_variable_name(places)
+        self.inputs.append(ModelValue(value, places, vocabulary))
         if kind == "bag":
             module = f"nn.EmbeddingBag({vocabulary}, {width}, mode='{choices.pick('mean', 'sum', 'max')}')"
-            return self._append_varied_layer("EmbeddingBag", (module, CALL, (width,)), value)
+            return self._append_varied_part("EmbeddingBag", (module, CALL, (width,)), value)
         options = choices.pick("", "", ", padding_idx=0", ", scale_grad_by_freq=True")
         module = f"nn.Embedding({vocabulary}, {width}{options})"
-        result = self._append_varied_layer("Embedding", (module, CALL, shape), value)
+        result = self._append_varied_part("Embedding", (module, CALL, shape), value)
         self._embedding = self.parts[-1].name, vocabulary, width
         if self.is_chain or not choices.is_one_in(3):
             return result
         positions = f"nn.Parameter(torch.randn({places[0] + 4}, {width}) * 0.1)"
-        return self._append_layer("positions", (positions, f"{{x}} + {{m}}[:{places[0]}]", shape), result)
+        return self._append_part("positions", (positions, f"{{x}} + {{m}}[:{places[0]}]", shape), result)
 
     def add_output(self, value: str) -> None:
         choices, places = self.choices, self.shapes[value][:-1]
@@ -174,31 +175,31 @@ class _TorchBuilder(ModelBuilder):
             value, loss = self._add_tied_output(value, *self._embedding), "classes"
         else:
             if places and (len(places) > 2 or not choices.is_one_in(3)):
-                value = self._merge_places(value)
+                value = self._merge_place_axes(value)
             value = self.add_linear(value, choices.pick_weighted(WIDTHS))
             loss = choices.pick_weighted(_LOSSES)
         *places, width = shape = self.shapes[value]
         if loss != "classes":
-            self.outputs.append(Value(value, shape, loss=loss))
+            self.outputs.append(ModelValue(value, shape, loss=loss))
             return
         loss = choices.pick_weighted(_CLASS_LOSSES)
         if places:
             loss = loss.replace("(o,", "(o.flatten(0, -2),").replace(" t", " t.flatten()")
-        self.outputs.append(Value(value, tuple(places), width, loss))
+        self.outputs.append(ModelValue(value, tuple(places), width, loss))
 
     def _add_tied_output(self, value: str, embedding: str, vocabulary: int, width: int) -> str:
-        """Add logits that use the weight of an embedding."""
+        """Add logits that use the weight of an embedding, and return their variable."""
         value = value if self.shapes[value][-1] == width else self.add_linear(value, width)
         shape = (*self.shapes[value][:-1], vocabulary)
         if self.choices.is_one_in(2):
             return self._append_expression("tied", value, shape, f"{{x}} @ {{{embedding}}}.weight.T")
         module = f"nn.Linear({width}, {vocabulary}, bias=False)"
-        return self._append_layer(
+        return self._append_part(
             "tied", (module, CALL, shape), value, f"{{m}}.weight = {{{embedding}}}.weight"
         )
 
-    def _merge_places(self, value: str) -> str:
-        """Flatten or reduce all axes to one axis of features."""
+    def _merge_place_axes(self, value: str) -> str:
+        """Flatten or reduce all axes of a value to one axis of features, and return the variable of the result."""
         shape = self.shapes[value]
         if not self.is_chain and (math.prod(shape) > 256 or self.choices.is_one_in(2)):
             axes, left = tuple(range(1, len(shape))), shape[-1:]
@@ -210,44 +211,44 @@ class _TorchBuilder(ModelBuilder):
         if math.prod(shape) > 256:
             pool = f"nn.AdaptiveAvgPool{len(shape) - 1}d(1)"
             shape = (shape[0], *(1 for _ in shape[1:]))
-            value = self._append_layer("AdaptivePooling", (pool, CALL, shape), value)
-        return self._append_layer("Flatten", ("nn.Flatten()", CALL, (math.prod(shape),)), value)
+            value = self._append_part("AdaptivePooling", (pool, CALL, shape), value)
+        return self._append_part("Flatten", ("nn.Flatten()", CALL, (math.prod(shape),)), value)
 
     # -- parts
 
-    def weigh_parts(self) -> dict[Callable[[str], str], int]:
-        weights = super().weigh_parts()
-        joined, output = (weights.pop(add) for add in (self.add_joined_input, self.add_second_output))
-        weights[self._add_blocks] = 2
+    def get_part_weights(self) -> dict[Callable[[str], str], int]:
+        weights = super().get_part_weights()
+        joined, output = (weights.pop(add) for add in (self.add_and_join_input, self.add_second_output))
+        weights[self._add_class_instances] = 2
         if not self.is_block:
-            weights |= {self.add_joined_input: joined, self.add_second_output: output}
+            weights |= {self.add_and_join_input: joined, self.add_second_output: output}
         return weights
 
     def add_layer(self, value: str) -> str:
         shape = self.shapes[value]
         if self.is_chain or not self.choices.is_one_in(10):
-            return self._append_varied_layer(*self._draw_layer(shape, only_modules=self.is_chain), value)
+            return self._append_varied_part(*self._draw_layer(shape, only_modules=self.is_chain), value)
         kinds, modules = "Sequential", list[str]()
         for _ in range(2):
             kind, (module, _, shape) = self._draw_layer(shape, only_modules=True)
             kinds, modules = f"{kinds} {kind}", [*modules, module]
-        return self._append_layer(kinds, (f"nn.Sequential({', '.join(modules)})", CALL, shape), value)
+        return self._append_part(kinds, (f"nn.Sequential({', '.join(modules)})", CALL, shape), value)
 
-    def _draw_layer(self, shape: Shape, *, only_modules: bool) -> tuple[str, Drawing]:
-        """Draw a layer for an input shape without rows, with `only_modules` one that fits into an `nn.Sequential`."""
+    def _draw_layer(self, shape: Shape, *, only_modules: bool) -> tuple[str, DrawnLayer]:
+        """Draw a layer for an input shape. With `only_modules`, it is a module that fits into an `nn.Sequential`."""
         weights = {
             kind: weight
             for kind, (ranks, weight, _) in KINDS.items()
             if len(shape) in ranks and (kind[0].isupper() or not only_modules)
         }
 
-        def draw(kind: str) -> Drawing | None:
-            drawing = draw_lines(self.choices, kind, shape)
-            if not drawing or math.prod(drawing[2]) > _MOST_ELEMENTS:
+        def draw_small_layer(kind: str) -> DrawnLayer | None:
+            drawn_layer = draw_layer_of_kind(self.choices, kind, shape)
+            if not drawn_layer or math.prod(drawn_layer[2]) > _MOST_ELEMENTS:
                 return None
-            return None if only_modules and drawing[1] != CALL else drawing
+            return None if only_modules and drawn_layer[1] != CALL else drawn_layer
 
-        return self.draw_kind(weights, draw)
+        return self.draw_layer_of_kind(weights, draw_small_layer)
 
     def add_sum(self, value: str, other: str) -> str:
         expressions = f"{{x}} + {other}", f"torch.add({other}, {{x}}, alpha=0.5)"
@@ -263,7 +264,7 @@ class _TorchBuilder(ModelBuilder):
         )
         return self._append_expression("gate", value, shape, *expressions)
 
-    def add_shared(self, value: str) -> str:
+    def add_shared_layer(self, value: str) -> str:
         shape = self.shapes[value]
         value = self.add_linear(value, shape[-1])
         layer = f"{{{self.parts[-1].name}}}"
@@ -280,25 +281,25 @@ class _TorchBuilder(ModelBuilder):
     def join_input(self, value: str, other: str) -> str:
         choices, shape = self.choices, self.shapes[value]
         if len(shape) == len(self.shapes[other]) == 2 and choices.is_one_in(2):
-            return self._append_layer(
+            return self._append_part(
                 "attended", draw_attention(choices, shape, other, self.shapes[other]), value
             )
-        other = self._merge_places(other) if len(self.shapes[other]) > 1 else other
+        other = self._merge_place_axes(other) if len(self.shapes[other]) > 1 else other
         (width,) = self.shapes[other]
         if len(shape) == 1 and choices.is_one_in(2):
             joined = "", f"torch.cat([{{x}}, {other}], -1)", (shape[0] + width,)
             product = f"nn.Bilinear({shape[0]}, {width}, 8)", f"{{m}}({{x}}, {other}.sigmoid())", (8,)
-            return self._append_layer("joined", choices.pick(joined, product), value)
+            return self._append_part("joined", choices.pick(joined, product), value)
         other = self.add_linear(other, shape[-1])
         other = f"{other}[:, {', '.join('None' for _ in shape[1:])}]" if len(shape) > 1 else other
         return self._append_expression("joined", value, shape, f"{{x}} + {other}", f"{{x}} * {other}")
 
-    def _add_blocks(self, value: str) -> str:
-        """Add one or two instances of a custom class. A few recompute their activations in the backward pass."""
+    def _add_class_instances(self, value: str) -> str:
+        """Add one or two instances of a new class. A quarter of them recompute activations in the backward pass."""
         if self.is_block or self.blocks:
             return self.add_layer(value)
         block, shape = _TorchBuilder(self.choices, list(self.favorites), is_block=True), self.shapes[value]
-        result = argument = block.name_value(shape)
+        result = argument = block.create_variable_name(shape)
         for _ in range(1 + self.choices.draw_below(2)):
             result = block.add_part(result)
         keeps_shape = block.shapes[result] == shape
@@ -308,9 +309,9 @@ class _TorchBuilder(ModelBuilder):
         self.blocks.append(Class("Block", style, (argument,), tuple(block.parts), (result,)))
         call = self.choices.pick(CALL, CALL, CALL, _CHECKPOINT)
         if not keeps_shape or self.choices.is_one_in(2):
-            return self._append_layer("blocks", ("Block()", call, block.shapes[result]), value)
+            return self._append_part("blocks", ("Block()", call, block.shapes[result]), value)
         line = call.replace("{m}", "block").replace("{x}", "{y}")
         module = "nn.ModuleList(Block() for _ in range(2))"
-        return self._append_layer(
+        return self._append_part(
             "blocks", (module, f"{{x}}\nfor block in {{m}}: {{y}} = {line}", shape), value
         )

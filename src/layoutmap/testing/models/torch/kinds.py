@@ -1,6 +1,6 @@
-"""The kinds of layers in random torch models, as lines of a program with accepted ranks and output shapes.
+"""The kinds of layers in random torch models: accepted ranks, and lines of a program with rules of output shapes.
 
-Shapes leave out rows, the first axis of each tensor. Convolutions and pooling expect channels as the next axis.
+Shapes leave out the batch axis, which is the first one. Convolutions and pooling expect channels as the next axis.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from layoutmap.testing.models.torch.layers import (
     draw_convolution,
     draw_pooling,
     draw_recurrent,
-    draw_transposed,
+    draw_transposed_convolution,
 )
 from layoutmap.testing.models.values import WIDTHS, find_divisors
 
-Drawing = tuple[str, str, Shape]
-"""The expression of a module or parameter, the expression of its use, and the output shape.
+DrawnLayer = tuple[str, str, Shape]
+"""Expression of a module or parameter, expression that uses it, and output shape.
 
-`{m}` stands for the module, `{x}` for the input, and `{y}` for the result. The first line of a use computes the result,
-and further lines change it.
+`{m}` stands for the module, `{x}` for the input, and `{y}` for the result. The first line of the second expression
+computes the result, and further lines change it.
 """
-Rule = Callable[[Shape, Mapping[str, Any]], Shape | None]
-"""Returns the output shape for an input shape and the values drawn for a line. `None`: it rejects the input shape."""
-Kind = tuple[Collection[int], int, dict[Rule, str] | Callable[[Choices, Shape], Drawing]]
-"""The accepted ranks, the weight, and either lines by rule or a function that draws them.
+ShapeRule = Callable[[Shape, Mapping[str, Any]], Shape | None]
+"""Function from an input shape and the values drawn for a line to the output shape, or None for a rejected shape."""
+LayerKind = tuple[Collection[int], int, dict[ShapeRule, str] | Callable[[Choices, Shape], DrawnLayer]]
+"""Accepted ranks, weight in the draw, and either lines by the rule of their output shape, or a function.
 
-A line is `module -> use`, or one of both. Names in braces are keys of `_DRAWN`.
+A line is `module -> use`, or one of both. Names in braces are keys of `_PLACEHOLDERS`.
 """
 
 
 def _write_matrix(choices: Choices, shape: Shape) -> str:
-    """Return the expression of a weight matrix that keeps the scale of the values."""
+    """Draw the expression of a weight matrix, of an initializer that keeps the scale of the values."""
     size, scale = "(W, Z)", round(shape[-1] ** -0.5, 2)
     values = choices.pick(
         f"torch.randn{size} * {scale}",
@@ -52,7 +52,7 @@ def _write_matrix(choices: Choices, shape: Shape) -> str:
     return f"nn.Parameter({values.replace('W', '{w}').replace('Z', '{z}')})"
 
 
-_DRAWN: dict[str, Callable[[Choices, Shape], Any]] = {
+_PLACEHOLDERS: dict[str, Callable[[Choices, Shape], Any]] = {
     "s": lambda choices, s: s,
     "f": lambda choices, s: s[0],  # the first axis
     "w": lambda choices, s: s[-1],  # the width
@@ -78,7 +78,7 @@ _DRAWN: dict[str, Callable[[Choices, Shape], Any]] = {
 }
 
 
-# Rules of output shapes; `drawn` has the values that were drawn for a line.
+# Rules of output shapes. `drawn` has the values that were drawn for the names in a line.
 
 
 def _keep_shape(shape: Shape, drawn: Mapping[str, Any]) -> Shape:
@@ -93,20 +93,20 @@ def _count_indices(shape: Shape, drawn: Mapping[str, Any]) -> Shape:
     return (drawn["i"].count(",") + 1, *shape[1:])
 
 
-def _pad_places(number: int) -> Rule:
+def _make_padding_rule(num_padded: int) -> ShapeRule:
     return lambda shape, drawn: (
-        (shape[0], *(n + 2 * number for n in shape[1:])) if min(shape[1:]) > number else None
+        (shape[0], *(n + 2 * num_padded for n in shape[1:])) if min(shape[1:]) > num_padded else None
     )
 
 
-def _resize_first(change: Callable[[int], int]) -> Rule:
-    """Return a rule that changes the size of the first axis, but never to 0."""
-    return lambda shape, drawn: (change(shape[0]), *shape[1:]) if change(shape[0]) else None
+def _make_first_axis_rule(resize: Callable[[int], int]) -> ShapeRule:
+    """Return a rule that resizes the first axis, and rejects a shape where it would have the size 0."""
+    return lambda shape, drawn: (resize(shape[0]), *shape[1:]) if resize(shape[0]) else None
 
 
 _ANY, _PLACES, _SEQUENCE = range(1, 5), range(2, 5), (2,)
-# Lines of source are shorter than classes, and a failing case prints them unchanged (why: decisions/0140).
-KINDS: dict[str, Kind] = {
+# Layers are lines of source, not classes, so that they are short, and a failing case prints them (decisions/0140).
+KINDS: dict[str, LayerKind] = {
     "Linear": (_ANY, 12, {_replace_width: "nn.Linear({w}, {z}{bias})"}),
     "Bilinear": ((1, 2), 3, {_replace_width: "nn.Bilinear({w}, {w}, {z}) -> {m}({x}, {x}.sigmoid())"}),
     "Activation": (_ANY, 5, {_keep_shape: """
@@ -156,7 +156,7 @@ KINDS: dict[str, Kind] = {
         nn.AlphaDropout(0.25)
         F.dropout({x}, 0.25, self.training)""", lambda s, d: s if len(s) > 1 else None: "nn.Dropout{n}d(0.25)"}),
     "Conv": (_PLACES, 14, draw_convolution),
-    "ConvTranspose": (_PLACES, 5, draw_transposed),
+    "ConvTranspose": (_PLACES, 5, draw_transposed_convolution),
     "Pooling": (_PLACES, 5, draw_pooling),
     "AdaptivePooling": (_PLACES, 4, {lambda s, d: (s[0], *(1 for _ in s[1:])): """
         nn.AdaptiveAvgPool{n}d(1)
@@ -167,7 +167,7 @@ KINDS: dict[str, Kind] = {
         nn.Upsample(scale_factor=2)
         nn.Upsample(scale_factor=2, mode='{linear}')
         F.interpolate({x}, scale_factor=2, mode='{linear}', align_corners=True)"""}),
-    "Padding": (_PLACES, 3, {_pad_places(1): """
+    "Padding": (_PLACES, 3, {_make_padding_rule(1): """
         nn.ZeroPad{n}d(1)
         nn.ReflectionPad{n}d(1)
         nn.ReplicationPad{n}d(1)
@@ -246,8 +246,8 @@ KINDS: dict[str, Kind] = {
         nn.Parameter(torch.randn({z}, {f}, 3) * 0.2) -> F.conv1d(F.pad({x}, (2, 0)), {m})"""}),
     # Axes.
     "slice": (_ANY, 4, {
-        _resize_first(lambda n: -(-n // 2)): "{x}[:, ::2]",
-        _resize_first(lambda n: n - 1): """
+        _make_first_axis_rule(lambda n: -(-n // 2)): "{x}[:, ::2]",
+        _make_first_axis_rule(lambda n: n - 1): """
         {x}[:, 1:] - {x}[:, :-1]
         {x}.diff(dim=1)
         {x}.narrow(1, 1, {f} - 1)""",
@@ -282,7 +282,7 @@ KINDS: dict[str, Kind] = {
         {x}.view({x}.shape[0], {f}, {d}, -1).transpose(1, 2)""",
         lambda s, d: (s[1], s[0] * s[2]) if len(s) == 3 else None: "{x}.transpose(1, 2).flatten(2)"}),
     "repeat": (range(1, 4), 3, {
-        _resize_first(lambda n: 2 * n): """
+        _make_first_axis_rule(lambda n: 2 * n): """
         {x}.repeat_interleave(2, dim=1)
         torch.cat([{x}, 0.5 * {x}.roll(1, 1)], 1)""",
         lambda s, d: (2, *s): """
@@ -360,8 +360,8 @@ KINDS: dict[str, Kind] = {
 }  # fmt: skip
 
 
-def draw_lines(choices: Choices, kind: str, shape: Shape) -> Drawing | None:
-    """Draw a line of a kind for an input shape. `None`: that line does not accept the shape."""
+def draw_layer_of_kind(choices: Choices, kind: str, shape: Shape) -> DrawnLayer | None:
+    """Draw a layer of a kind for an input shape. Returns None if the drawn line does not accept the shape."""
     lines = KINDS[kind][2]
     if callable(lines):
         return lines(choices, shape)
@@ -370,14 +370,14 @@ def draw_lines(choices: Choices, kind: str, shape: Shape) -> Drawing | None:
     )
     drawn: dict[str, Any] = {}
 
-    def fill(match: re.Match[str]) -> str:
+    def draw_placeholder(match: re.Match[str]) -> str:
         name = match[1]
-        if name in _DRAWN and name not in drawn:
-            drawn[name] = _DRAWN[name](choices, shape)
+        if name in _PLACEHOLDERS and name not in drawn:
+            drawn[name] = _PLACEHOLDERS[name](choices, shape)
         return str(drawn.get(name, match[0]))
 
-    for _ in range(2):  # twice, since drawn values may contain names
-        line = re.sub(r"\{(\w+)\}", fill, line)
+    for _ in range(2):  # drawn values may contain names, so replace names twice
+        line = re.sub(r"\{(\w+)\}", draw_placeholder, line)
     module, arrow, use = line.partition(" -> ")
     if not arrow:
         module, use = (line, CALL) if "{x}" not in line else ("", line)

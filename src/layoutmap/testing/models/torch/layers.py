@@ -1,7 +1,7 @@
-"""Torch modules with sliding windows, and modules for sequences: recurrent modules and attention.
+"""Draw torch modules with sliding windows, and modules for sequences: recurrent modules and attention.
 
-Each function draws a module for an input shape without rows. It returns the expression of the module, the expression
-of its call, and the output shape.
+Each function draws a module for an input shape without the batch axis. It returns the expression of the module, the
+expression of its call, and the output shape.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from layoutmap.testing.models.values import WIDTHS, find_divisors
 CALL = "{m}({x})"
 
 
-def write_options(**options: Any) -> str:
-    """Return keyword arguments as source, without those that are `None`."""
+def write_keyword_arguments(**options: Any) -> str:
+    """Return keyword arguments as source, each after a comma, without those that are `None`."""
     return "".join(f", {name}={value!r}" for name, value in options.items() if value is not None)
 
 
 def draw_convolution(choices: Choices, shape: Shape) -> tuple[str, str, Shape]:
-    """Draw a convolution with random stride, dilation, padding, and groups."""
+    """Draw a convolution with random size, stride, dilation, padding, and groups."""
     channels, *space = shape
     filters, ones = choices.pick_weighted(WIDTHS), (1,) * len(space)
     groups = choices.pick(*find_divisors(channels, filters)) if choices.is_one_in(2) else 1
@@ -39,7 +39,7 @@ def draw_convolution(choices: Choices, shape: Shape) -> tuple[str, str, Shape]:
         n if padding == "same" else (n + 2 * (padding == 1) - (size - 1) * d - 1) // step + 1
         for n, size, d, step in zip(space, sizes, dilation, strides, strict=True)
     )
-    options = write_options(
+    options = write_keyword_arguments(
         stride=strides if strides != ones else None,
         padding=padding or None,
         dilation=dilation if dilation != ones else None,
@@ -50,19 +50,19 @@ def draw_convolution(choices: Choices, shape: Shape) -> tuple[str, str, Shape]:
     return f"nn.Conv{len(space)}d({channels}, {filters}, {sizes}{options})", CALL, (filters, *places)
 
 
-def draw_transposed(choices: Choices, shape: Shape) -> tuple[str, str, Shape]:
+def draw_transposed_convolution(choices: Choices, shape: Shape) -> tuple[str, str, Shape]:
     """Draw a transposed convolution that doubles the size of each place axis."""
     channels, *space = shape
     filters = choices.pick_weighted(WIDTHS)
     groups = choices.pick(*find_divisors(channels, filters)) if choices.is_one_in(3) else 1
     size = choices.pick("2", "4, padding=1", "3, padding=1, output_padding=1")
-    options = write_options(stride=2, groups=groups if groups > 1 else None)
+    options = write_keyword_arguments(stride=2, groups=groups if groups > 1 else None)
     module = f"nn.ConvTranspose{len(space)}d({channels}, {filters}, {size}{options})"
     return module, CALL, (filters, *(2 * n for n in space))
 
 
 def draw_pooling(choices: Choices, shape: Shape) -> tuple[str, str, Shape]:
-    """Draw a maximum or average over windows."""
+    """Draw maximum or average pooling over windows."""
     channels, *space = shape
     size, step = min(choices.pick_weighted({2: 3, 3: 2}), *space), choices.pick(2, 1)
     module = f"nn.{choices.pick('Max', 'Avg')}Pool{len(space)}d({size}, stride={step})"
@@ -73,7 +73,7 @@ def draw_recurrent(choices: Choices, shape: Shape) -> tuple[str, str, Shape]:
     """Draw a recurrent module with a call that uses all outputs, the last output, or the final state."""
     kind, width, both = choices.pick("GRU", "LSTM", "RNN"), choices.pick(8, 4, 16, 12), choices.is_one_in(3)
     is_projected = kind == "LSTM" and width > 4 and choices.is_one_in(4)
-    options = write_options(
+    options = write_keyword_arguments(
         batch_first=True,
         bidirectional=both or None,
         num_layers=2 if choices.is_one_in(4) else None,
@@ -93,9 +93,9 @@ def draw_recurrent(choices: Choices, shape: Shape) -> tuple[str, str, Shape]:
 def draw_attention(
     choices: Choices, shape: Shape, key_value: str = "{x}", key_shape: Shape | None = None
 ) -> tuple[str, str, Shape]:
-    """Draw attention of a sequence to itself, or to another sequence of an expression and a shape."""
+    """Draw attention of a sequence to itself, or to another one with the expression `key_value` and its shape."""
     (length, width), (num_keys, size) = shape, key_shape or shape
-    options = write_options(
+    options = write_keyword_arguments(
         kdim=size if size != width else None,
         vdim=size if size != width else None,
         dropout=0.25 if choices.is_one_in(5) else None,

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.torch.modules import SOURCES
-from layoutmap.testing.models.values import Value, write_batch, write_losses
+from layoutmap.testing.models.values import ModelValue, write_batch, write_losses
 
 _INDENT = "    "
 _IN_BFLOAT16 = """
@@ -61,7 +61,7 @@ _SGD = "partial(torch.optim.SGD, lr=0.05, momentum=0.9)"
 
 @dataclass(frozen=True)
 class Part:
-    """Lines of a class for one layer: lines of `__init__` and lines of `forward`.
+    """Part of a class for one layer: its module, and its lines of `__init__` and of `forward`.
 
     In lines and expressions, `{l3}` stands for the attribute of the part `l3`.
     """
@@ -75,13 +75,13 @@ class Part:
     shape: Shape  # of the result, without rows
 
     @property
-    def is_module(self) -> bool:
-        """Whether it has a module, and not a parameter or a buffer."""
+    def has_module(self) -> bool:
+        """Whether the part has a module, rather than a parameter, a buffer, or none of these."""
         return bool(self.module) and not self.module.startswith(("nn.Parameter(", "nn.Buffer("))
 
     @property
-    def is_call(self) -> bool:
-        """Whether it only calls its module with one value."""
+    def only_calls_module(self) -> bool:
+        """Whether the part only calls its module with one value."""
         pattern = rf"\w+ = {{{self.name}}}\(\w+\)"
         return not self.setup and len(self.lines) == 1 and re.fullmatch(pattern, self.lines[0]) is not None
 
@@ -98,10 +98,10 @@ class Class:
 
     @cached_property
     def attributes(self) -> Mapping[str, str]:
-        """The attribute of each part, such as `parts[3]`, by the part's name."""
+        """Map from the name of each part to its attribute, such as `parts[3]`."""
         attributes, numbers = dict[str, str](), Counter[str]()
         for part in self.parts:
-            container = "parts" if part.is_module else "weights"
+            container = "parts" if part.has_module else "weights"
             attributes[part.name] = part.name
             if part.module and self.style != "attributes" and not part.module.startswith("nn.Buffer("):
                 key = repr(part.name) if self.style == "dict" else numbers[container]
@@ -109,7 +109,7 @@ class Class:
                 numbers[container] += 1
         return attributes
 
-    def get_path(self, name: str) -> str:
+    def get_module_path(self, name: str) -> str:
         """Return the path of a part's module in a state dict."""
         return re.sub(r"\['?(\w+)'?\]", r".\1", self.attributes[name])
 
@@ -125,10 +125,13 @@ class Class:
             [
                 f"class {self.name}(nn.Module):",
                 f"{_INDENT}def __init__(self):",
-                *(2 * _INDENT + self._fill(line) for line in ["super().__init__()", *members, *setup]),
+                *(
+                    2 * _INDENT + self._fill_attributes(line)
+                    for line in ["super().__init__()", *members, *setup]
+                ),
                 "",
                 f"{_INDENT}def forward(self, {', '.join(self.inputs)}):",
-                *(2 * _INDENT + self._fill(line) for line in lines),
+                *(2 * _INDENT + self._fill_attributes(line) for line in lines),
                 f"{2 * _INDENT}return {', '.join(self.outputs)}",
                 "\n\n",
             ]
@@ -146,8 +149,8 @@ class Class:
         buffers = [part for part in self.parts if part.module.startswith("nn.Buffer(")]
         return [*lines, *(f"self.{part.name} = {part.module}" for part in buffers)]
 
-    def _fill(self, line: str) -> str:
-        """Replace names of parts in braces by their attributes."""
+    def _fill_attributes(self, line: str) -> str:
+        """Return a line where each part's name in braces is replaced by its attribute of `self`."""
         return re.sub(r"\{(l\d+)\}", lambda match: f"self.{self.attributes[match[1]]}", line)
 
 
@@ -207,13 +210,13 @@ from layoutmap.adapters.torch import train_with
     plan_inputs: ClassVar[str] = ""
 
     is_sequential: bool  # whether it is an `nn.Sequential` of its parts, without a class
-    inputs: tuple[Value, ...]
+    inputs: tuple[ModelValue, ...]
     classes: tuple[Class, ...]  # each after those that it uses; the last one is the model
-    outputs: tuple[Value, ...]
+    outputs: tuple[ModelValue, ...]
     # whether a wrapper takes targets and returns loss and outputs, as Hugging Face models do
     returns_loss: bool = False
     hooks: tuple[str, ...] = ()  # lines of `make_model` that register hooks on the gradient of a `weight`
-    hooked: tuple[int, int] = (0, 1)  # first weight with hooks, and the step to the next one
+    hooked: tuple[int, int] = (0, 1)  # index of the first weight with hooks, and the distance to the next one
     num_passes: int = 1  # backward passes that accumulate gradients before a step
 
     @cached_property
@@ -228,11 +231,11 @@ from layoutmap.adapters.torch import train_with
         """Output shapes of modules that are called once and with one value, by path."""
         net = self.classes[-1]
         num_uses = Counter(re.findall(r"\{(l\d+)\}", str([part.lines for part in net.parts])))
-        parts = [part for part in net.parts if part.is_call and num_uses[part.name] == 1]
+        parts = [part for part in net.parts if part.only_calls_module and num_uses[part.name] == 1]
         prefix = "net." if self.returns_loss else ""
         if self.is_sequential:
             return {f"{prefix}{net.parts.index(part)}": part.shape for part in parts}
-        return {f"{prefix}{net.get_path(part.name)}": part.shape for part in parts}
+        return {f"{prefix}{net.get_module_path(part.name)}": part.shape for part in parts}
 
     def write_data(self, rows: int) -> str:
         """Return the expression that draws a batch from `rng`."""

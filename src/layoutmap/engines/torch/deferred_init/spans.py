@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class ApartError(Exception):
-    """Raised if a run cannot be computed separately, so that the unsharded tensor is needed."""
+class UnreadableSpanError(Exception):
+    """Raised if a reader cannot compute a span alone, so that the unsharded tensor is needed."""
 
 
-class Run(NamedTuple):
-    """Consecutive elements, or several rows of them.
+class ElementSpan(NamedTuple):
+    """Consecutive elements of a flattened tensor, or several rows of them at a constant distance.
 
     Args:
         start: The first.
@@ -26,24 +26,24 @@ class Run(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The number after the last element."""
+        """The position after the last element."""
         return self.start + (self.rows - 1) * self.stride + self.length
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """The number of elements, without those between rows."""
         return self.rows * self.length
 
-    def move_by(self, offset: int) -> Run:
-        """Return the run moved by a number of elements."""
+    def shift_by(self, offset: int) -> ElementSpan:
+        """Return the span that starts `offset` elements later."""
         return self._replace(start=self.start + offset)
 
-    def multiply(self, number: int) -> Run:
-        """Return the run with `number` elements for each element of this one."""
-        return Run(self.start * number, self.length * number, self.rows, self.stride * number)
+    def scale_by(self, factor: int) -> ElementSpan:
+        """Return the span that has `factor` elements in place of each element."""
+        return ElementSpan(self.start * factor, self.length * factor, self.rows, self.stride * factor)
 
-    def clip_to(self, low: int, high: int) -> tuple[Run, slice] | None:
-        """Return the part between two elements and its slice of this run, or None if it is empty.
+    def clip_to(self, low: int, high: int) -> tuple[ElementSpan, slice] | None:
+        """Return the part from `low` to `high` and its slice of this span's values, or None if it is empty.
 
         Raises:
             ApartError: They are not full rows.
@@ -52,12 +52,12 @@ class Run(NamedTuple):
             return None
         if self.rows == 1:
             begin, end = max(self.start, low), min(self.stop, high)
-            return Run(begin, end - begin), slice(begin - self.start, end - self.start)
+            return ElementSpan(begin, end - begin), slice(begin - self.start, end - self.start)
         first = max(0, -((self.start - low) // self.stride))
         last = min(self.rows, (high - self.start - self.length) // self.stride + 1)
-        rest = Run(self.start + first * self.stride, self.length, last - first, self.stride)
+        rest = ElementSpan(self.start + first * self.stride, self.length, last - first, self.stride)
         cuts_before = first > 0 and rest.start - self.stride + self.length > low
         cuts_after = last < self.rows and self.start + last * self.stride < high
         if cuts_before or cuts_after:
-            raise ApartError
+            raise UnreadableSpanError
         return (rest, slice(first * self.length, last * self.length)) if first < last else None
