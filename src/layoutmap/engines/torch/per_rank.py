@@ -202,16 +202,19 @@ def _run_in_parts(
 def _run_for_ranks(func: Any, ranks: frozenset[int], args: Args, kwargs: Kwargs) -> object:
     """Run an operator of known traits for each rank, and join the results."""
     traits, order = _find_traits(func), sorted(ranks)
-    columns = [_spread_value(value, order) for value in args]
-    named = [_spread_value(value, order) for value in kwargs.values()]
-    rows = zip(*columns, strict=False) if columns else repeat(())
-    named_rows = zip(*named, strict=False) if named else repeat(())
-    state = local_tensors._get_rng_state() if traits.is_random else None
+    rows = zip(order, *(_spread_value(value, order) for value in args), strict=False)
     results: dict[int, Any] = {}
-    for rank, row, named_row in zip(order, rows, named_rows, strict=False):
-        if state is not None:
-            local_tensors._set_rng_state(*state)  # all ranks draw equal numbers
-        results[rank] = func(*row, **dict(zip(kwargs, named_row, strict=True)))
+    if not kwargs and not traits.is_random:  # most operators, so without the work of the loop below
+        for rank, *row in rows:
+            results[rank] = func(*row)
+    else:
+        named = [_spread_value(value, order) for value in kwargs.values()]
+        named_rows = zip(*named, strict=False) if named else repeat(())
+        state = local_tensors._get_rng_state() if traits.is_random else None
+        for (rank, *row), named_row in zip(rows, named_rows, strict=False):
+            if state is not None:
+                local_tensors._set_rng_state(*state)  # all ranks draw equal numbers
+            results[rank] = func(*row, **dict(zip(kwargs, named_row, strict=True)))
     if traits.is_in_place:
         return args[0]
     joined = _join_results(results)
