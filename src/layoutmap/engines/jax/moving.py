@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from layoutmap.core.blocks import Index, compute_block_shape, make_full_index, normalize_index
+from layoutmap.core.blocks import Index, compute_block_shape, get_slice_ends, make_full_index, normalize_index
+from layoutmap.core.collective_steps import CollectiveStep, find_collective_steps
 from layoutmap.core.pieces import Move, Piece, find_pieces
 from layoutmap.engines.jax.arrays import wait_on_cpu
 from layoutmap.engines.jax.devices import Device
@@ -188,7 +189,8 @@ class _Transfer:
         target_shape: Shape of the target shards.
         wire: Dtype in which pieces are sent, the smaller of both.
         dtype: Dtype of the result.
-        rounds: The pieces, by round.
+        steps: The collectives that move exactly the missing pieces, if there are such.
+        rounds: Otherwise, the pieces, by round.
         target: The new array's shape, dtype, and sharding.
     """
 
@@ -196,6 +198,7 @@ class _Transfer:
     target_shape: tuple[int, ...]
     wire: np.dtype[Any]
     dtype: np.dtype[Any]
+    steps: tuple[CollectiveStep, ...]
     rounds: tuple[Round, ...]
     target: _Target = field(compare=False)
 
@@ -215,12 +218,20 @@ class _Transfer:
             {device: n for n, device in enumerate(senders)},
             {device: n for n, device in enumerate(receivers)},
         )
+        steps = None
+        if senders == receivers and shape:
+            stored_ends, wanted_ends = (
+                [get_slice_ends(each[device]) for device in senders] for each in (held, wanted)
+            )
+            num_missing = sum(piece.num_elements for piece in pieces if piece.sender != piece.receiver)
+            steps = find_collective_steps(stored_ends, wanted_ends, num_missing)
         return cls(
             sharding.shard_shape(shape),
             target.sharding.shard_shape(shape),
             min(dtype, target.dtype, key=lambda each: each.itemsize),
             target.dtype,
-            _list_rounds(pieces, held, wanted, *numbers),
+            steps or (),
+            () if steps else _list_rounds(pieces, held, wanted, *numbers),
             target,
         )
 
@@ -334,7 +345,7 @@ class _Program:
         for first, *others in self._classes:
             transfer = self._transfers[first]
             stacked = _to_bits(jnp.stack([inputs[k] for k in (first, *others)]).astype(transfer.wire))
-            found.append([])
+            found.append([stacked] if transfer.steps else [])
             for shape, rows in transfer.rounds:
                 begins = np.zeros((self._meshes[0].size, len(shape)), np.int32)
                 for _, (sender, begin, _) in rows:
@@ -353,7 +364,10 @@ class _Program:
                 pairs = tuple((own[sender], others[receiver]) for receiver, (sender, _, _) in rows)
                 if any(sender != receiver for sender, receiver in pairs):
                     together.setdefault((pairs, transfer.wire), []).append((c, r))
-        found = [list(each) for each in sent]
+        found = [
+            [_take_steps(each[0], self._transfers[first].steps)] if self._transfers[first].steps else [*each]
+            for each, (first, *_) in zip(sent, self._classes, strict=True)
+        ]
         for (pairs, _), places in together.items():
             flat = [sent[c][r].reshape(-1) for c, r in places]
             moved = jax.lax.ppermute(jnp.concatenate(flat), _DIM, pairs)
@@ -399,8 +413,12 @@ class _Program:
         place, found = jax.lax.axis_index(_DIM), dict[int, jax.Array]()
         for numbers, slots in zip(self._classes, received, strict=True):
             transfer = self._transfers[numbers[0]]
-            made = _to_bits(jnp.zeros((len(numbers), *transfer.target_shape), transfer.wire))
-            for (shape, rows), piece in zip(transfer.rounds, slots, strict=True):
+            made = (
+                slots[0]
+                if transfer.steps
+                else _to_bits(jnp.zeros((len(numbers), *transfer.target_shape), transfer.wire))
+            )
+            for (shape, rows), piece in zip(transfer.rounds, slots, strict=bool(transfer.rounds)):
                 if shape == transfer.target_shape and len(rows) == self._meshes[1].size:
                     made = piece
                     break
@@ -417,6 +435,24 @@ class _Program:
             made = jax.lax.bitcast_convert_type(made, transfer.wire).astype(transfer.dtype)
             found.update(zip(numbers, made, strict=True))
         return [found[k] for k in range(len(self._transfers))]
+
+
+def _take_steps(stacked: jax.Array, steps: Sequence[CollectiveStep]) -> jax.Array:
+    """Return the shards of stacked arrays after these steps. Axis 0 is that of the stack."""
+    for step in steps:
+        if step.grown_axis is None:
+            assert step.shrunk_axis is not None
+            start = jnp.asarray(step.starts)[jax.lax.axis_index(_DIM)]
+            stacked = jax.lax.dynamic_slice_in_dim(stacked, start, step.size, step.shrunk_axis + 1)
+            continue
+        axis, groups = step.grown_axis + 1, [*map(list, step.groups)]
+        if step.shrunk_axis is None:
+            stacked = jax.lax.all_gather(stacked, _DIM, axis=axis, tiled=True, axis_index_groups=groups)
+        else:
+            stacked = jax.lax.all_to_all(
+                stacked, _DIM, step.shrunk_axis + 1, axis, tiled=True, axis_index_groups=groups
+            )
+    return stacked
 
 
 def _group_equal(transfers: Sequence[_Transfer]) -> list[list[int]]:
