@@ -445,13 +445,18 @@ def _take_steps(stacked: jax.Array, steps: Sequence[CollectiveStep]) -> jax.Arra
             start = jnp.asarray(step.starts)[jax.lax.axis_index(_DIM)]
             stacked = jax.lax.dynamic_slice_in_dim(stacked, start, step.size, step.shrunk_axis + 1)
             continue
-        axis, groups = step.grown_axis + 1, [*map(list, step.groups)]
+        groups, size = [*map(list, step.groups)], len(step.groups[0])
+        # XLA is slower if it exchanges parts of other axes than the first one.
         if step.shrunk_axis is None:
-            stacked = jax.lax.all_gather(stacked, _DIM, axis=axis, tiled=True, axis_index_groups=groups)
+            parts = jax.lax.all_gather(stacked, _DIM, axis_index_groups=groups)
         else:
-            stacked = jax.lax.all_to_all(
-                stacked, _DIM, step.shrunk_axis + 1, axis, tiled=True, axis_index_groups=groups
-            )
+            axis = step.shrunk_axis + 1
+            shape = (*stacked.shape[:axis], size, -1, *stacked.shape[axis + 1 :])
+            parts = jnp.moveaxis(stacked.reshape(shape), axis, 0)
+            parts = jax.lax.all_to_all(parts, _DIM, 0, 0, tiled=True, axis_index_groups=groups)
+        axis = step.grown_axis + 1
+        shape = (*parts.shape[1 : axis + 1], -1, *parts.shape[axis + 2 :])
+        stacked = jnp.moveaxis(parts, 0, axis).reshape(shape)
     return stacked
 
 
