@@ -20,7 +20,7 @@ demo: $(VENV)/.demo ## Train a small GPT on 8 simulated devices; installs only J
 test: $(VENV)/.all ## Run the tests, each law on a few cases; ARGS="core -- -k mesh" narrows it
 	@$(BIN)/python tools/run_tests.py $(ARGS)
 
-test-all: $(VENV)/.all $(VENV)/.xla-gpu ## Run all cases of all tests, with many examples of each property, as a release must pass them
+test-all: $(VENV)/.all $(VENV)/.xla-gpu $(VENV)/.trl ## Run all cases of all tests, with many examples of each property, as a release must pass them
 	@$(BIN)/python tools/run_tests.py --all $(ARGS)
 
 test-newest: $(BIN)/python ## Try the contracts on the newest torch, JAX, Keras and TensorFlow, before a release; ARGS="torch" or "torch==2.14.1"
@@ -94,6 +94,10 @@ $(VENV)/.all: pyproject.toml | $(BIN)/python
 $(VENV)/.xla-gpu: pyproject.toml | $(VENV)/.all
 	rm -rf $(VENV)/xla-gpu
 	$(PIP) --no-deps --target $(VENV)/xla-gpu $$($(BIN)/python -c 'import jaxlib; v = jaxlib.__version__; print(f"jax-cuda12-plugin=={v} jax-cuda12-pjrt=={v}")')
+	@touch $@
+
+$(VENV)/.trl: pyproject.toml | $(VENV)/.all
+	$(PIP) --group trl
 	@touch $@
 
 $(VENV)/.proto: pyproject.toml | $(BIN)/python

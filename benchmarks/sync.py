@@ -15,6 +15,7 @@ array, of which no bytes are counted; `jit` is one program with `out_shardings`.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import statistics
@@ -26,10 +27,9 @@ from typing import Any
 from measure import make_parser, run_process_group, run_rounds, time_call
 
 NUM_ARRAYS, NUM_RANKS = 24, 4
-COLLECTIVE = re.compile(
-    r" = \(?(\w+)\[([\d,]*)\][^=]*? (all-gather|all-to-all|collective-permute|all-reduce)\((.*)"
-)
-"""A collective in the text of a compiled program: the type and shape of its first result, its name, its arguments."""
+COLLECTIVE = re.compile(r" = (.*?) (all-gather|all-to-all|collective-permute|all-reduce)\((.*)")
+"""A collective in the text of a compiled program: its results, its name, its arguments."""
+ARRAY = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
 
 
 def draw_pair(seed: int, mib: float, meshes: list[str]) -> tuple[list[tuple[int, int]], list[Any], bool]:
@@ -98,22 +98,29 @@ def measure_jax(seed: int, mib: float, rounds: int) -> dict[str, Any]:
 def count_sent_bytes(text: str, num_devices: int) -> int:
     """Count the bytes that all devices send each other in a compiled program, without copies on one device."""
     total = 0
-    for dtype, shape, name, arguments in COLLECTIVE.findall(text):
-        size = int(re.sub(r"\D", "", dtype) or 8) // 8
-        for number in shape.split(","):
-            size *= int(number or 1)
+    for results, name, arguments in COLLECTIVE.findall(text):
+        size = sum(
+            int(re.sub(r"\D", "", dtype) or 8) // 8 * math.prod(int(n) for n in shape.split(",") if n)
+            for dtype, shape in ARRAY.findall(results)
+        )
         if name == "collective-permute":
             pairs = re.search(r"source_target_pairs=(\{\{.*?\}\})", arguments)
             total += size * sum(a != b for a, b in re.findall(r"(\d+),(\d+)", pairs[1] if pairs else ""))
-        elif name == "all-to-all":  # a result for each device of a group, of which one stays
-            group = len(arguments.split("), ")[0].split(","))
-            total += size * (group - 1) * num_devices
         else:
-            group = max(
-                2, len((re.search(r"replica_groups=\{?\{([\d,]*)\}", arguments) or ["", "0,1"])[1].split(","))
-            )
-            total += size * (group - 1) // group * num_devices * (2 if name == "all-reduce" else 1)
+            group = read_group_size(arguments, num_devices)
+            total += size * (group - 1) * num_devices // group * (2 if name == "all-reduce" else 1)
     return total
+
+
+def read_group_size(arguments: str, num_devices: int) -> int:
+    """Return the number of devices that take part in a collective together, from each of the forms that XLA prints."""
+    if mesh := re.search(r"replica_groups=mesh\[(.*?)\].*? \{(.*?)\}", arguments):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2]))
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", arguments):
+        return int(iota[1])
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", arguments)
+    return len(listed[1].split(",")) if listed else num_devices
 
 
 def measure_torch(seeds: range, mib: float, rounds: int) -> list[dict[str, Any]]:

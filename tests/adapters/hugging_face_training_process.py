@@ -98,7 +98,7 @@ def train_by_trainer(folder, make=make_llama, resume=None, lora=False, rows="glo
     return [*logged, *(found[f"eval_{name}"] for name in ("loss", "right", "order"))], model
 
 
-def train_by_sft_trainer(folder):
+def train_by_sft_trainer(folder, lora=False, **options):
     """Train on rows of unequal lengths, which trl pads to the longest one of a batch."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
@@ -123,9 +123,10 @@ def train_by_sft_trainer(folder):
     }
     settings |= {"dataset_kwargs": {"skip_prepare_dataset": True}}  # the rows are tokens
     model = make_model(make_llama)
-    arguments = SFTConfig(
-        folder, report_to=[], use_cpu=True, disable_tqdm=True, bf16=False, max_grad_norm=0.5, **settings
-    )
+    if lora:
+        model = add_lora(model)
+    settings |= {"bf16": False, "max_grad_norm": 0.5, **options}
+    arguments = SFTConfig(folder, report_to=[], use_cpu=True, disable_tqdm=True, **settings)
     trainer = SFTTrainer(
         model, arguments, train_dataset=data[0], eval_dataset=data[1], processing_class=tokenizer
     )
@@ -135,12 +136,18 @@ def train_by_sft_trainer(folder):
     return [each[name] for each in trainer.state.log_history for name in names if name in each], model
 
 
-def train_by_accelerate(folder, rows="global"):
+def make_optimizer(weights, name):
+    if name == "sgd":
+        return torch.optim.SGD(weights, lr=1e-2)
+    return torch.optim.AdamW(weights, lr=1e-2, eps=1e-3)
+
+
+def train_by_accelerate(folder, rows="global", optimizer="adamw"):
     model = make_model(Net, rows)
     data = torch.stack([each["input_ids"] for each in draw_data(22 if rows == "global" else 20, 1)])
     order = torch.Generator().manual_seed(0)
     loader = torch.utils.data.DataLoader(data, count_rows(4, rows), shuffle=True, generator=order)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    optimizer = make_optimizer(model.parameters(), optimizer)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     loader, model, optimizer, schedule = accelerator.prepare(loader, model, optimizer, schedule)
@@ -178,7 +185,7 @@ def add_lora(model):
     )
 
 
-def train_by_lightning(folder, make=make_llama):
+def train_by_lightning(folder, make=make_llama, optimizer="adamw"):
     import lightning
 
     losses = []
@@ -197,7 +204,7 @@ def train_by_lightning(folder, make=make_llama):
             self.log("loss", self.net(**batch).loss, batch_size=len(batch["labels"]))
 
         def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), 1e-2, eps=1e-3)
+            return make_optimizer(self.parameters(), optimizer)
 
     options = {"accelerator": "cpu", "devices": 1, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
     options |= {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
@@ -218,14 +225,19 @@ def train_by_lightning(folder, make=make_llama):
 CASES = {
     "lightning": lambda folder, _: train_by_lightning(folder),
     "lightning lora": lambda folder, _: train_by_lightning(folder, lambda: add_lora(make_llama())),
+    "lightning sgd": lambda folder, _: train_by_lightning(folder, optimizer="sgd"),
     "adamw": lambda folder, _: train_by_trainer(folder, gradient_checkpointing=True),
     "sgd": lambda folder, _: train_by_trainer(folder, optim="sgd"),
     "bf16": lambda folder, _: train_by_trainer(folder, bf16=True),
     "lora": lambda folder, _: train_by_trainer(folder, lora=True),
+    "lora sgd": lambda folder, _: train_by_trainer(folder, lora=True, optim="sgd"),
     "module": lambda folder, _: train_by_trainer(folder, Net),
     "resumed": lambda folder, resume: train_by_trainer(folder, resume=resume),
     "loop": lambda folder, _: train_by_accelerate(folder),
+    "loop sgd": lambda folder, _: train_by_accelerate(folder, optimizer="sgd"),
     "sft": lambda folder, _: train_by_sft_trainer(folder),
+    "sft sgd": lambda folder, _: train_by_sft_trainer(folder, optim="sgd"),
+    "sft lora": lambda folder, _: train_by_sft_trainer(folder, lora=True),
     "own rows": lambda folder, _: train_by_trainer(folder, rows="own"),
     "own rows sgd": lambda folder, _: train_by_trainer(folder, Net, optim="sgd", rows="own"),
     "own rows loop": lambda folder, _: train_by_accelerate(folder, rows="own"),

@@ -356,6 +356,11 @@ def map_over_other_dims(params, x):
     return jax.vmap(lambda a, b: (a * b)[None], (1, 1), 1)(x, y) @ params["up"]
 
 
+def scan_over_a_sharded_axis(params, x):
+    weights = jax.reshard(jnp.broadcast_to(params["up"], (2, *params["up"].shape)), P("batch"))
+    return jax.lax.scan(lambda c, w: (c, (c @ w).sum()), x, weights)[1]
+
+
 def slice_a_sharded_axis(params, x):
     return jax.lax.map(lambda row: row[2:5], jax.reshard(x, P(None, "model")))
 
@@ -381,6 +386,7 @@ def slice_a_sharded_axis(params, x):
         ),
         ("explicit", map_over_other_dims, __file__, "axis specs", "reshard(x, jax.P(..))"),
         ("explicit", slice_a_sharded_axis, __file__, "16@model", "reshard(x, jax.P(..))"),
+        ("explicit", scan_over_a_sharded_axis, __file__, "xs should be replicated", "leave axis 0"),
     ],
 )
 def test_refusals_of_other_errors_are_problems(axis_types, forward, line, why, fix):

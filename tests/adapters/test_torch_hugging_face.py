@@ -23,7 +23,9 @@ import layoutmap as lm
 
 WORKER = Path(__file__).with_name("hugging_face_process.py")
 TRAINED = ("adamw", "loop")
-TRAINED_LONG = ("sgd", "bf16", "lora", "module", "resumed", "lightning", "lightning lora")
+TRAINED_LONG = ("sgd", "bf16", "lora", "lora sgd", "loop sgd", "module", "resumed")
+TRAINED_LONG += ("lightning", "lightning sgd", "lightning lora")
+SFT = ("sft", "sft sgd", "sft lora")
 OWN_ROWS = ("own rows", "own rows loop", "own rows sgd")
 # PEFT asks transformers for a name that it has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -343,15 +345,16 @@ def test_any_trainer_in_several_processes(tmp_path, size):
     assert_trained_as_one_process(tmp_path, size, (*TRAINED_LONG, *OWN_ROWS))
 
 
-# trl is not among the packages of the tests, since it takes 280 MB with pyarrow and pandas, which it imports.
+# `make test-all` installs trl, and `make test` does not, since it takes 280 MB with pyarrow and pandas.
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed, see: pip install trl")
-def test_sft_trainer_in_two_processes(tmp_path):
+@pytest.mark.parametrize("size", [2, 4])
+def test_sft_trainer_in_several_processes(tmp_path, size):
     """SFTTrainer computes its loss outside of the model, from rows of unequal lengths."""
-    for size in (1, 2):
-        (tmp_path / str(size)).mkdir()
-        assert_well(in_processes(size, ("trained", tmp_path / str(size), "", "sft")), "trained")
-    assert_trained_as_one_process(tmp_path, 2, ["sft"])
+    for each in (1, size):
+        (tmp_path / str(each)).mkdir()
+        assert_well(in_processes(each, ("trained", tmp_path / str(each), "", *SFT)), "trained")
+    assert_trained_as_one_process(tmp_path, size, SFT)
 
 
 @pytest.mark.long

@@ -24,7 +24,7 @@ _PACKAGE = str(Path(__file__).parents[2])
 _SHARDED_TYPE = re.compile(r"\w+\[[^\]]*@")
 """An array's type in JAX's messages, if it has explicit axes: `float32[16@batch,8]`."""
 _EXPLICIT_WORDS = re.compile(
-    r"\bExplicit\b|\b(Auto|Explicit) axes\b|\baxis specs\b|\breshard\b|\bout_sharding\b"
+    r"\bExplicit\b|\b(Auto|Explicit) axes\b|\baxis specs\b|\breshard\b|\bout_sharding\b|\bxs should be replicated\b"
 )
 """Words that JAX's messages contain only under explicit axes."""
 
@@ -73,6 +73,8 @@ def _write_fix(error: Exception, spec: PartitionSpec | None) -> str:
     if constrained := _find_constrained_spec(error):
         return f"write jax.sharding.reshard(x, jax.{constrained}) instead of the constraint, then plan again"
     reshard = "jax.sharding.reshard(x, jax.P(..)); then plan again"
+    if "xs should be replicated" in str(error):
+        return f"leave axis 0 of the arrays that the scan iterates over unsharded in their rules, or write {reshard}"
     if "axis specs" in str(error):
         return f"shard the mapped axes alike: {reshard}"
     out = f"jax.{spec}" if spec else "jax.P(..), one entry for each axis of its result"

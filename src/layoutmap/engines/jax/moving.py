@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from layoutmap.core.blocks import Index, compute_block_shape, make_full_index, normalize_index
+from layoutmap.core.blocks import Index, compute_block_shape, get_slice_ends, make_full_index, normalize_index
+from layoutmap.core.collective_steps import CollectiveStep, find_collective_steps
 from layoutmap.core.pieces import ArrayMove, BlockTransfer, find_block_transfers
 from layoutmap.engines.jax.arrays import wait_on_cpu
 from layoutmap.engines.jax.devices import Device
@@ -190,7 +191,8 @@ class _Transfer:
         target_shape: Shape of the target shards.
         sent_dtype: Dtype in which blocks are sent: the smaller one of the source's and the target's.
         dtype: Dtype of the result.
-        rounds: The blocks to send, by round.
+        steps: The collectives that send exactly the missing blocks, if there are such.
+        rounds: Otherwise, the blocks to send, by round.
         target: The new array's shape, dtype, and sharding.
     """
 
@@ -198,6 +200,7 @@ class _Transfer:
     target_shape: tuple[int, ...]
     sent_dtype: np.dtype[Any]
     dtype: np.dtype[Any]
+    steps: tuple[CollectiveStep, ...]
     rounds: tuple[TransferRound, ...]
     target: _TargetArray = field(compare=False)
 
@@ -219,12 +222,21 @@ class _Transfer:
             {device: n for n, device in enumerate(senders)},
             {device: n for n, device in enumerate(receivers)},
         )
+        steps = None
+        if senders == receivers and shape:
+            stored_ends, wanted_ends = (
+                [get_slice_ends(each[device]) for device in senders]
+                for each in (source_indices, target_indices)
+            )
+            num_missing = sum(piece.num_elements for piece in pieces if piece.sender != piece.receiver)
+            steps = find_collective_steps(stored_ends, wanted_ends, num_missing)
         return cls(
             sharding.shard_shape(shape),
             target.sharding.shard_shape(shape),
             min(source_dtype, target.dtype, key=lambda each: each.itemsize),
             target.dtype,
-            _group_into_rounds(pieces, source_indices, target_indices, *numbers),
+            steps or (),
+            () if steps else _group_into_rounds(pieces, source_indices, target_indices, *numbers),
             target,
         )
 
@@ -347,7 +359,7 @@ class _TransferProgram:
             stacked = _view_as_integers(
                 jnp.stack([shards[k] for k in (first, *others)]).astype(transfer.sent_dtype)
             )
-            found.append([])
+            found.append([stacked] if transfer.steps else [])
             for shape, rows in transfer.rounds:
                 begins = np.zeros((self._meshes[0].size, len(shape)), np.int32)
                 for _, (sender, begin, _) in rows:
@@ -366,7 +378,10 @@ class _TransferProgram:
                 pairs = tuple((own[sender], others[receiver]) for receiver, (sender, _, _) in rows)
                 if any(sender != receiver for sender, receiver in pairs):
                     together.setdefault((pairs, transfer.sent_dtype), []).append((c, r))
-        found = [list(each) for each in sent]
+        found = [
+            [_take_steps(each[0], self._transfers[first].steps)] if self._transfers[first].steps else [*each]
+            for each, (first, *_) in zip(sent, self._classes, strict=True)
+        ]
         for (pairs, _), places in together.items():
             flat = [sent[c][r].reshape(-1) for c, r in places]
             moved = jax.lax.ppermute(jnp.concatenate(flat), _DIM, pairs)
@@ -412,8 +427,12 @@ class _TransferProgram:
         place, found = jax.lax.axis_index(_DIM), dict[int, jax.Array]()
         for numbers, slots in zip(self._classes, received, strict=True):
             transfer = self._transfers[numbers[0]]
-            made = _view_as_integers(jnp.zeros((len(numbers), *transfer.target_shape), transfer.sent_dtype))
-            for (shape, rows), piece in zip(transfer.rounds, slots, strict=True):
+            if transfer.steps:
+                made = slots[0]
+            else:
+                shape = (len(numbers), *transfer.target_shape)
+                made = _view_as_integers(jnp.zeros(shape, transfer.sent_dtype))
+            for (shape, rows), piece in zip(transfer.rounds, slots, strict=not transfer.steps):
                 if shape == transfer.target_shape and len(rows) == self._meshes[1].size:
                     made = piece
                     break
@@ -430,6 +449,29 @@ class _TransferProgram:
             made = jax.lax.bitcast_convert_type(made, transfer.sent_dtype).astype(transfer.dtype)
             found.update(zip(numbers, made, strict=True))
         return [found[k] for k in range(len(self._transfers))]
+
+
+def _take_steps(stacked: jax.Array, steps: Sequence[CollectiveStep]) -> jax.Array:
+    """Return the shards of stacked arrays after these steps. Axis 0 is that of the stack."""
+    for step in steps:
+        if step.grown_axis is None:
+            assert step.shrunk_axis is not None
+            start = jnp.asarray(step.starts)[jax.lax.axis_index(_DIM)]
+            stacked = jax.lax.dynamic_slice_in_dim(stacked, start, step.size, step.shrunk_axis + 1)
+            continue
+        groups, size = [*map(list, step.groups)], len(step.groups[0])
+        # XLA is slower if it exchanges parts of other axes than the first one.
+        if step.shrunk_axis is None:
+            parts = jax.lax.all_gather(stacked, _DIM, axis_index_groups=groups)
+        else:
+            axis = step.shrunk_axis + 1
+            shape = (*stacked.shape[:axis], size, -1, *stacked.shape[axis + 1 :])
+            parts = jnp.moveaxis(stacked.reshape(shape), axis, 0)
+            parts = jax.lax.all_to_all(parts, _DIM, 0, 0, tiled=True, axis_index_groups=groups)
+        axis = step.grown_axis + 1
+        shape = (*parts.shape[1 : axis + 1], -1, *parts.shape[axis + 2 :])
+        stacked = jnp.moveaxis(parts, 0, axis).reshape(shape)
+    return stacked
 
 
 def _group_equal_transfers(transfers: Sequence[_Transfer]) -> list[list[int]]:

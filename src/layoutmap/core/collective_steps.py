@@ -1,0 +1,154 @@
+"""Find the slices, all-gathers, and all-to-alls that change a layout without sending more than it requires."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+from layoutmap.core.blocks import Ends
+
+Groups = tuple[tuple[int, ...], ...]
+"""The devices that exchange values, in the order of their parts. Each device is in one group, and all have one size."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveStep:
+    """A step that all devices take together.
+
+    Args:
+        grown_axis: The axis along which received parts are joined; `None`: nothing is sent.
+        shrunk_axis: The axis of which each device keeps a part: its own part of what it has, or, if something is sent,
+            the part that has its position in the group. `None`: each device sends all that it has.
+        groups: The devices that send each other parts.
+        starts: The start of the part that each device keeps, if nothing is sent.
+        size: The length of this part.
+    """
+
+    grown_axis: int | None = None
+    shrunk_axis: int | None = None
+    groups: Groups = ()
+    starts: tuple[int, ...] = ()
+    size: int = 0
+
+
+def find_collective_steps(
+    stored: Sequence[Ends], wanted: Sequence[Ends], num_missing: int
+) -> tuple[CollectiveStep, ...] | None:
+    """Return steps after which each device stores its wanted block, or None if these steps send more than is missing.
+
+    Args:
+        stored: The block of each device.
+        wanted: The block that each device needs. All blocks have one shape, as those of `stored` do.
+        num_missing: The number of elements that all devices must receive.
+
+    Example:
+        >>> halves, whole = [((0, 2),), ((2, 4),)], [((0, 4),), ((0, 4),)]
+        >>> find_collective_steps(halves, whole, 4)
+        (CollectiveStep(grown_axis=0, shrunk_axis=None, groups=((0, 1),), starts=(), size=0),)
+    """
+    grown, shrunk = list[int](), list[int]()
+    for axis in range(len(stored[0])):
+        spans = [(have[axis], want[axis]) for have, want in zip(stored, wanted, strict=True)]
+        if all(_contains(have, want) for have, want in spans):
+            shrunk += [axis] * any(have != want for have, want in spans)
+        elif all(_contains(want, have) for have, want in spans):
+            grown.append(axis)
+        else:
+            return None
+    exchanged: list[tuple[int, int] | None] = [None, *product(grown, shrunk)]
+    for pair in exchanged:
+        steps, num_received = list[CollectiveStep](), 0
+        for step, received in _iterate_steps([*stored], wanted, grown, shrunk, pair):
+            if step is None:
+                break
+            steps.append(step)
+            num_received += received
+        else:
+            if num_received == num_missing:
+                return tuple(steps)
+    return None
+
+
+def _iterate_steps(
+    blocks: list[Ends],
+    wanted: Sequence[Ends],
+    grown: Sequence[int],
+    shrunk: Sequence[int],
+    exchanged: tuple[int, int] | None,
+) -> Iterator[tuple[CollectiveStep | None, int]]:
+    """Yield each step and the number of received elements, or None for a step that is impossible.
+
+    Slices come first, because later steps then send less. `exchanged` are the axes of an all-to-all.
+    """
+
+    def replace_spans(axes: Sequence[int]) -> list[Ends]:
+        return [
+            tuple(want[axis] if axis in axes else span for axis, span in enumerate(have))
+            for have, want in zip(blocks, wanted, strict=True)
+        ]
+
+    for axis in shrunk:
+        if exchanged is None or axis != exchanged[1]:
+            starts = tuple(want[axis][0] - have[axis][0] for have, want in zip(blocks, wanted, strict=True))
+            blocks = replace_spans([axis])
+            yield CollectiveStep(shrunk_axis=axis, starts=starts, size=_measure(blocks[0][axis])), 0
+    if exchanged is not None:
+        axis, split_axis = exchanged
+        groups = _group_devices(replace_spans([axis]), blocks, axis)
+        if groups is None or not _are_split_in_order(blocks, wanted, split_axis, groups):
+            yield None, 0
+            return
+        num_elements, size = _count_elements(blocks), len(groups[0])
+        blocks = replace_spans([axis, split_axis])
+        yield CollectiveStep(axis, split_axis, groups), num_elements * (size - 1) // size
+    for axis in grown:
+        if exchanged is None or axis != exchanged[0]:
+            groups = _group_devices(replace_spans([axis]), blocks, axis)
+            if groups is None:
+                yield None, 0
+                return
+            num_elements, size = _count_elements(blocks), len(groups[0])
+            blocks = replace_spans([axis])
+            yield CollectiveStep(axis, None, groups), num_elements * (size - 1)
+
+
+def _group_devices(results: Sequence[Ends], blocks: Sequence[Ends], axis: int) -> Groups | None:
+    """Return groups of devices whose blocks together are the result of each of them, or None if there are none."""
+    by_result: dict[Ends, dict[tuple[int, int], list[int]]] = {}
+    for device, (result, block) in enumerate(zip(results, blocks, strict=True)):
+        by_result.setdefault(result, {}).setdefault(block[axis], []).append(device)
+    groups: list[tuple[int, ...]] = []
+    for result, by_span in by_result.items():
+        spans = sorted(by_span)
+        if (spans[0][0], spans[-1][1]) != result[axis] or any(a[1] != b[0] for a, b in pairwise(spans)):
+            return None
+        if len({len(by_span[span]) for span in spans}) > 1:
+            return None
+        groups += zip(*(by_span[span] for span in spans), strict=True)
+    return tuple(groups) if len({*map(len, groups)}) == 1 else None
+
+
+def _are_split_in_order(blocks: Sequence[Ends], wanted: Sequence[Ends], axis: int, groups: Groups) -> bool:
+    """Return whether each device of a group wants the part of an axis that has its position in the group."""
+    for group in groups:
+        for position, device in enumerate(group):
+            start, size = blocks[device][axis][0], _measure(wanted[device][axis])
+            is_whole = size * len(group) == _measure(blocks[device][axis])
+            if not is_whole or wanted[device][axis][0] != start + position * size:
+                return False
+    return True
+
+
+def _contains(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+def _measure(span: tuple[int, int]) -> int:
+    return span[1] - span[0]
+
+
+def _count_elements(blocks: Sequence[Ends]) -> int:
+    """Return the number of elements of all blocks."""
+    return len(blocks) * math.prod(map(_measure, blocks[0]))
