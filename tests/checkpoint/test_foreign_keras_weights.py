@@ -152,7 +152,7 @@ def test_what_a_weight_file_cannot_be_told_is_refused(tmp_path: Path, name: str)
     expected = np.asarray(model.layers[0].kernel)
     value = {"missing": "keep", "extra": "ignore"}.get(name, True)
     with pytest.raises(
-        CheckpointError, match=rf"(?s)x\.weights\.h5: {name}= has no effect.*fix  +leave it out"
+        CheckpointError, match=rf"(?s)x\.weights\.h5: {name}= has no effect.*fix  +leave the argument out"
     ):
         lm.load(model, tmp_path / "x.weights.h5", **{name: value})
     assert np.array_equal(expected, model.layers[0].kernel)

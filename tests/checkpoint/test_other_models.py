@@ -213,7 +213,7 @@ def test_an_interrupt_before_any_line_of_a_save_leaves_nothing(tmp_path: Path) -
     }
     for name, save in saves.items():
         save(0)
-        interrupter, line = Interrupter(FILES, ["__del__", "_abandon"]), 0
+        interrupter, line = Interrupter(FILES, ["__del__", "_discard_unfinished_step"]), 0
         while True:
             line += 3  # each line of what these call: test_killed_saves.py
             was_interrupted = interrupter.interrupted(lambda save=save, step=line: save(step), line)

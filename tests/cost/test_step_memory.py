@@ -159,7 +159,7 @@ def test_recomputed_activations_cost_what_the_librarys_own_way_costs(plain, own,
         lowered(kind, MEGATRON, inputs=rows, remat=each).count(layout_map)
         for kind, each in ((plain, None), (plain, remat), (own, None))
     )
-    notes = ("activations inside of layers are computed again",)
+    notes = ("activations inside of layers are recomputed in ",)
     assert replace(recomputed, notes=()) == replace(same, notes=())
     assert notes == tuple(note[: len(notes[0])] for note in set(recomputed.notes) - set(same.notes))
     product = 2 * 64 * ROWS // 4 * WIDTH * INNER // 2

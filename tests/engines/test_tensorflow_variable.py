@@ -131,7 +131,7 @@ def test_a_variable_is_made_while_tensorflow_traces():
 @pytest.mark.parametrize("kind", ["a function", "values", "a tensor on the mesh"])
 def test_a_variable_is_made_in_a_function_on_the_mesh(kind, monkeypatch):
     """`tf.init_scope` in a `tf.function` in `run_on` makes one variable, also as the first use of DTensor."""
-    monkeypatch.setattr(selfcheck, "_sound", {})
+    monkeypatch.setattr(selfcheck, "_is_correct", {})
     made = []
 
     @tf.function

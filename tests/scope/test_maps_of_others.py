@@ -291,7 +291,7 @@ def test_what_keras_cannot_express_is_refused_by_name():
         assert refused.value.why
         assert refused.value.fix
     with pytest.raises(
-        MeshError, match="the DeviceMesh is not the plan's mesh\n  plan's  batch=2, model=4\n"
+        MeshError, match="the DeviceMesh is not the plan's mesh\n  plan        batch=2, model=4\n"
     ):
         plan().to_keras(device_mesh((4, 2)))
     with pytest.raises(MeshError, match="the plan's mesh has 512 devices, and Keras has 8"):

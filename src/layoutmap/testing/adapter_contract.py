@@ -305,7 +305,7 @@ class AdapterContract(OldMethodNames):
 
         lm.plan(create, self.make_layout_map(name), library=self.library)
         path, variable = next(iter(self.adapter.variables(created[0]).items()))
-        with pytest.raises(lm.PlanError, match="it has no values") as caught:
+        with pytest.raises(lm.PlanError, match="has no values") as caught:
             self.adapter.read(variable)
 
         assert caught.value.what.startswith(path)

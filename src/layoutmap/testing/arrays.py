@@ -2,7 +2,7 @@
 
 >>> from layoutmap.scope.devices import simulate_devices
 >>> simulate_devices(8, "jax")
->>> {outcome.what for outcome, _ in try_arrays("jax", 3)}
+>>> {outcome.what for outcome, _ in try_array_laws("jax", 3)}
 {'held'}
 """
 

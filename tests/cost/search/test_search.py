@@ -326,14 +326,14 @@ def test_an_interrupt_after_the_last_map_loses_nothing(monkeypatch, capsys):
     With progress=False nothing is printed.
     """
     monkeypatch.setattr(progress, "_LOG_SECONDS", 0)
-    plan, left = layout_map_search._MapEvaluator.plan, [KeyboardInterrupt]
+    plan, left = layout_map_search._MapEvaluator.make_plan, [KeyboardInterrupt]
 
     def interrupted(*args):
         if left:
             raise left.pop()
         return plan(*args)
 
-    monkeypatch.setattr(layout_map_search._MapEvaluator, "plan", interrupted)
+    monkeypatch.setattr(layout_map_search._MapEvaluator, "make_plan", interrupted)
     found = lm.search(pair, INPUTS, "h100:8", tries=3, verify=False, progress=False)
     assert (False, True, "") == (found.is_complete, found.num_tried > 1, capsys.readouterr().err)
     left += [KeyboardInterrupt] * 2
